@@ -1,0 +1,227 @@
+"""Orders: everything the scheduler can ask for, imperative, frozen.
+
+Returned by `Scheduler.handle`, recorded with the event that caused them, then carried out by an executor. Each names
+its cause,
+the event it answers, so that "why?" is a walk through the record. Carrying one out twice must do no harm: (attempt,
+incarnation) tell a repeat from a new order.
+
+Tags are the codec's names for the classes: never reuse one, never change the order of a class's fields; add at the end.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Base of all orders. `cause` is the event it answers; in the record it is implied by the frame."""
+
+    tag: ClassVar[int] = 0
+    cause: EventId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawPrompts(Command):
+    """Draw `count` prompts from the source → `PromptsDrawn`."""
+
+    tag: ClassVar[int] = 1
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartGroup(Command):
+    """Generate a group, or retry it from nothing → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
+
+    tag: ClassVar[int] = 2
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeGroup(Command):
+    """Go on generating a partial group from its stored prefixes. `truncate`: finish it with the prefixes as they
+    are."""
+
+    tag: ClassVar[int] = 3
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortGroup(Command):
+    """Stop generating a group whose tokens nobody wants any more. Nothing is reported back."""
+
+    tag: ClassVar[int] = 4
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncateGroup(Command):
+    """Finish a running group with the tokens it has → `GroupGenerated`."""
+
+    tag: ClassVar[int] = 5
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardGroups(Command):
+    """Forget the trajectories of groups that ended."""
+
+    tag: ClassVar[int] = 6
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWeights(Command):
+    """Bring a version into the replica's host memory while it generates → `WeightsStaged` or `SyncFailed`.
+
+    Begins a sync of the replica; `attempt` numbers its syncs, and the pause, install and resume that follow carry the same.
+    """
+
+    tag: ClassVar[int] = 7
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseReplica(Command):
+    """Stop sampling: `keep` requests frozen, `abort` them, or `wait` for their end → `ReplicaPaused` or
+    `SyncFailed`."""
+
+    tag: ClassVar[int] = 8
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+    version: Version
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallWeights(Command):
+    """Swap the staged version in → `WeightsInstalled` or `SyncFailed`."""
+
+    tag: ClassVar[int] = 9
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReplica(Command):
+    """Sample again."""
+
+    tag: ClassVar[int] = 10
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopReplica(Command):
+    """End a replica that cannot be brought up to date → `ReplicaLost`, which says whether another one comes."""
+
+    tag: ClassVar[int] = 11
+    replica: ReplicaId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetireWeights(Command):
+    """Drop a superseded version from the weights store."""
+
+    tag: ClassVar[int] = 12
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreBatch(Command):
+    """Run a scoring task on the batch of a step → `BatchScored` or `StepFailed`."""
+
+    tag: ClassVar[int] = 13
+    step: StepId
+    attempt: int
+    task: str
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep(Command):
+    """Train on a batch → `StepTrained` or `StepFailed`. `staleness[i]` is that of `groups[i]`, in train steps."""
+
+    tag: ClassVar[int] = 14
+    step: StepId
+    attempt: int
+    groups: tuple[GroupId, ...]
+    staleness: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishWeights(Command):
+    """Put the trainer's weights into the store as `version`, holding `steps` train steps → `WeightsPublished` or
+    `PublishFailed`."""
+
+    tag: ClassVar[int] = 15
+    version: Version
+    attempt: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint(Command):
+    """Write a checkpoint of everything after `steps` train steps → `CheckpointSaved` or `CheckpointFailed`."""
+
+    tag: ClassVar[int] = 16
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer(Command):
+    """Report after `delay_s` seconds → `TimerFired`."""
+
+    tag: ClassVar[int] = 17
+    timer: TimerId
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelTimer(Command):
+    """Forget a timer."""
+
+    tag: ClassVar[int] = 18
+    timer: TimerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRun(Command):
+    """The run is over: `finished`, `stopped` (resumable, by request) or `failed` (resumable, with the cause)."""
+
+    tag: ClassVar[int] = 19
+    outcome: str
+    reason: str
+
+
+COMMANDS: dict[int, type[Command]] = {
+    cls.tag: cls
+    for cls in (
+        DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
+        InstallWeights, ResumeReplica, StopReplica, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
+        SaveCheckpoint, SetTimer, CancelTimer, FinishRun,
+    )
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""The one loop between the world and the scheduler: stamp, decide, record, then act.
+
+Used unchanged over Ray, in one process, in simulation and in benchmarks. It holds no policy and no knowledge of
+machines; it must never let a command leave before its frame is written.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from engine.commands import Command, FinishRun
+from engine.events import Event, stamp
+from engine.ports import Clock, Executor, Recorder
+from engine.scheduler import Scheduler
+
+
+class Driver:
+    """Feeds events to a scheduler one at a time.
+
+    `deliver` may be called by the executor while it carries out commands; such events wait their turn in the inbox.
+    After a
+    `FinishRun` nothing is handled any more: `outcome` holds it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        recorder: Recorder,
+        executor: Executor,
+        observe: Callable[[Event, tuple[Command, ...]], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock = clock
+        self.recorder = recorder
+        self.executor = executor
+        self.observe = observe
+        self.events_handled = 0
+        self.outcome: FinishRun | None = None
+        self._inbox: deque[Event] = deque()
+        self._draining = False
+
+    def deliver(self, *events: Event) -> None:
+        """Take events in; handle everything that waits unless a call further up the stack is doing so already.
+
+        Raises: whatever `Scheduler.handle` raised, after recording the event as rejected.
+        """
+        self._inbox.extend(events)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._inbox:
+                self.executor.execute(self._handle_waiting())
+        finally:
+            self._draining = False
+
+    def _handle_waiting(self) -> list[Command]:
+        """Handle what is in the inbox now; the commands leave together, after their frames are flushed."""
+        commands: list[Command] = []
+        for _ in range(len(self._inbox)):
+            event = self._inbox.popleft()
+            if self.outcome is not None:
+                continue
+            stamp(event, self.events_handled, self.clock.now())
+            try:
+                answer = self.scheduler.handle(event)
+            except Exception as error:  # recorded as rejected, then raised: the run stops resumably
+                self.recorder.reject(event, f"{type(error).__name__}: {error}")
+                self.recorder.flush()
+                raise
+            self.events_handled += 1
+            self.recorder.write(event, answer, self.scheduler.state_hash)
+            if self.observe is not None:
+                self.observe(event, answer)
+            commands.extend(answer)
+            if answer and isinstance(answer[-1], FinishRun):
+                self.outcome = answer[-1]
+        self.recorder.flush()
+        return commands

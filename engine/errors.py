@@ -1,0 +1,69 @@
+"""Every failure the engine names. Each says whose fault it is, carries its story, and pickles (they cross Ray).
+
+`ConfigError`, `DataFailure` and `RecordError` are about what the user gave; the others about the engine itself.
+"""
+
+from typing import Any
+
+
+class EngineError(Exception):
+    """Base of all. Keyword details become attributes and survive pickling."""
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.details)
+
+
+def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> EngineError:
+    error = cls.__new__(cls)
+    EngineError.__init__(error, message, **details)
+    return error
+
+
+class ConfigError(EngineError):
+    """A configuration that cannot run: the field, its value, the law it breaks and what would hold."""
+
+    def __init__(self, field: str, value: Any, law: str, would_hold: str = "") -> None:
+        hint = f"; {would_hold}" if would_hold else ""
+        super().__init__(
+            f"{field} = {value!r}: {law}{hint}", field=field, value=repr(value), law=law, would_hold=would_hold
+        )
+
+
+class DataFailure(EngineError):
+    """The prompt, its data or its reward is at fault: costs the group one attempt of the `data` budget."""
+
+
+class RecordError(EngineError):
+    """A schedule record that cannot be read: the file, the byte offset and what is wrong there."""
+
+    def __init__(self, path: str, offset: int, reason: str) -> None:
+        super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
+
+
+class IllegalTransition(EngineError):
+    """A trigger that its machine does not allow from the present state: a defect of the engine, never of the user."""
+
+    def __init__(self, machine: str, id: int, state: str, trigger: str) -> None:
+        super().__init__(
+            f"{machine} {id} is {state}: it cannot {trigger}", machine=machine, id=id, state=state, trigger=trigger
+        )
+
+
+class InvariantViolated(EngineError):
+    """A law does not hold: a defect of the engine. Says which law and with what figures."""
+
+
+class PolicyError(EngineError):
+    """A policy raised or decided something illegal; its name, the decision and the view it saw."""
+
+
+class RunFailed(EngineError):
+    """The run stopped before its end: the cause that ended it."""

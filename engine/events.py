@@ -1,0 +1,253 @@
+"""Facts: everything the scheduler can learn, past tense, frozen.
+
+Made by executors, worlds and replays; stamped once by the driver with a position in the record and a time; handed to
+`Scheduler.handle`. An event never says what should follow. Facts about a replica carry its incarnation and facts
+about a group its attempt, so that an echo of something already over is known as stale.
+
+Tags are the codec's names for the classes: never reuse one, never change the order of a class's fields; add at the end.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, Version
+
+NO_VERSION: Version = -1
+"""The oldest and newest version of a group that has no token yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all facts. `id` and `at` (seconds since the run began) are the driver's stamp."""
+
+    tag: ClassVar[int] = 0
+    id: EventId = -1
+    at: float = 0.0
+
+
+def stamp(event: Event, id: EventId, at: float) -> None:
+    """Write the driver's stamp into an event that has none. The one write to a frozen event, before anyone has read
+    it."""
+    object.__setattr__(event, "id", id)
+    object.__setattr__(event, "at", at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """Prompts may be drawn. The first event of every record."""
+
+    tag: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsDrawn(Event):
+    """The source gave `count` prompts, numbered from `first`. `exhausted`: there will be no more."""
+
+    tag: ClassVar[int] = 2
+    first: GroupId
+    count: int
+    exhausted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupGenerated(Event):
+    """A replica finished every trajectory of a group, and its rewards are known."""
+
+    tag: ClassVar[int] = 3
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    tokens: int
+    """Response tokens over all trajectories, those of earlier attempts included."""
+    oldest_version: Version
+    newest_version: Version
+    live: int
+    """Trajectories that have tokens to train on."""
+    reward_mean: float
+    reward_spread: float
+    """Largest minus smallest reward over the live trajectories."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAborted(Event):
+    """A group was cut short on its replica; its finished trajectories and prefixes are in the trajectory store."""
+
+    tag: ClassVar[int] = 4
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    tokens: int
+    oldest_version: Version
+    newest_version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFailed(Event):
+    """An attempt failed. `cause` names the budget it costs: `infrastructure` or `data`."""
+
+    tag: ClassVar[int] = 5
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaJoined(Event):
+    """A rollout engine is up with `slots` concurrent groups and the weights of `version`."""
+
+    tag: ClassVar[int] = 6
+    replica: ReplicaId
+    incarnation: Incarnation
+    slots: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLost(Event):
+    """A rollout engine is gone with what it was generating. `returns`: another incarnation is being started."""
+
+    tag: ClassVar[int] = 7
+    replica: ReplicaId
+    incarnation: Incarnation
+    returns: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsStaged(Event):
+    """The weights of a version are in the replica's host memory. `attempt` is that of the order it answers."""
+
+    tag: ClassVar[int] = 8
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPaused(Event):
+    """The replica samples no token until it is resumed; groups it aborted were reported before."""
+
+    tag: ClassVar[int] = 9
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsInstalled(Event):
+    """The replica will sample its next token from `version`."""
+
+    tag: ClassVar[int] = 10
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncFailed(Event):
+    """Staging, pausing or installing a version failed; the replica has its old weights."""
+
+    tag: ClassVar[int] = 11
+    replica: ReplicaId
+    incarnation: Incarnation
+    attempt: int
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchScored(Event):
+    """A scoring task of a step is done."""
+
+    tag: ClassVar[int] = 12
+    step: StepId
+    attempt: int
+    task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrained(Event):
+    """The trainer applied every minibatch of a step."""
+
+    tag: ClassVar[int] = 13
+    step: StepId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed(Event):
+    """Scoring or training a step failed; the weights are those before the step."""
+
+    tag: ClassVar[int] = 14
+    step: StepId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished(Event):
+    """A version is in the weights store, the trainer free to change its own copy."""
+
+    tag: ClassVar[int] = 15
+    version: Version
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishFailed(Event):
+    """A version did not reach the weights store."""
+
+    tag: ClassVar[int] = 16
+    version: Version
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A complete checkpoint of everything after `steps` train steps is visible."""
+
+    tag: ClassVar[int] = 17
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written; the run goes on without it."""
+
+    tag: ClassVar[int] = 18
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired(Event):
+    """The time set by `SetTimer` has passed."""
+
+    tag: ClassVar[int] = 19
+    timer: TimerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested(Event):
+    """The user wants the run to stop now, resumably."""
+
+    tag: ClassVar[int] = 20
+    reason: str
+
+
+EVENTS: dict[int, type[Event]] = {
+    cls.tag: cls
+    for cls in (
+        RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
+        ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
+        PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested,
+    )
+}  # fmt: skip

@@ -1,0 +1,22 @@
+"""Dispatch: which replica a group starts or resumes on."""
+
+from engine.ids import GroupId, ReplicaId, Version
+from engine.policies.registry import register
+from engine.states.view import View
+
+
+@register("dispatch", "least-loaded")
+class LeastLoaded:
+    """The replica with the smallest share of busy slots; a tie goes to the smallest id."""
+
+    def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
+        return view.least_loaded(oldest)
+
+
+@register("dispatch", "newest-weights")
+class NewestWeights:
+    """The replica with the newest weights, then the least loaded: fresher tokens, uneven load during a rolling sync."""
+
+    def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
+        fit = [r for r in view.replicas() if r.state == "ready" and r.running < r.slots and r.version >= oldest]
+        return min(fit, key=lambda r: (-r.version, r.running / r.slots, r.id)).id if fit else None

@@ -1,0 +1,107 @@
+"""Policies by name: how a config says which one decides what, and how users add their own.
+
+    @policies.register("filter", "keep-hard")
+    class KeepHard: ...
+
+Used by the config layer, by the scheduler's builder and by replay, which finds the names in a record's header.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError
+from engine.policies.protocols import (
+    AdmissionPolicy,
+    BatchingPolicy,
+    DeadlinePolicy,
+    DispatchPolicy,
+    FilterPolicy,
+    RetryPolicy,
+    SyncPolicy,
+)
+
+Kind = TypeVar("Kind", bound=type)
+
+DEFAULTS: dict[str, str] = {
+    "admission": "bounds",
+    "dispatch": "least-loaded",
+    "batching": "deadline-first",
+    "deadline": "wait",
+    "sync": "together",
+    "filter": "none",
+    "retry": "budgets",
+}
+METHODS: dict[str, str] = {
+    "admission": "admit",
+    "dispatch": "choose",
+    "batching": "select",
+    "deadline": "decide",
+    "sync": "pause",
+    "filter": "keep",
+    "retry": "retry",
+}
+_REGISTERED: dict[str, dict[str, type[Any]]] = {decision: {} for decision in DEFAULTS}
+
+
+def register(decision: str, name: str) -> Callable[[Kind], Kind]:
+    """Class decorator: offer a policy for a decision under a name. The class is built without arguments.
+
+    Raises `ConfigError` for an unknown decision, a name already taken or a class without the decision's method.
+    """
+
+    def add(cls: Kind) -> Kind:
+        if decision not in _REGISTERED:
+            raise ConfigError("policies.register", decision, "is not a decision", f"one of {', '.join(_REGISTERED)}")
+        if name in _REGISTERED[decision]:
+            raise ConfigError("policies.register", name, f"is registered for {decision} already", "another name")
+        if not callable(getattr(cls, METHODS[decision], None)):
+            raise ConfigError(
+                "policies.register", cls.__name__, f"has no method {METHODS[decision]}()", "see policies/protocols.py"
+            )
+        _REGISTERED[decision][name] = cls
+        return cls
+
+    return add
+
+
+def names(decision: str) -> list[str]:
+    """Registered names for a decision."""
+    return sorted(_REGISTERED[decision])
+
+
+def _build(decision: str, name: str) -> Any:
+    found = _REGISTERED[decision].get(name)
+    if found is None:
+        near = get_close_matches(name, _REGISTERED[decision], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(names(decision))}"
+        raise ConfigError(f"scheduler.policies.{decision}", name, "no policy of that name is registered", hint)
+    return found()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySet:
+    """One policy per decision."""
+
+    admission: AdmissionPolicy
+    dispatch: DispatchPolicy
+    batching: BatchingPolicy
+    deadline: DeadlinePolicy
+    sync: SyncPolicy
+    filter: FilterPolicy
+    retry: RetryPolicy
+    names: Mapping[str, str]
+    """What each was built from, for the header of a record."""
+
+    @classmethod
+    def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
+        """Build the named policies, defaults for the rest. Raises `ConfigError` for unknown decisions and names."""
+        known = [f.name for f in fields(cls) if f.name != "names"]
+        for decision in chosen:
+            if decision not in known:
+                near = get_close_matches(decision, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
+                raise ConfigError(f"scheduler.policies.{decision}", chosen[decision], "is not a decision", hint)
+        resolved = {**DEFAULTS, **chosen}
+        return cls(**{decision: _build(decision, name) for decision, name in resolved.items()}, names=resolved)

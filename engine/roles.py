@@ -1,0 +1,102 @@
+"""The two protocols a user implements to have their own generator and trainer scheduled: `Generator` and `Trainer`.
+
+Called by the Ray actors (`actors/`) and by the in-process executor (`local/`), which host one `Generator` per replica
+and one `Trainer`. The built-in ones are `rollout.generator.ModelGenerator` and `training.trainer.ModelTrainer`.
+Implementations never see the scheduler: they do one piece of work at a time and return or raise.
+
+Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 by default) and anything else for the
+rest (budget `infrastructure`, 5 by default). Either costs the group one attempt and never ends the run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.ids import GroupId, StepId, Version
+from engine.trajectory import Prompt, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWork:
+    """One prompt group to generate on one replica."""
+
+    group: GroupId
+    attempt: int
+    """Which order this is for the group, counted from 1; every start, resume and retry has its own."""
+    prompt: Prompt
+    samples: int
+    """Trajectories wanted."""
+    partial: TrajectoryGroup | None = None
+    """What an earlier attempt left behind: finished siblings are kept, the others go on from their prefixes."""
+    truncate: bool = False
+    """Generate nothing more: finish with the prefixes of `partial` as they are."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Generated:
+    """What `Generator.generate` returns: a finished group, or the partial one that an abort left."""
+
+    group: TrajectoryGroup
+    aborted: bool = False
+    """True when `pause("abort")`, `abort` or a cancel cut it short; then unfinished trajectories hold their
+    prefixes."""
+
+
+class Generator(Protocol):
+    """One rollout replica. `generate` runs concurrently for up to `slots` groups on one event loop; it must not block
+    it."""
+
+    async def generate(self, work: GroupWork) -> Generated:
+        """Sample `work.samples` trajectories with behaviour log-probs, versions and rewards."""
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        """Make `generate` of these groups return at once with `aborted=True` and their prefixes. Unknown ids are
+        ignored."""
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        """Make `generate` of these groups return at once as finished, unfinished trajectories marked `truncated`."""
+
+    async def pause(self, mode: str) -> None:
+        """Return once no token will be sampled until `resume`.
+
+        `keep` freezes requests where they are; `abort` makes every running `generate` return its partial first;
+        `wait` lets them run to their end first.
+        """
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        """Bring the weights of a version into this replica's memory while it generates."""
+
+    async def install(self, version: Version) -> None:
+        """Swap the staged weights in. Called only between `pause` and `resume`; on error the old weights stay."""
+
+    async def resume(self) -> None:
+        """Sample again."""
+
+    async def close(self) -> None:
+        """Give back what it holds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """The groups of one train step, in the order the scheduler chose, with each group's staleness in train steps."""
+
+    step: StepId
+    groups: list[TrajectoryGroup]
+    staleness: list[int]
+
+
+class Trainer(Protocol):
+    """The training side. Calls are blocking, one at a time, off the control thread."""
+
+    def score(self, batch: Batch, task: str) -> None:
+        """Scoring before the update, e.g. `old_logprobs`: log-probs under the current weights; kept for `train`."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """One outer step over the batch (its minibatches included). Returns metrics; names become `metrics.jsonl`
+        keys."""
+
+    def weights(self) -> Any:
+        """The current weights in a form `Generator.stage` takes. Must be a copy: training goes on while it is read."""
+
+    def save(self, directory: str, step: StepId) -> None:
+        """Write a checkpoint of everything after `step` train steps into an empty directory."""

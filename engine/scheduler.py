@@ -1,0 +1,140 @@
+"""`Scheduler.handle(event) → commands`: the only mutator of a run's state, and a pure function of (state, event).
+
+Called by the driver for every event of a run, by the replayer for every event of a record and by the simulation's
+world. It never
+reads a clock, draws a random number, blocks or imports Ray. One event, one answer; the same events always get the
+same answers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.commands import Command, FinishRun
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    PromptsDrawn,
+    PublishFailed,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaPaused,
+    RunStarted,
+    StepFailed,
+    StepTrained,
+    StopRequested,
+    SyncFailed,
+    TimerFired,
+    WeightsInstalled,
+    WeightsPublished,
+    WeightsStaged,
+)
+from engine.policies import PolicySet
+from engine.scheduling.orders import Orders
+from engine.scheduling.rollout import RolloutScheduling
+from engine.scheduling.sync import SyncScheduling
+from engine.scheduling.training import TrainingScheduling
+from engine.states.invariants import check_event
+from engine.states.limits import Limits
+from engine.states.state import Observer, State
+from engine.states.view import View
+
+
+class Scheduler:
+    """Decides everything about one run.
+
+    `observe(machine, record, source, trigger)` is called after every change of state; it must not change anything.
+    """
+
+    def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
+        self.limits = limits
+        self.policies = policies if policies is not None else PolicySet.from_names({})
+        self.state = State(limits, observe)
+        self.view = View(self.state)
+        self._orders = Orders()
+        self.rollout = RolloutScheduling(self.state, self.policies, self._orders, self.view)
+        self.training = TrainingScheduling(self.state, self.policies, self._orders, self.view, self.rollout)
+        self.sync = SyncScheduling(self.state, self.policies, self._orders, self.view, self.rollout)
+        self._stop: FinishRun | None = None
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            RunStarted: self._on_run_started,
+            PromptsDrawn: self.rollout.on_prompts_drawn,
+            GroupGenerated: self.rollout.on_group_generated,
+            GroupAborted: self.rollout.on_group_aborted,
+            GroupFailed: self.rollout.on_group_failed,
+            ReplicaJoined: self.sync.on_replica_joined,
+            ReplicaLost: self.sync.on_replica_lost,
+            WeightsStaged: self.sync.on_weights_staged,
+            ReplicaPaused: self.sync.on_replica_paused,
+            WeightsInstalled: self.sync.on_weights_installed,
+            SyncFailed: self.sync.on_sync_failed,
+            BatchScored: self.training.on_batch_scored,
+            StepTrained: self.training.on_step_trained,
+            StepFailed: self.training.on_step_failed,
+            WeightsPublished: self.training.on_weights_published,
+            PublishFailed: self.training.on_publish_failed,
+            CheckpointSaved: self.training.on_checkpoint,
+            CheckpointFailed: self.training.on_checkpoint,
+            TimerFired: self.training.on_timer_fired,
+            StopRequested: self._on_stop_requested,
+        }
+
+    @property
+    def state_hash(self) -> int:
+        """64 bits of the whole state after the last event."""
+        return self.state.hash
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        """Take in one fact and say what follows from it.
+
+        Raises: `InvariantViolated` or `IllegalTransition` for a defect, `PolicyError` for a policy that raised or
+        decided something illegal. The state is then not to be used any more.
+        """
+        state = self.state
+        if state.outcome is not None:
+            return ()
+        state.now = event.at
+        self._orders.begin(event.id)
+        self._handlers[type(event)](event)
+        failure = self.training.failure or self.sync.failure
+        if failure is not None:
+            self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
+        if self._stop is None:
+            self.training.advance()
+            self.sync.advance()
+            self.rollout.advance()
+            self._finish_when_done()
+        state.outcome = self._stop
+        state.settle()
+        check_event(state)
+        return self._orders.take(last=self._stop)
+
+    def _on_run_started(self, event: RunStarted) -> None:
+        self.state.started = True
+
+    def _on_stop_requested(self, event: StopRequested) -> None:
+        self._stop = FinishRun(outcome="stopped", reason=event.reason, cause=event.id)
+
+    def _finish_when_done(self) -> None:
+        """End the run once no step can follow: what no version holds is published, a last checkpoint written, the
+        rest let go."""
+        state = self.state
+        if not state.started or not self.training.nothing_left() or state.training_step is not None or state.publishing:
+            return
+        if state.steps_trained > state.steps_in[state.latest_version]:
+            self.training.publish()
+            return
+        if self.limits.checkpoint_every and state.checkpoint_ordered != state.steps_trained:
+            self.training.checkpoint()
+        if state.checkpoint_pending:
+            return
+        for group in list(state.groups.values()):
+            self.rollout.drop(group)
+        state.waiting.clear()
+        self._stop = FinishRun(
+            outcome="finished", reason=f"{state.steps_trained} train steps", cause=self._orders.cause
+        )

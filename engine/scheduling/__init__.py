@@ -1,0 +1,1 @@
+"""The three halves of the scheduler's work: rollout, training and weight sync. Only `scheduler.py` calls them."""

@@ -1,0 +1,235 @@
+"""Groups on replicas: drawing, admission, dispatch, abort and resume, failure and retry.
+
+Called by `scheduler.py` for each event about a group, and once after every event to fill free slots. Changes state
+only through
+`State`'s operations.
+"""
+
+from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup
+from engine.events import NO_VERSION, GroupAborted, GroupFailed, GroupGenerated, PromptsDrawn
+from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.policies.registry import PolicySet
+from engine.scheduling.orders import Orders, ask, refuse
+from engine.states.group import Group
+from engine.states.invariants import require
+from engine.states.replica import Replica
+from engine.states.state import State
+from engine.states.view import View, view_group
+
+
+class RolloutScheduling:
+    """Keeps slots busy within the laws."""
+
+    def __init__(self, state: State, policies: PolicySet, orders: Orders, view: View) -> None:
+        self.state = state
+        self.policies = policies
+        self.orders = orders
+        self.view = view
+
+    # facts
+
+    def on_prompts_drawn(self, event: PromptsDrawn) -> None:
+        state = self.state
+        if event.first != state.ledger.drawn or not 0 <= event.count <= state.asked:
+            state.stale_echoes += 1
+            return
+        state.asked = 0
+        state.exhausted = state.exhausted or event.exhausted
+        require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
+        state.draw(event.first, event.count)
+
+    def on_group_generated(self, event: GroupGenerated) -> None:
+        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
+        if group is None:
+            return
+        self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+        group.reward_mean = event.reward_mean
+        group.ready_at = event.at
+        keep = ask(self.policies, "filter", lambda: self.policies.filter.keep(self.view, event))
+        self.state.unseat(group)
+        self.state.fire_group(group, "generate")
+        if not keep:
+            self.release(group, "filter")
+
+    def on_group_aborted(self, event: GroupAborted) -> None:
+        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
+        if group is None:
+            return
+        if event.tokens:
+            self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+            group.kept = True
+        self.state.unseat(group)
+        self.state.fire_group(group, "abort")
+        if group.truncate and not group.kept:
+            self.release(group, "drop")
+
+    def on_group_failed(self, event: GroupFailed) -> None:
+        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
+        if group is None:
+            return
+        if event.cause == "data" and group.kept:
+            group.kept = False
+            group.tokens = 0
+            group.oldest_version = group.newest_version = NO_VERSION
+            self.orders.discard(group.id)
+        self.state.unseat(group)
+        self.park_after_failure(group, event.cause)
+
+    def park_after_failure(self, group: Group, cause: str) -> None:
+        """An attempt was lost: park the group for another one, or fail it. Its slot has been taken back already."""
+        if cause == "data":
+            group.data_failures += 1
+        else:
+            group.infrastructure_failures += 1
+        snapshot = view_group(group)
+        again = ask(self.policies, "retry", lambda: self.policies.retry.retry(self.view, snapshot, cause))
+        self.state.fire_group(group, "abort")
+        if not again:
+            self.release(group, "fail")
+        elif group.truncate and not group.kept:
+            self.release(group, "drop")
+
+    def release(self, group: Group, trigger: str) -> None:
+        """End a group that will not be trained on; its place is free at once."""
+        self.state.fire_group(group, trigger)
+        self.orders.discard(group.id)
+
+    def drop(self, group: Group) -> None:
+        """End a live group that no step has taken, wherever it is."""
+        if group.replica >= 0:
+            replica = self.state.fleet.replicas[group.replica]
+            self.orders.add(
+                AbortGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
+                           cause=self.orders.cause)
+            )  # fmt: skip
+            self.state.unseat(group)
+        self.release(group, "drop")
+
+    def _current(self, id: GroupId, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> Group | None:
+        """The running group that an event is about; None, counted, for the echo of an attempt already over."""
+        state = self.state
+        group = state.groups.get(id)
+        current = group is not None and group.attempt == attempt and group.replica == replica >= 0
+        if current and state.fleet.replicas[replica].incarnation == incarnation:
+            return group
+        state.stale_echoes += 1
+        return None
+
+    def _note_tokens(self, group: Group, tokens: int, oldest: Version, newest: Version) -> None:
+        group.tokens = tokens
+        if oldest == NO_VERSION:
+            return
+        require(
+            group.admitted_version <= oldest <= newest <= self.state.latest_version,
+            "law 6: a replica reports tokens of versions the group cannot have",
+            group=group.id, admitted=group.admitted_version, oldest=oldest, newest=newest,
+            latest=self.state.latest_version,
+        )  # fmt: skip
+        group.oldest_version = oldest
+        group.newest_version = max(newest, group.newest_version)
+
+    # orders
+
+    def advance(self) -> None:
+        """Fill free slots: parked groups first, since they hold places and deadlines already, then new ones; draw
+        ahead."""
+        state = self.state
+        if not state.started or state.outcome is not None:
+            return
+        if state.ledger.parked:
+            self._resume()
+        if state.waiting:
+            self._admit()
+        if not state.exhausted and not state.asked:
+            self._draw()
+
+    def _resume(self) -> None:
+        state = self.state
+        while state.ledger.running < state.limits.max_concurrent_groups:
+            newest = state.fleet.newest_open_version()
+            group = state.next_parked(newest) if newest >= 0 else None
+            if group is None:
+                return
+            replica = self._dispatch(group, group.resumes_from)
+            if replica is None:
+                return
+            state.fire_group(group, "resume")
+            state.seat(group, replica)
+            order = {
+                "group": group.id,
+                "attempt": group.attempt,
+                "replica": replica.id,
+                "incarnation": replica.incarnation,
+            }
+            if group.kept:
+                self.orders.add(ResumeGroup(**order, truncate=group.truncate, cause=self.orders.cause))
+            else:
+                self.orders.add(StartGroup(**order, cause=self.orders.cause))
+
+    def _admit(self) -> None:
+        state = self.state
+        limits = state.limits
+        places = min(state.places(state.latest_version) - state.held, len(state.waiting))
+        legal = min(limits.max_concurrent_groups - state.ledger.running, places)
+        if legal <= 0:
+            return
+        count = ask(self.policies, "admission", lambda: self.policies.admission.admit(self.view, legal))
+        if not isinstance(count, int) or not 0 <= count <= legal:
+            raise refuse(self.policies, "admission", count, f"it must be an integer from 0 to {legal}")
+        for _ in range(count):
+            oldest = self._oldest_admissible()
+            group = state.groups[state.waiting[0]]
+            replica = None if oldest is None else self._dispatch(group, oldest)
+            if replica is None:
+                return
+            state.waiting.popleft()
+            group.admitted_version = replica.version
+            group.deadline = state.steps_in[replica.version] + limits.max_staleness_steps
+            group.started_at = state.now
+            state.deadlines.start(group.deadline)
+            state.fire_group(group, "start")
+            state.seat(group, replica)
+            self.orders.add(
+                StartGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
+                           cause=self.orders.cause)
+            )  # fmt: skip
+
+    def _oldest_admissible(self) -> Version | None:
+        """The oldest version with a place left (law 3); places grow with the version, so newer ones have one too."""
+        state = self.state
+        held = state.held
+        if held >= state.places(state.latest_version):
+            return None
+        oldest = state.latest_version
+        while oldest > 0 and held < state.places(oldest - 1):
+            oldest -= 1
+        return oldest
+
+    def _dispatch(self, group: Group, oldest: Version) -> Replica | None:
+        state = self.state
+        id = ask(self.policies, "dispatch", lambda: self.policies.dispatch.choose(self.view, oldest, group.id))
+        if id is None:
+            return None
+        replica = state.fleet.replicas.get(id)
+        if replica is None or replica.state != "ready" or replica.free_slots < 1 or replica.version < oldest:
+            raise refuse(
+                self.policies, "dispatch", id, f"it must be ready, have a free slot and version {oldest} or newer"
+            )
+        return replica
+
+    def _draw(self) -> None:
+        """Ask for prompts while fewer wait than could start now; ahead by a batch, never beyond what the run needs."""
+        state = self.state
+        limits = state.limits
+        room = max(
+            0, min(limits.max_concurrent_groups - state.ledger.running, state.places(state.latest_version) - state.held)
+        )
+        waiting = len(state.waiting)
+        if waiting > room:
+            return
+        want = room + limits.train_batch_size - waiting
+        if limits.max_steps is not None:
+            want = min(want, limits.max_steps * limits.train_batch_size - state.held - waiting)
+        if want > 0:
+            state.asked = want
+            self.orders.add(DrawPrompts(count=want, cause=self.orders.cause))

@@ -1,0 +1,314 @@
+"""Train steps: collecting a batch under the deadline rule, scoring, training, publishing, checkpoints.
+
+Called by `scheduler.py`. The rule that makes the staleness bound hard is in `policies/batching.py` and is checked
+here whatever policy chose the batch.
+"""
+
+from collections.abc import Sequence
+
+from engine.commands import CancelTimer, PublishWeights, SaveCheckpoint, ScoreBatch, SetTimer, TrainStep, TruncateGroup
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    PublishFailed,
+    StepFailed,
+    StepTrained,
+    TimerFired,
+    WeightsPublished,
+)
+from engine.ids import GroupId
+from engine.policies.deadline import DECISIONS
+from engine.policies.registry import PolicySet
+from engine.scheduling.orders import Orders, ask, refuse
+from engine.scheduling.rollout import RolloutScheduling
+from engine.states.group import Group
+from engine.states.invariants import check_batch, check_room
+from engine.states.state import State
+from engine.states.step import Step
+from engine.states.version import WeightsVersion
+from engine.states.view import View, view_group
+
+
+class TrainingScheduling:
+    """One step at a time: the next batch is formed when the step before it is finished."""
+
+    def __init__(
+        self, state: State, policies: PolicySet, orders: Orders, view: View, rollout: RolloutScheduling
+    ) -> None:
+        self.state = state
+        self.policies = policies
+        self.orders = orders
+        self.view = view
+        self.rollout = rollout
+        self.failure: str | None = None
+        """Why the run cannot go on; the scheduler ends it."""
+
+    # collecting
+
+    def advance(self) -> None:
+        """Form the next batch if the trainer is free and the rule allows one."""
+        state = self.state
+        if not state.started or state.outcome is not None or state.training_step is not None or state.publishing:
+            return
+        step = state.steps.get(state.steps_batched)
+        if step is None or state.steps_batched == state.limits.max_steps:
+            return
+        if step.state == "waiting":
+            state.fire_step(step, "collect")
+        ready, full = len(state.ready), state.limits.train_batch_size
+        closing = state.no_more_prompts and not state.ledger.running and not state.ledger.parked
+        if ready >= full or (ready and (closing or step.short)):
+            size = min(ready, full)
+            chosen = ask(self.policies, "batching", lambda: self.policies.batching.select(self.view, size))
+            if chosen is not None:
+                self._form(step, tuple(chosen), size)
+                return
+        if self.policies.deadline.acts:
+            self._watch_stragglers(step)
+
+    def _form(self, step: Step, chosen: tuple[GroupId, ...], size: int) -> None:
+        state = self.state
+        self._require_legal(chosen, size)
+        groups = [state.groups[id] for id in chosen]
+        staleness = tuple(state.staleness(group, step.id) for group in groups)
+        check_batch(state, step.id, staleness, chosen)
+        step.groups, step.staleness = chosen, staleness
+        for group in groups:
+            state.fire_group(group, "batch")
+        if step.timer is not None:
+            self.orders.add(CancelTimer(timer=step.timer, cause=self.orders.cause))
+            step.timer = None
+        state.fire_step(step, "form")
+        state.steps_batched += 1
+        state.steps[state.steps_batched] = Step(state.steps_batched)
+        check_room(state)
+        step.attempt = 1
+        self._score_or_train(step)
+
+    def _require_legal(self, chosen: tuple[GroupId, ...], size: int) -> None:
+        state = self.state
+        if len(chosen) != size or any(id not in state.ready for id in chosen):
+            raise refuse(self.policies, "batching", chosen[:8], f"it must be {size} different ready groups")
+        for deadline, must, _ in self.view.requirements():
+            taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
+            if taken < must:
+                raise refuse(
+                    self.policies,
+                    "batching",
+                    chosen[:8],
+                    f"step {state.steps_batched} must take {must} groups due by step {deadline}",
+                )
+
+    # stragglers
+
+    def stragglers(self) -> list[Group]:
+        """Unready groups of every binding deadline, in the order drawn."""
+        state = self.state
+        binding = state.deadlines.binding(state.steps_batched, state.limits.train_batch_size)
+        if binding is None:
+            return []
+        return [
+            g
+            for g in state.groups.values()
+            if g.state in ("generating", "resumed", "aborted") and g.deadline <= binding[0]
+        ]
+
+    def _watch_stragglers(self, step: Step) -> None:
+        """Set the deadline policy's timer as soon as only stragglers keep the batch from forming."""
+        state = self.state
+        if step.timer is not None or step.acts >= state.limits.max_drops:
+            return
+        binding = state.deadlines.binding(step.id, state.limits.train_batch_size)
+        if binding is None:
+            return
+        deadline, missing = binding
+        if len(state.ready) + missing < state.limits.train_batch_size:
+            unready = state.ledger.running + state.ledger.parked
+            due = [u - r for d, u, r in state.deadlines.cumulative() if d <= deadline]
+            if not state.no_more_prompts or unready > due[-1]:
+                return
+        step.timer = state.next_timer
+        state.next_timer += 1
+        self.orders.add(SetTimer(timer=step.timer, delay_s=state.limits.deadline_timeout_s, cause=self.orders.cause))
+
+    def on_timer_fired(self, event: TimerFired) -> None:
+        state = self.state
+        step = state.steps.get(state.steps_batched)
+        if step is None or step.timer != event.timer:
+            state.stale_echoes += 1
+            return
+        step.timer = None
+        stragglers = self.stragglers()
+        if not stragglers:
+            return
+        snapshots = [view_group(group) for group in stragglers]
+        decision = ask(self.policies, "deadline", lambda: self.policies.deadline.decide(self.view, snapshots))
+        if decision not in DECISIONS:
+            raise refuse(self.policies, "deadline", decision, f"it must be one of {', '.join(DECISIONS)}")
+        step.acts += 1
+        if decision == "shrink":
+            step.short = True
+        if decision == "truncate":
+            self._truncate(stragglers)
+        elif decision != "wait":
+            for group in stragglers:
+                self.rollout.drop(group)
+
+    def _truncate(self, stragglers: Sequence[Group]) -> None:
+        state = self.state
+        for group in stragglers:
+            group.truncate = True
+            state.touch(group)
+            if group.replica >= 0:
+                replica = state.fleet.replicas[group.replica]
+                self.orders.add(
+                    TruncateGroup(group=group.id, attempt=group.attempt, replica=replica.id,
+                    incarnation=replica.incarnation,
+                                  cause=self.orders.cause)
+                )  # fmt: skip
+            elif not group.kept:
+                self.rollout.drop(group)
+
+    # scoring and training
+
+    def _score_or_train(self, step: Step) -> None:
+        tasks = self.state.limits.scoring_tasks
+        if step.scored < len(tasks):
+            self.orders.add(
+                ScoreBatch(
+                    step=step.id,
+                    attempt=step.attempt,
+                    task=tasks[step.scored],
+                    groups=step.groups,
+                    cause=self.orders.cause,
+                )
+            )
+            return
+        self.state.fire_step(step, "train")
+        self.orders.add(
+            TrainStep(
+                step=step.id,
+                attempt=step.attempt,
+                groups=step.groups,
+                staleness=step.staleness,
+                cause=self.orders.cause,
+            )
+        )
+
+    def _current(self, id: int, attempt: int, state: str) -> Step | None:
+        step = self.state.training_step
+        if step is not None and step.id == id and step.attempt == attempt and step.state == state:
+            return step
+        self.state.stale_echoes += 1
+        return None
+
+    def on_batch_scored(self, event: BatchScored) -> None:
+        step = self._current(event.step, event.attempt, "scoring")
+        if step is None:
+            return
+        if self.state.limits.scoring_tasks[step.scored] != event.task:
+            self.state.stale_echoes += 1
+            return
+        step.scored += 1
+        self._score_or_train(step)
+
+    def on_step_failed(self, event: StepFailed) -> None:
+        step = self.state.training_step
+        if (
+            step is None
+            or step.id != event.step
+            or step.attempt != event.attempt
+            or step.state not in ("scoring", "training")
+        ):
+            self.state.stale_echoes += 1
+            return
+        step.failures += 1
+        if step.failures >= self.state.limits.infrastructure_attempts:
+            self.failure = f"train step {step.id} failed {step.failures} times, at last: {event.reason}"
+            return
+        self.state.fire_step(step, "retry")
+        step.attempt += 1
+        step.scored = 0
+        self._score_or_train(step)
+
+    def on_step_trained(self, event: StepTrained) -> None:
+        step = self._current(event.step, event.attempt, "training")
+        if step is None:
+            return
+        state = self.state
+        state.fire_step(step, "trained")
+        for id in step.groups:
+            state.fire_group(state.groups[id], "consume")
+            self.orders.discard(id)
+        state.steps_trained += 1
+        if state.steps_trained % state.limits.sync_every == 0 or self.nothing_left():
+            state.fire_step(step, "publish")
+            self.publish()
+        else:
+            state.fire_step(step, "skip")
+            del state.steps[step.id]
+        every = state.limits.checkpoint_every
+        if every and state.steps_trained % every == 0:
+            self.checkpoint()
+
+    def nothing_left(self) -> bool:
+        """No further step can be formed: the run has its steps, or every prompt drawn has ended and no more come."""
+        state = self.state
+        if state.steps_batched == state.limits.max_steps:
+            return True
+        return state.no_more_prompts and not state.ledger.unconsumed
+
+    # publishing
+
+    def publish(self) -> None:
+        """Order the next version. Called for a k-th step, and at the end of the run for steps that no version holds
+        yet."""
+        state = self.state
+        state.publishing = True
+        state.publishing_attempt += 1
+        self.orders.add(
+            PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt,
+            steps=state.steps_trained,
+                           cause=self.orders.cause)
+        )  # fmt: skip
+
+    def on_weights_published(self, event: WeightsPublished) -> None:
+        state = self.state
+        if not state.publishing or event.attempt != state.publishing_attempt:
+            state.stale_echoes += 1
+            return
+        state.publishing = False
+        state.publish_failures = 0
+        version = WeightsVersion(event.version, state.steps_trained)
+        state.versions[event.version] = version
+        state.steps_in[event.version] = state.steps_trained
+        state.latest_version = event.version
+        step = state.training_step
+        if step is not None and step.state == "publishing":
+            state.fire_step(step, "published")
+            del state.steps[step.id]
+
+    def on_publish_failed(self, event: PublishFailed) -> None:
+        state = self.state
+        if not state.publishing or event.attempt != state.publishing_attempt:
+            state.stale_echoes += 1
+            return
+        state.publish_failures += 1
+        if state.publish_failures >= state.limits.infrastructure_attempts:
+            self.failure = f"version {event.version} could not be published, at last: {event.reason}"
+            return
+        self.publish()
+
+    # checkpoints
+
+    def checkpoint(self) -> None:
+        """Order a checkpoint of the weights as they are now."""
+        state = self.state
+        state.checkpoint_ordered = state.steps_trained
+        state.checkpoint_pending = True
+        self.orders.add(SaveCheckpoint(steps=state.steps_trained, cause=self.orders.cause))
+
+    def on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
+        if event.steps == self.state.checkpoint_ordered:
+            self.state.checkpoint_pending = False

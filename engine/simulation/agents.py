@@ -1,0 +1,235 @@
+"""Simulated replicas, trainer and trajectory store: what they would do, without time.
+
+Driven by `simulation/world.py`, which adds a virtual clock, and by the property tests, which choose every order
+themselves. They keep the
+promises real hosts make (idempotent by attempt, events of one replica in order) and nothing more.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.commands import (
+    AbortGroup,
+    Command,
+    InstallWeights,
+    PauseReplica,
+    PublishWeights,
+    ResumeGroup,
+    ResumeReplica,
+    SaveCheckpoint,
+    ScoreBatch,
+    StageWeights,
+    StartGroup,
+    TrainStep,
+    TruncateGroup,
+)
+from engine.events import (
+    NO_VERSION,
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    PublishFailed,
+    ReplicaPaused,
+    StepFailed,
+    StepTrained,
+    SyncFailed,
+    WeightsInstalled,
+    WeightsPublished,
+    WeightsStaged,
+)
+from engine.ids import GroupId, Incarnation, ReplicaId, Version
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class SimGroup:
+    """A group being generated: how many tokens it will have and which version made which."""
+
+    attempt: int
+    target: int
+    spans: list[tuple[int, Version]] = field(default_factory=list)
+    """(tokens, version), in the order sampled."""
+    progress: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(n for n, _ in self.spans)
+
+    def sample(self, tokens: int, version: Version) -> None:
+        """Sample up to `tokens` more tokens."""
+        tokens = min(tokens, self.target - self.tokens)
+        if tokens > 0:
+            self.spans.append((tokens, version))
+
+    def versions(self) -> tuple[Version, Version]:
+        """Oldest and newest version among the tokens."""
+        seen = [version for _, version in self.spans]
+        return (min(seen), max(seen)) if seen else (NO_VERSION, NO_VERSION)
+
+
+class SimStore:
+    """The trajectory store: token versions of partial and finished groups. Outlives replicas."""
+
+    def __init__(self, length: Callable[[GroupId], int]) -> None:
+        self.length = length
+        """Tokens a group will have, a function of the group alone."""
+        self.spans: dict[GroupId, list[tuple[int, Version]]] = {}
+
+
+class SimReplica:
+    """One incarnation of a rollout engine."""
+
+    def __init__(
+        self, id: ReplicaId, incarnation: Incarnation, slots: int, version: Version, store: SimStore, emit: Emit
+    ) -> None:
+        self.id = id
+        self.incarnation = incarnation
+        self.slots = slots
+        self.version = version
+        self.store = store
+        self.emit = emit
+        self.groups: dict[GroupId, SimGroup] = {}
+        self.frozen = False
+        self.work: deque[StageWeights | PauseReplica | InstallWeights] = deque()
+        """Sync orders not yet carried out, one after another."""
+        self._seen: dict[GroupId, int] = {}
+        self._synced: set[tuple[int, int]] = set()
+
+    def take(self, command: Command) -> None:
+        """Receive an order. One that was received before does nothing."""
+        match command:
+            case StartGroup() | ResumeGroup():
+                self._start(command)
+            case AbortGroup():
+                if self._runs(command.group, command.attempt):
+                    del self.groups[command.group]
+            case TruncateGroup():
+                if self._runs(command.group, command.attempt):
+                    self.finish(command.group)
+            case StageWeights() | PauseReplica() | InstallWeights():
+                self.work.append(command)
+            case ResumeReplica():
+                self.frozen = False
+            case _:
+                raise TypeError(f"a replica cannot {type(command).__name__}")
+
+    def _runs(self, group: GroupId, attempt: int) -> bool:
+        return group in self.groups and self.groups[group].attempt == attempt
+
+    def _start(self, command: StartGroup | ResumeGroup) -> None:
+        if self._seen.get(command.group, 0) >= command.attempt:
+            return
+        self._seen[command.group] = command.attempt
+        group = SimGroup(command.attempt, self.store.length(command.group))
+        if isinstance(command, ResumeGroup):
+            group.spans = list(self.store.spans[command.group])
+            group.progress = group.tokens
+        self.groups[command.group] = group
+        if isinstance(command, ResumeGroup) and command.truncate:
+            self.finish(command.group)
+
+    def sample(self, group: GroupId, tokens: int) -> None:
+        """Sample tokens of a group under the present weights; none while frozen."""
+        if not self.frozen:
+            self.groups[group].sample(tokens, self.version)
+
+    def finish(self, id: GroupId, live: int = 2, spread: float = 1.0) -> None:
+        """End a group with the tokens it has."""
+        group = self.groups.pop(id)
+        self.store.spans[id] = group.spans
+        oldest, newest = group.versions()
+        self.emit(
+            GroupGenerated(
+                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                oldest_version=oldest, newest_version=newest, live=live, reward_mean=0.5, reward_spread=spread,
+            )
+        )  # fmt: skip
+
+    def fail(self, id: GroupId, cause: str) -> None:
+        """Lose one attempt of a group."""
+        group = self.groups.pop(id)
+        self.emit(
+            GroupFailed(
+                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, cause=cause,
+                reason="fault"
+            )
+        )  # fmt: skip
+
+    def can_sync(self) -> bool:
+        """Whether the first sync order can be carried out now: a `wait` pause needs every group to end first."""
+        if not self.work:
+            return False
+        head = self.work[0]
+        return not (isinstance(head, PauseReplica) and head.mode == "wait" and self.groups)
+
+    def sync(self, succeed: bool = True) -> None:
+        """Carry out the first sync order, or fail it. A repeated one does nothing."""
+        command = self.work.popleft()
+        if (command.attempt, command.tag) in self._synced:
+            return
+        self._synced.add((command.attempt, command.tag))
+        place = {"replica": self.id, "incarnation": self.incarnation, "attempt": command.attempt}
+        if not succeed:
+            self.emit(SyncFailed(**place, version=command.version, reason="fault"))
+        elif isinstance(command, StageWeights):
+            self.emit(WeightsStaged(**place, version=command.version))
+        elif isinstance(command, PauseReplica):
+            if command.mode == "abort":
+                self._abort_all()
+            self.frozen = True
+            self.emit(ReplicaPaused(**place))
+        else:
+            self.version = command.version
+            self.emit(WeightsInstalled(**place, version=command.version))
+
+    def _abort_all(self) -> None:
+        for id, group in self.groups.items():
+            if group.spans:
+                self.store.spans[id] = group.spans
+            oldest, newest = group.versions()
+            self.emit(
+                GroupAborted(
+                    group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                    oldest_version=oldest, newest_version=newest,
+                )
+            )  # fmt: skip
+        self.groups.clear()
+
+
+class SimTrainer:
+    """The trainer: carries out its orders one after another."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+        self.work: deque[Command] = deque()
+
+    def take(self, command: Command) -> None:
+        self.work.append(command)
+
+    def do(self, succeed: bool = True) -> None:
+        """Carry out the first order, or fail it."""
+        command = self.work.popleft()
+        match command:
+            case ScoreBatch() if succeed:
+                self.emit(BatchScored(step=command.step, attempt=command.attempt, task=command.task))
+            case TrainStep() if succeed:
+                self.emit(StepTrained(step=command.step, attempt=command.attempt))
+            case ScoreBatch() | TrainStep():
+                self.emit(StepFailed(step=command.step, attempt=command.attempt, reason="fault"))
+            case PublishWeights() if succeed:
+                self.emit(WeightsPublished(version=command.version, attempt=command.attempt))
+            case PublishWeights():
+                self.emit(PublishFailed(version=command.version, attempt=command.attempt, reason="fault"))
+            case SaveCheckpoint():
+                if succeed:
+                    self.emit(CheckpointSaved(steps=command.steps))
+                else:
+                    self.emit(CheckpointFailed(steps=command.steps, reason="fault"))
+            case _:
+                raise TypeError(f"a trainer cannot {type(command).__name__}")

@@ -1,0 +1,77 @@
+"""True books of a simulated run, kept from what agents did and not from what the scheduler believes.
+
+Used by the world and by the property tests. A finding names its class: `correctness` (a law is broken) or `liveness`
+(nothing can ever happen again and the run has not ended).
+"""
+
+from collections.abc import Sequence
+
+from engine.commands import Command, FinishRun, PublishWeights, TrainStep
+from engine.errors import EngineError
+from engine.events import Event, PromptsDrawn, WeightsPublished
+from engine.ids import GroupId, StepId, Version
+from engine.simulation.agents import SimStore
+from engine.states.limits import Limits
+from engine.states.state import State
+
+
+class Finding(EngineError):
+    """A simulated run broke a law or cannot go on; the message starts with the class of the finding."""
+
+
+class Judge:
+    """Watches every event and command of a run. `worst_staleness` is the largest ever consumed."""
+
+    def __init__(self, limits: Limits, store: SimStore) -> None:
+        self.limits = limits
+        self.store = store
+        self.taken: dict[GroupId, StepId] = {}
+        self.steps_in: dict[Version, int] = {0: 0}
+        self.drawn = 0
+        self.worst_staleness = -1
+        self._publishing: dict[int, PublishWeights] = {}
+
+    def observe(self, event: Event, commands: Sequence[Command]) -> None:
+        """Check one frame. Raises `Finding`."""
+        if isinstance(event, WeightsPublished) and event.attempt in self._publishing:
+            order = self._publishing.pop(event.attempt)
+            self._expect(order.steps > self.steps_in[order.version - 1], "a version holds no new step", order)
+            self.steps_in[order.version] = order.steps
+        if isinstance(event, PromptsDrawn):
+            self.drawn = max(self.drawn, event.first + event.count)
+        for command in commands:
+            if isinstance(command, PublishWeights):
+                self._publishing[command.attempt] = command
+            elif isinstance(command, TrainStep):
+                self._train(command)
+
+    def _train(self, command: TrainStep) -> None:
+        full = self.limits.train_batch_size
+        self._expect(0 < len(command.groups) <= full, f"a step takes {len(command.groups)} groups", command)
+        for group, claimed in zip(command.groups, command.staleness, strict=True):
+            step = self.taken.setdefault(group, command.step)
+            self._expect(step == command.step, f"group {group} is trained by steps {step} and {command.step}", command)
+            versions = [version for _, version in self.store.spans[group]]
+            self._expect(versions == sorted(versions), f"group {group} has versions going back: {versions}", command)
+            if not versions:
+                continue
+            staleness = command.step - self.steps_in[versions[0]]
+            self._expect(staleness == claimed, f"group {group} is {staleness} stale, said to be {claimed}", command)
+            self._expect(staleness <= self.limits.max_staleness_steps, f"group {group} is {staleness} stale", command)
+            self.worst_staleness = max(self.worst_staleness, staleness)
+
+    def close(self, state: State, outcome: FinishRun, total: int) -> None:
+        """Check the end of a run that had `total` prompts to draw."""
+        if outcome.outcome != "finished":
+            return
+        ledger = state.ledger
+        self._expect(ledger.drawn == ledger.consumed + ledger.released, "a prompt has not ended", ledger.count)
+        self._expect(ledger.consumed == len(self.taken), "books of consumed groups differ", ledger.count)
+        if self.limits.max_steps is None:
+            self._expect(ledger.drawn == total, f"{ledger.drawn} of {total} prompts were drawn", outcome)
+        newest = max(self.steps_in)
+        self._expect(self.steps_in[newest] == state.steps_trained, "the last step was not published", self.steps_in)
+
+    def _expect(self, holds: bool, what: str, story: object) -> None:
+        if not holds:
+            raise Finding(f"correctness: {what}; {story}")

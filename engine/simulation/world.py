@@ -1,0 +1,296 @@
+"""The simulated world: replicas, a trainer and a network under a virtual clock, seeded, with faults.
+
+Runs the production driver and scheduler. Used by the property tests and by whoever wants to see how a configuration
+behaves before they have the machines. The same seed gives the same run, event for event.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+
+from engine.commands import (
+    CancelTimer,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    FinishRun,
+    PublishWeights,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StopReplica,
+    TrainStep,
+)
+from engine.driver import Driver
+from engine.errors import EngineError
+from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
+from engine.ids import GroupId, ReplicaId
+from engine.policies import PolicySet
+from engine.ports import Recorder
+from engine.scheduler import Scheduler
+from engine.simulation.agents import SimReplica, SimStore, SimTrainer
+from engine.simulation.judge import Finding, Judge
+from engine.states.invariants import check_all
+from engine.states.limits import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities, each per occasion; the default world has none."""
+
+    lose: float = 0.0
+    """A message is lost and sent again, after ten times its latency; those behind it wait."""
+    duplicate: float = 0.0
+    """A message arrives twice."""
+    die: float = 0.0
+    """A replica dies when it is given a group; what it sent before may still arrive after it was declared lost."""
+    stay_dead: float = 0.0
+    """A dead replica does not come back."""
+    fail_group: float = 0.0
+    fail_data: float = 0.0
+    fail_sync: float = 0.0
+    fail_trainer: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One world. Durations in virtual seconds; a token takes one."""
+
+    limits: Limits
+    replicas: int = 2
+    slots: int = 4
+    prompts: int = 64
+    """Prompts the source has."""
+    seed: int = 0
+    latency_s: float = 0.1
+    train_s: float = 20.0
+    sync_s: float = 2.0
+    mean_tokens: float = 20.0
+    """Lengths are Pareto distributed: most are short and a few are very long."""
+    spread: float = 1.0
+    """Share of groups whose rewards differ; the others are dropped by a zero-variance filter."""
+    faults: Faults = Faults()
+
+
+class _NoRecord:
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
+
+    def reject(self, event: Event, reason: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class World:
+    """Clock, executor and everything behind it."""
+
+    def __init__(
+        self, setting: Setting, policies: PolicySet | None = None, recorder: Recorder | None = None, check: bool = True
+    ) -> None:
+        self.setting = setting
+        self.random = Random(setting.seed)
+        self.time = 0.0
+        self.store = SimStore(self._length)
+        self.judge = Judge(setting.limits, self.store)
+        self.scheduler = Scheduler(setting.limits, policies)
+        self.check = check
+        self.driver = Driver(self.scheduler, self, recorder or _NoRecord(), self, self._observe)
+        self.replicas: dict[ReplicaId, SimReplica] = {}
+        self.trainer = SimTrainer(lambda event: self._send(-1, event))
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._arrival: dict[tuple[str, int], float] = {}
+        self._drawn = 0
+        self._sampled_at: dict[ReplicaId, float] = {}
+        self._timers: set[int] = set()
+        self._after(0.0, lambda: self.driver.deliver(RunStarted()))
+        for id in range(setting.replicas):
+            self._join(id, 1)
+
+    # clock
+
+    def now(self) -> float:
+        return self.time
+
+    def run(self, events: int = 1_000_000) -> FinishRun:
+        """Run to the end. Raises `Finding`, with the seed, for a broken law or a run that can never end."""
+        try:
+            while self.driver.outcome is None:
+                if not self._agenda or self.driver.events_handled > events:
+                    state = self.scheduler.state
+                    raise Finding(
+                        f"liveness: nothing can happen any more; {state.ledger.count}, step {state.steps_batched}"
+                    )
+                self.time, _, action = heappop(self._agenda)
+                action()
+            self.judge.close(self.scheduler.state, self.driver.outcome, self.setting.prompts)
+        except EngineError as error:
+            raise Finding(f"{error} [seed {self.setting.seed}, event {self.driver.events_handled}]") from error
+        return self.driver.outcome
+
+    def _after(self, delay: float, action: Callable[[], None]) -> None:
+        heappush(self._agenda, (self.time + delay, self._order, action))
+        self._order += 1
+
+    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        self.judge.observe(event, commands)
+        if self.check:
+            check_all(self.scheduler.state)
+
+    def _chance(self, probability: float) -> bool:
+        return probability > 0 and self.random.random() < probability
+
+    def _length(self, group: GroupId) -> int:
+        draw = Random(self.setting.seed * 1_000_003 + group).paretovariate(1.5)
+        return max(1, round(self.setting.mean_tokens / 3 * draw))
+
+    # network
+
+    def _transit(self, channel: tuple[str, int], action: Callable[[], None]) -> None:
+        """Carry a message: in order within its channel, late if lost on the way, perhaps twice."""
+        latency = self.setting.latency_s * self.random.uniform(0.5, 1.5)
+        if self._chance(self.setting.faults.lose):
+            latency *= 10
+        arrival = max(self.time + latency, self._arrival.get(channel, 0.0))
+        self._arrival[channel] = arrival
+        self._after(arrival - self.time, action)
+        if self._chance(self.setting.faults.duplicate):
+            self._after(arrival - self.time, action)
+
+    def _send(self, source: int, event: Event) -> None:
+        copies = iter((event, copy(event)))
+        self._transit(("up", source), lambda: self.driver.deliver(next(copies)))
+
+    # executor
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case DrawPrompts():
+                    self._draw(command)
+                case SetTimer():
+                    self._set_timer(command)
+                case CancelTimer():
+                    self._timers.discard(command.timer)
+                case ScoreBatch() | TrainStep() | PublishWeights() | SaveCheckpoint():
+                    self._train(command)
+                case StopReplica():
+                    self._kill(command.replica, command.incarnation)
+                case FinishRun() | DiscardGroups() | RetireWeights():
+                    pass
+                case _:
+                    self._order_replica(command)
+
+    def _draw(self, command: DrawPrompts) -> None:
+        count = min(command.count, self.setting.prompts - self._drawn)
+        first, self._drawn = self._drawn, self._drawn + count
+        exhausted = self._drawn == self.setting.prompts
+        self._after(0.0, lambda: self.driver.deliver(PromptsDrawn(first=first, count=count, exhausted=exhausted)))
+
+    def _set_timer(self, command: SetTimer) -> None:
+        self._timers.add(command.timer)
+
+        def fire() -> None:
+            if command.timer in self._timers:
+                self.driver.deliver(TimerFired(timer=command.timer))
+
+        self._after(command.delay_s, fire)
+
+    def _train(self, command: Command) -> None:
+        self.trainer.take(command)
+        if len(self.trainer.work) == 1:
+            self._after(self._training_time(command), self._trainer_done)
+
+    def _training_time(self, command: Command) -> float:
+        base = self.setting.train_s if isinstance(command, TrainStep) else self.setting.sync_s
+        return base * self.random.uniform(0.5, 1.5)
+
+    def _trainer_done(self) -> None:
+        self.trainer.do(succeed=not self._chance(self.setting.faults.fail_trainer))
+        if self.trainer.work:
+            self._after(self._training_time(self.trainer.work[0]), self._trainer_done)
+
+    # replicas
+
+    def _join(self, id: ReplicaId, incarnation: int) -> None:
+        replica = SimReplica(id, incarnation, self.setting.slots, 0, self.store, lambda event: self._send(id, event))
+        self.replicas[id] = replica
+        self._sampled_at[id] = self.time
+        self._send(id, ReplicaJoined(replica=id, incarnation=incarnation, slots=self.setting.slots, version=0))
+
+    def _kill(self, id: ReplicaId, incarnation: int) -> None:
+        replica = self.replicas.get(id)
+        if replica is None or replica.incarnation != incarnation:
+            return
+        del self.replicas[id]
+        returns = not self._chance(self.setting.faults.stay_dead)
+        self._after(
+            self.setting.latency_s,
+            lambda: self.driver.deliver(
+                ReplicaLost(replica=id, incarnation=incarnation, returns=returns, reason="fault")
+            ),
+        )
+        if returns:
+            self._after(self.setting.sync_s * 5, lambda: self._join(id, incarnation + 1))
+
+    def _order_replica(self, command: Command) -> None:
+        id: ReplicaId = getattr(command, "replica")  # noqa: B009  every command left has one
+        incarnation: int = getattr(command, "incarnation")  # noqa: B009
+
+        def arrive() -> None:
+            replica = self.replicas.get(id)
+            if replica is None or replica.incarnation != incarnation:
+                return
+            self._sample(replica)
+            replica.take(command)
+            if self._chance(self.setting.faults.die):
+                self._kill(id, incarnation)
+                return
+            self._plan(replica)
+
+        self._transit(("down", id), arrive)
+
+    def _sample(self, replica: SimReplica) -> None:
+        """Bring every group of a replica up to the present."""
+        elapsed = self.time - self._sampled_at[replica.id]
+        self._sampled_at[replica.id] = self.time
+        if replica.frozen:
+            return
+        for group in replica.groups.values():
+            group.progress += elapsed
+            group.sample(int(group.progress + 1e-9) - group.tokens, replica.version)
+
+    def _plan(self, replica: SimReplica) -> None:
+        """Look at a replica again when its next group or sync order is done."""
+        if replica.can_sync():
+            self._after(self.setting.sync_s * self.random.uniform(0.5, 1.5), lambda: self._sync(replica))
+        if replica.groups and not replica.frozen:
+            left = min(group.target - group.progress for group in replica.groups.values())
+            self._after(max(left, 0.0), lambda: self._finish(replica))
+
+    def _sync(self, replica: SimReplica) -> None:
+        if self.replicas.get(replica.id) is not replica or not replica.can_sync():
+            return
+        self._sample(replica)
+        replica.sync(succeed=not self._chance(self.setting.faults.fail_sync))
+        self._plan(replica)
+
+    def _finish(self, replica: SimReplica) -> None:
+        if self.replicas.get(replica.id) is not replica:
+            return
+        self._sample(replica)
+        faults = self.setting.faults
+        done = [id for id, group in replica.groups.items() if group.tokens >= group.target]
+        for id in done:
+            if self._chance(faults.fail_group):
+                replica.fail(id, "infrastructure")
+            elif self._chance(faults.fail_data):
+                replica.fail(id, "data")
+            else:
+                replica.finish(id, spread=1.0 if self.random.random() < self.setting.spread else 0.0)
+        if done or not replica.frozen:
+            self._plan(replica)

@@ -1,0 +1,64 @@
+"""The replicas and who of them is least loaded.
+
+Kept by `states/state.py`; asked by dispatch policies once per start. The heap holds (load, id) of replicas that can
+take a group; outdated entries are skipped when they surface, so that a change costs O(log replicas).
+"""
+
+from heapq import heapify, heappop, heappush
+
+from engine.ids import ReplicaId, Version
+from engine.states.replica import Replica
+
+
+class Fleet:
+    """Every replica ever seen, lost ones included."""
+
+    __slots__ = ("_heap", "replicas")
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self._heap: list[tuple[float, ReplicaId]] = []
+
+    def changed(self, replica: Replica) -> None:
+        """To be called after every change of a replica's state or load."""
+        if replica.state == "ready" and len(replica.groups) < replica.slots:
+            heappush(self._heap, (len(replica.groups) / replica.slots, replica.id))
+            if len(self._heap) > 64 + 8 * len(self.replicas):
+                self._heap = sorted({(len(r.groups) / r.slots, r.id) for r in self.open()})
+                heapify(self._heap)
+
+    def open(self) -> list[Replica]:
+        """Replicas that can take a group now, in the order they first joined."""
+        return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) < r.slots]
+
+    def least_loaded(self, oldest: Version = 0) -> Replica | None:
+        """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
+        newer."""
+        heap = self._heap
+        while heap:
+            load, id = heap[0]
+            replica = self.replicas[id]
+            if (
+                replica.state == "ready"
+                and len(replica.groups) < replica.slots
+                and len(replica.groups) / replica.slots == load
+            ):
+                if replica.version >= oldest:
+                    return replica
+                fit = [r for r in self.open() if r.version >= oldest]
+                return min(fit, key=lambda r: (len(r.groups) / r.slots, r.id)) if fit else None
+            heappop(heap)
+        return None
+
+    @property
+    def slots(self) -> int:
+        """Slots of all replicas that are not lost."""
+        return sum(r.slots for r in self.replicas.values() if r.state != "lost")
+
+    @property
+    def alive(self) -> int:
+        return sum(1 for r in self.replicas.values() if r.state != "lost")
+
+    def newest_open_version(self) -> Version:
+        """Newest version among replicas that can take a group; -1 when none can."""
+        return max((r.version for r in self.open()), default=-1)

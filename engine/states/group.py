@@ -1,0 +1,99 @@
+"""The prompt group: one prompt and its trajectories, from drawn to consumed or released.
+
+The table is the law of what may happen to a group; the record is what the scheduler knows of one. Driven by
+`scheduling/`.
+"""
+
+from engine.events import NO_VERSION
+from engine.ids import GroupId, ReplicaId, Version
+from engine.states.machine import Phase, Table, transitions
+
+GROUP = Table(
+    name="group",
+    states=(
+        "queued",
+        "generating",
+        "aborted",
+        "resumed",
+        "generated",
+        "batched",
+        "consumed",
+        "filtered",
+        "dropped",
+        "failed",
+    ),
+    transitions=transitions(
+        ("start", "queued", "generating", "admitted on a replica (law 3)"),
+        ("abort", "generating resumed", "aborted", "weight sync, lost replica or failed attempt; it keeps its place"),
+        ("resume", "aborted", "resumed", "a free slot on a replica new enough"),
+        ("generate", "generating resumed", "generated", "all its trajectories are finished"),
+        ("batch", "generated", "batched", "taken by a train step"),
+        ("consume", "batched", "consumed", "its step was trained"),
+        ("filter", "generated", "filtered", "the filter policy says so"),
+        ("drop", "queued generating resumed aborted generated", "dropped", "the deadline policy, or the run is over"),
+        ("fail", "aborted", "failed", "a retry budget is spent"),
+    ),
+    terminal=("consumed", "filtered", "dropped", "failed"),
+    phases={
+        "queued": Phase.WAITING,
+        "generating": Phase.RUNNING,
+        "aborted": Phase.PARKED,
+        "resumed": Phase.RUNNING,
+        "generated": Phase.READY,
+        "batched": Phase.BATCHED,
+        "consumed": Phase.CONSUMED,
+        "filtered": Phase.RELEASED,
+        "dropped": Phase.RELEASED,
+        "failed": Phase.RELEASED,
+    },
+)
+
+
+class Group:
+    """What the scheduler knows of one live group. Versions are `NO_VERSION` until known."""
+
+    __slots__ = (
+        "admitted_version", "attempt", "data_failures", "deadline", "digest", "id", "infrastructure_failures", "kept",
+        "newest_version", "oldest_version", "ready_at", "replica", "reward_mean", "started_at", "state", "tokens",
+        "truncate",
+    )  # fmt: skip
+
+    def __init__(self, id: GroupId) -> None:
+        self.id = id
+        self.state: str = GROUP.initial
+        self.attempt = 0
+        self.replica: ReplicaId = -1
+        self.admitted_version: Version = NO_VERSION
+        self.deadline = -1
+        """The last train step that may consume it: steps in the version it was admitted on, plus S. Never moved."""
+        self.oldest_version: Version = NO_VERSION
+        self.newest_version: Version = NO_VERSION
+        """Newest version any kept token can have; it resumes only on a replica at least as new."""
+        self.tokens = 0
+        self.kept = False
+        """An earlier attempt left finished trajectories or prefixes in the trajectory store."""
+        self.truncate = False
+        """The deadline policy wants it finished with the prefixes it has."""
+        self.infrastructure_failures = 0
+        self.data_failures = 0
+        self.started_at = 0.0
+        self.ready_at = 0.0
+        self.reward_mean = 0.0
+        self.digest = 0
+        """What this record adds to the state hash."""
+
+    def identity(self) -> tuple[int, ...]:
+        """Every field that decides what happens next, as integers: what the state hash is made of."""
+        return (
+            self.id, STATE_NUMBER[self.state], self.attempt, self.replica, self.admitted_version, self.deadline,
+            self.oldest_version, self.newest_version, self.tokens, self.kept, self.truncate,
+            self.infrastructure_failures, self.data_failures,
+        )  # fmt: skip
+
+    @property
+    def resumes_from(self) -> Version:
+        """The oldest weights version it may go on under (law 3)."""
+        return self.admitted_version if self.admitted_version > self.newest_version else self.newest_version
+
+
+STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(GROUP.states)}

@@ -1,0 +1,92 @@
+"""The laws of DESIGN 4, each its own check. A broken one is a defect of the engine and raises `InvariantViolated`.
+
+`check_event` is O(1) (but for loops over deadlines) and runs after every event of every run. `check_all` recounts
+everything from
+the records and runs in tests and simulation. Checks of a decision stand where the decision is applied, in
+`scheduling/`, and call the functions here.
+"""
+
+from typing import Any
+
+from engine.errors import InvariantViolated
+from engine.states.machine import Phase
+from engine.states.state import PHASES, State
+
+
+def require(holds: bool, law: str, **figures: Any) -> None:
+    """Raise unless a law holds; survives `python -O`."""
+    if not holds:
+        shown = ", ".join(f"{name}={value}" for name, value in figures.items())
+        raise InvariantViolated(f"{law} ({shown})", law=law, **{k: repr(v) for k, v in figures.items()})
+
+
+def check_event(state: State) -> None:
+    """Laws 1 and 2, as far as the books show them."""
+    ledger = state.ledger
+    count = ledger.count
+    if ledger.drawn != sum(count) or min(count) < 0:
+        require(False, "law 1: a group was lost or counted twice", drawn=ledger.drawn, by_phase=count)
+    if ledger.running > state.limits.max_concurrent_groups:
+        require(
+            False, "law 2: more groups run than allowed", running=ledger.running, k=state.limits.max_concurrent_groups
+        )
+
+
+def check_room(state: State) -> None:
+    """The invariant that makes the staleness bound hard: U(d) ≤ (d − t + 1)·B for every deadline d ≥ t, and none
+    below t."""
+    step, batch = state.steps_batched, state.limits.train_batch_size
+    for deadline, started, _ready in state.deadlines.cumulative():
+        require(deadline >= step, "law 4: a group is left behind its deadline", deadline=deadline, step=step)
+        require(
+            started <= (deadline - step + 1) * batch,
+            "law 4: more groups are due by a step than the steps until then can take",
+            deadline=deadline, step=step, started=started, batch=batch,
+        )  # fmt: skip
+
+
+def check_batch(state: State, step: int, staleness: tuple[int, ...], groups: tuple[int, ...]) -> None:
+    """Law 4 for a batch about to be formed, and that each group is in it once (law 5)."""
+    require(len(set(groups)) == len(groups), "law 5: a group is in a batch twice", step=step)
+    worst = max(staleness)
+    if worst > state.limits.max_staleness_steps or min(staleness) < 0:
+        require(False, "law 4: a group is staler than allowed", step=step, staleness=worst)
+
+
+def check_all(state: State) -> None:
+    """Every law that can be seen in a state, recounted from the records."""
+    check_event(state)
+    check_room(state)
+    count = [0] * len(Phase)
+    for group in state.groups.values():
+        count[PHASES[group.state]] += 1
+    live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
+    require(all(count[p] == state.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
+            books=state.ledger.count)  # fmt: skip
+    seats: dict[int, int] = {}
+    for replica in state.fleet.replicas.values():
+        require(len(replica.groups) <= replica.slots, "law 2: a replica runs more groups than it has slots",
+                replica=replica.id, running=len(replica.groups), slots=replica.slots)  # fmt: skip
+        require(
+            replica.state != "lost" or not replica.groups, "law 1: groups run on a lost replica", replica=replica.id
+        )
+        require(replica.version <= state.latest_version, "law 6: a replica is ahead of the trainer", replica=replica.id)
+        for id in replica.groups:
+            require(id not in seats, "law 2: a group runs twice", group=id)
+            seats[id] = replica.id
+    for group in state.groups.values():
+        running = PHASES[group.state] is Phase.RUNNING
+        require(
+            running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
+        )
+        started = running or PHASES[group.state] in (Phase.PARKED, Phase.READY)
+        due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps if started else group.deadline
+        require(group.deadline == due, "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
+        if running:
+            version = state.fleet.replicas[group.replica].version
+            require(
+                version >= group.resumes_from, "law 3: a group runs on a replica older than its tokens", group=group.id
+            )
+    require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
+            "law 1: the ready list and the records differ")  # fmt: skip
+    require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")

@@ -1,0 +1,119 @@
+"""The books: how many prompts are in each phase, and how many started groups each deadline still has.
+
+Kept by `states/state.py` as groups change state; read by the laws, the policies and the metrics. All of it is O(1) an
+event but for
+loops over deadlines, of which there are at most S + 2 (one per version a live group can have been admitted on).
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+
+from engine.states.machine import Phase
+
+
+class Ledger:
+    """Prompts drawn, by phase. `count[phase]` adds up to `drawn` (law 1)."""
+
+    __slots__ = ("count", "drawn")
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.count = [0] * len(Phase)
+
+    def draw(self, prompts: int) -> None:
+        self.drawn += prompts
+        self.count[Phase.WAITING] += prompts
+
+    def move(self, source: Phase, target: Phase) -> None:
+        self.count[source] -= 1
+        self.count[target] += 1
+
+    @property
+    def waiting(self) -> int:
+        return self.count[Phase.WAITING]
+
+    @property
+    def running(self) -> int:
+        return self.count[Phase.RUNNING]
+
+    @property
+    def parked(self) -> int:
+        return self.count[Phase.PARKED]
+
+    @property
+    def ready(self) -> int:
+        return self.count[Phase.READY]
+
+    @property
+    def batched(self) -> int:
+        return self.count[Phase.BATCHED]
+
+    @property
+    def consumed(self) -> int:
+        return self.count[Phase.CONSUMED]
+
+    @property
+    def released(self) -> int:
+        return self.count[Phase.RELEASED]
+
+    @property
+    def unconsumed(self) -> int:
+        """Started groups that no step has taken: U over all deadlines."""
+        return self.running + self.parked + self.ready
+
+
+class Deadlines:
+    """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4)."""
+
+    __slots__ = ("_order", "_ready", "_started")
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        self._started: dict[int, int] = {}
+        self._ready: dict[int, int] = {}
+
+    def start(self, deadline: int) -> None:
+        if deadline in self._started:
+            self._started[deadline] += 1
+        else:
+            insort(self._order, deadline)
+            self._started[deadline] = 1
+            self._ready[deadline] = 0
+
+    def ready(self, deadline: int) -> None:
+        self._ready[deadline] += 1
+
+    def leave(self, deadline: int, *, ready: bool) -> None:
+        """A started group was taken by a step or released."""
+        if ready:
+            self._ready[deadline] -= 1
+        self._started[deadline] -= 1
+        if not self._started[deadline]:
+            del self._started[deadline], self._ready[deadline]
+            self._order.remove(deadline)
+
+    def cumulative(self) -> Iterator[tuple[int, int, int]]:
+        """(d, U(d), ready groups with deadline ≤ d) for each deadline that has groups, ascending."""
+        started = ready = 0
+        for deadline in self._order:
+            started += self._started[deadline]
+            ready += self._ready[deadline]
+            yield deadline, started, ready
+
+    def requirements(self, step: int, batch: int) -> list[tuple[int, int, int]]:
+        """(d, least number of groups with deadline ≤ d that the step must take, how many are ready), where that is
+        above 0."""
+        return [
+            (deadline, started - (deadline - step) * batch, ready)
+            for deadline, started, ready in self.cumulative()
+            if started > (deadline - step) * batch
+        ]
+
+    def binding(self, step: int, batch: int) -> tuple[int, int] | None:
+        """The latest deadline that binds (has out of room more groups than are ready), and how many are missing at
+        most."""
+        short = [(d, must - ready) for d, must, ready in self.requirements(step, batch) if must > ready]
+        return (short[-1][0], max(missing for _, missing in short)) if short else None
+
+    def identity(self) -> tuple[int, ...]:
+        return tuple(n for d, started, ready in self.cumulative() for n in (d, started, ready))

@@ -1,0 +1,88 @@
+"""The figures a run is bound by, and the laws they must keep among themselves (DESIGN 4, law 2).
+
+Built by the config layer or by a library user; recorded in the header of a schedule; never changed by the scheduler.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from engine.errors import ConfigError
+
+SYNC_MODES = ("keep", "abort", "wait")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds and budgets of one run; B, S, K and k of the laws are its first four fields."""
+
+    train_batch_size: int
+    """B: prompt groups one outer train step consumes."""
+    max_staleness_steps: int
+    """S: train steps the oldest token of a group may lag behind the step that consumes it."""
+    max_concurrent_groups: int
+    """K: prompt groups being generated at once."""
+    sync_every: int = 1
+    """k: publish after every k-th train step, and after the last."""
+    max_steps: int | None = None
+    """Train steps of the run; None: until the prompts are used up."""
+    sync_mode: str = "keep"
+    """What happens to running groups when a replica takes new weights: `keep`, `abort` or `wait`."""
+    scoring_tasks: tuple[str, ...] = ()
+    """Scoring each batch needs before it is trained, in order."""
+    deadline_timeout_s: float = 60.0
+    """How long a step whose other places are ready waits for stragglers before the deadline policy acts."""
+    max_drops: int = 4
+    """How often the deadline policy may act for one step; after that the step waits."""
+    infrastructure_attempts: int = 5
+    """Attempts lost to replicas and the network before a group, an install, a step or a publication fails."""
+    data_attempts: int = 2
+    """Attempts lost to a prompt, its data or its reward before the group fails."""
+    checkpoint_every: int = 0
+    """Save a checkpoint after every so many train steps and after the last; 0: never."""
+
+    def __post_init__(self) -> None:
+        b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every
+        for field in (
+            "train_batch_size",
+            "max_concurrent_groups",
+            "sync_every",
+            "infrastructure_attempts",
+            "data_attempts",
+        ):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"scheduler.{field}", getattr(self, field), "must be at least 1", "1 would hold")
+        if s < 0:
+            raise ConfigError("scheduler.max_staleness_steps", s, "must not be negative", "0 would hold")
+        if s < k - 1:
+            raise ConfigError(
+                "scheduler.max_staleness_steps",
+                s,
+                f"S >= sync_every - 1, else no version can come in time (sync_every = {k})",
+                f"{k - 1} would hold",
+            )
+        if not b <= k_max <= b * (s + 1):
+            raise ConfigError(
+                "scheduler.max_concurrent_groups",
+                k_max,
+                f"B <= K <= B * (S + 1) with B = {b}, S = {s}",
+                f"any value from {b} to {b * (s + 1)} would hold",
+            )
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigError("run.max_steps", self.max_steps, "must be at least 1", "leave it out to use every prompt")
+        if self.sync_mode not in SYNC_MODES:
+            raise ConfigError(
+                "rollout.sync_mode", self.sync_mode, "is not a sync mode", f"one of {', '.join(SYNC_MODES)}"
+            )
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the header of a record."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Limits":
+        """From the header of a record; unknown fields are refused."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(plain) - known)
+        if unknown:
+            raise ConfigError("limits", unknown, "are not known to this version of the engine")
+        return cls(**{**plain, "scoring_tasks": tuple(plain.get("scoring_tasks", ()))})

@@ -1,0 +1,111 @@
+"""A machine is a table; `transitions` runs it; a ledger's phases hang on it.
+
+Called by the record modules of this package, which each hold one table. One shared `transitions.Machine` drives every
+record of a kind as a flyweight: adding a model per record would cost ~190 µs and attach methods no reader can find.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from transitions import Machine, MachineError
+
+from engine.errors import IllegalTransition
+
+
+class Phase(IntEnum):
+    """What a state means to the ledger."""
+
+    WAITING = 0
+    """No place held."""
+    RUNNING = 1
+    """A place and a slot held."""
+    PARKED = 2
+    """A place held, no slot."""
+    READY = 3
+    """Generated, a place held until a step takes it."""
+    BATCHED = 4
+    """In the batch of a step."""
+    CONSUMED = 5
+    """Trained on."""
+    RELEASED = 6
+    """Ended without being trained on; its place is given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    trigger: str
+    sources: tuple[str, ...]
+    target: str
+    why: str
+    """When it happens, for the docs."""
+
+
+def transitions(*rows: tuple[str, str, str, str]) -> tuple[Transition, ...]:
+    """Rows of a table: (trigger, sources separated by blanks, target, why)."""
+    return tuple(
+        Transition(trigger=trigger, sources=tuple(sources.split()), target=target, why=why)
+        for trigger, sources, target, why in rows
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """States × triggers of one machine. The first state is the initial one. `phases` only where a ledger counts
+    them."""
+
+    name: str
+    states: tuple[str, ...]
+    transitions: tuple[Transition, ...]
+    terminal: tuple[str, ...]
+    phases: dict[str, Phase] | None = None
+
+    @property
+    def initial(self) -> str:
+        return self.states[0]
+
+
+_BUILT: dict[str, tuple[Table, Machine]] = {}
+
+
+def _machine(table: Table) -> Machine:
+    """The one `transitions` machine of a table in this process; building one costs a millisecond."""
+    built = _BUILT.get(table.name)
+    if built is None or built[0] is not table:
+        machine = Machine(
+            model=None,
+            states=list(table.states),
+            initial=table.initial,
+            transitions=[
+                {"trigger": t.trigger, "source": list(t.sources), "dest": t.target} for t in table.transitions
+            ],
+            auto_transitions=False,
+            send_event=False,
+        )
+        built = _BUILT[table.name] = (table, machine)
+    return built[1]
+
+
+class SharedMachine:
+    """Runs a table over slotted records that have `id` and `state`.
+
+    `fire` is the only way a state changes. `observe(machine, record, source, trigger)` is called after each change,
+    if given.
+    """
+
+    def __init__(self, table: Table, observe: Callable[[str, Any, str, str], None] | None = None) -> None:
+        self.table = table
+        self.observe = observe
+        self._triggers = {name: event.trigger for name, event in _machine(table).events.items()}
+
+    def fire(self, record: Any, trigger: str) -> None:
+        """Change the state of a record. Raises `IllegalTransition` where the table has no such trigger from its
+        state."""
+        source = record.state
+        try:
+            self._triggers[trigger](record)
+        except (MachineError, KeyError):
+            raise IllegalTransition(self.table.name, record.id, source, trigger) from None
+        if self.observe is not None:
+            self.observe(self.table.name, record, source, trigger)

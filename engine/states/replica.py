@@ -1,0 +1,63 @@
+"""The replica: one rollout engine, its weights and its slots. Driven by `scheduling/sync.py` and
+`scheduling/rollout.py`."""
+
+from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.states.machine import Table, transitions
+
+REPLICA = Table(
+    name="replica",
+    states=("joining", "ready", "pausing", "paused", "installing", "lost"),
+    transitions=transitions(
+        ("join", "joining", "ready", "it is up, with the weights it says"),
+        ("pause", "ready", "pausing", "a newer version is staged"),
+        ("paused", "pausing", "paused", "it samples no token"),
+        ("install", "paused", "installing", "the swap is ordered"),
+        ("installed", "installing", "ready", "it samples from the new version"),
+        ("revert", "pausing paused installing", "ready", "the sync failed: it goes on with its old weights"),
+        ("lose", "joining ready pausing paused installing", "lost", "it died, or could not be brought up to date"),
+        ("return", "lost", "joining", "its next incarnation is up"),
+    ),
+    terminal=(),
+)
+
+
+class Replica:
+    """What the scheduler knows of one replica."""
+
+    __slots__ = (
+        "groups", "id", "incarnation", "returns", "slots", "staged", "staging", "state", "sync_attempt",
+        "sync_failures", "version",
+    )  # fmt: skip
+
+    def __init__(self, id: ReplicaId) -> None:
+        self.id = id
+        self.state: str = REPLICA.initial
+        self.incarnation: Incarnation = 0
+        self.slots = 0
+        self.version: Version = 0
+        self.staging: Version | None = None
+        """Being brought to host memory."""
+        self.staged: Version | None = None
+        """In host memory, not yet installed."""
+        self.sync_attempt = 0
+        """Syncs begun on this incarnation; its sync orders and their answers carry it."""
+        self.sync_failures = 0
+        self.returns = False
+        """Lost, and another incarnation is on its way."""
+        self.groups: dict[GroupId, None] = {}
+        """Running here, in the order they started; a dict for its order."""
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.groups)
+
+    def identity(self) -> tuple[int, ...]:
+        """What the state hash is made of."""
+        return (
+            self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
+            -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
+            self.sync_attempt, self.sync_failures, self.returns, len(self.groups),
+        )  # fmt: skip
+
+
+STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(REPLICA.states)}

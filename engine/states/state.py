@@ -1,0 +1,229 @@
+"""Everything the scheduler knows, and the few operations that change it.
+
+Written only by `scheduler.py` and the modules of `scheduling/`; read by everyone else through `states/view.py`. Each
+operation keeps the ledger, the deadlines and the state hash in step with the records, so that no caller can forget to.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+from zlib import crc32
+
+from engine.commands import FinishRun
+from engine.events import NO_VERSION
+from engine.ids import GroupId, StepId, TimerId, Version
+from engine.states.fleet import Fleet
+from engine.states.group import GROUP, Group
+from engine.states.ledger import Deadlines, Ledger
+from engine.states.limits import Limits
+from engine.states.machine import Phase, SharedMachine
+from engine.states.replica import REPLICA, Replica
+from engine.states.step import STEP, Step
+from engine.states.version import VERSION, WeightsVersion
+
+Observer = Callable[[str, Any, str, str], None]
+"""Called as (machine, record, source state, trigger) after every change of state."""
+
+PHASES = GROUP.phases or {}
+MIX = 0x9E3779B97F4A7C15
+MASK = 0xFFFFFFFFFFFFFFFF
+
+
+def digest(kind: int, numbers: tuple[int, ...]) -> int:
+    """64 bits of some integers; stable over processes, platforms and Python versions, unlike `hash`."""
+    return (crc32(struct.pack(f"<{len(numbers)}q", *numbers), kind) * MIX) & MASK
+
+
+class State:
+    """The whole state of one run."""
+
+    def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
+        self.limits = limits
+        self.groups: dict[GroupId, Group] = {}
+        """Live groups: those that no step has trained on and that were not released."""
+        self.waiting: deque[GroupId] = deque()
+        self.ready: dict[GroupId, None] = {}
+        """In the order they became ready; a dict for its order and its O(1) removal."""
+        self.parked: dict[Version, list[tuple[int, GroupId]]] = {}
+        """Heaps of (deadline, group) by the version they resume from; entries of groups no longer parked are
+        skipped."""
+        self.steps: dict[StepId, Step] = {0: Step(0)}
+        """The step being trained, if any, and the one that comes next."""
+        self.fleet = Fleet()
+        self.versions: dict[Version, WeightsVersion] = {}
+        self.steps_in: dict[Version, int] = {}
+        """Train steps in each version ever published."""
+        self.latest_version: Version = 0
+        self.ledger = Ledger()
+        self.deadlines = Deadlines()
+        self.started = False
+        self.exhausted = False
+        """The source has no more prompts."""
+        self.asked = 0
+        """Prompts ordered from the source and not yet drawn."""
+        self.steps_batched = 0
+        self.steps_trained = 0
+        self.publishing_attempt = 0
+        self.publish_failures = 0
+        self.publishing = False
+        self.checkpoint_ordered = 0
+        self.checkpoint_pending = False
+        self.next_timer: TimerId = 0
+        self.stale_echoes = 0
+        self.outcome: FinishRun | None = None
+        self.now = 0.0
+        self._group_machine = SharedMachine(GROUP, observe)
+        self._step_machine = SharedMachine(STEP, observe)
+        self._replica_machine = SharedMachine(REPLICA, observe)
+        self._version_machine = SharedMachine(VERSION, observe)
+        self._touched: list[Group] = []
+        self._sum = 0
+        first = WeightsVersion(0, 0)
+        self.versions[0] = first
+        self.steps_in[0] = 0
+        self.fire_version(first, "live")
+
+    # groups
+
+    def draw(self, first: GroupId, count: int) -> None:
+        for id in range(first, first + count):
+            self.groups[id] = Group(id)
+            self.waiting.append(id)
+        self.ledger.draw(count)
+
+    def fire_group(self, group: Group, trigger: str) -> None:
+        """The only way a group changes state."""
+        source = PHASES[group.state]
+        self._group_machine.fire(group, trigger)
+        target = PHASES[group.state]
+        self._touched.append(group)
+        self.ledger.move(source, target)
+        if source is Phase.READY:
+            del self.ready[group.id]
+            self.deadlines.leave(group.deadline, ready=True)
+        elif target is Phase.READY:
+            self.ready[group.id] = None
+            self.deadlines.ready(group.deadline)
+        elif target is Phase.PARKED:
+            heappush(self.parked.setdefault(group.resumes_from, []), (group.deadline, group.id))
+        elif target is Phase.RELEASED and source is not Phase.WAITING:
+            self.deadlines.leave(group.deadline, ready=False)
+        if target is Phase.RELEASED or target is Phase.CONSUMED:
+            del self.groups[group.id]
+
+    def seat(self, group: Group, replica: Replica) -> None:
+        """Give a group a slot, after its trigger was fired."""
+        group.attempt += 1
+        group.replica = replica.id
+        replica.groups[group.id] = None
+        self.fleet.changed(replica)
+
+    def unseat(self, group: Group) -> None:
+        """Take the slot of a group back, before its trigger is fired."""
+        replica = self.fleet.replicas[group.replica]
+        del replica.groups[group.id]
+        group.replica = -1
+        self.fleet.changed(replica)
+
+    def next_parked(self, newest: Version) -> Group | None:
+        """The parked group with the earliest deadline that may resume on a replica at version `newest`."""
+        best: tuple[int, GroupId] | None = None
+        for version in sorted(self.parked):
+            heap = self.parked[version]
+            while heap and not self._is_parked(heap[0][1], version):
+                heappop(heap)
+            if not heap:
+                del self.parked[version]
+            elif version <= newest and (best is None or heap[0] < best):
+                best = heap[0]
+        return None if best is None else self.groups[best[1]]
+
+    def _is_parked(self, id: GroupId, version: Version) -> bool:
+        group = self.groups.get(id)
+        return group is not None and group.state == "aborted" and group.resumes_from == version
+
+    # the other machines
+
+    def fire_step(self, step: Step, trigger: str) -> None:
+        self._step_machine.fire(step, trigger)
+
+    def fire_replica(self, replica: Replica, trigger: str) -> None:
+        self._replica_machine.fire(replica, trigger)
+        self.fleet.changed(replica)
+
+    def fire_version(self, version: WeightsVersion, trigger: str) -> None:
+        self._version_machine.fire(version, trigger)
+        if version.state == "retired":
+            del self.versions[version.id]
+
+    # figures of the laws
+
+    @property
+    def held(self) -> int:
+        """Places taken (law 3): a short step is charged in full."""
+        return self.ledger.unconsumed + self.limits.train_batch_size * self.steps_batched
+
+    def places(self, version: Version) -> int:
+        """How many places there are for groups admitted on `version`; never more than the run needs."""
+        limits = self.limits
+        places = (limits.max_staleness_steps + 1 + self.steps_in[version]) * limits.train_batch_size
+        if limits.max_steps is not None:
+            places = min(places, limits.max_steps * limits.train_batch_size)
+        return places
+
+    def staleness(self, group: Group, step: StepId) -> int:
+        """Train steps that the oldest token of a group lags behind `step`."""
+        return (
+            step - self.steps_in[group.oldest_version if group.oldest_version != NO_VERSION else group.admitted_version]
+        )
+
+    @property
+    def no_more_prompts(self) -> bool:
+        """Nothing waits and nothing can be drawn."""
+        return self.exhausted and not self.asked and not self.waiting
+
+    @property
+    def training_step(self) -> Step | None:
+        """The step whose batch is formed and that is not finished."""
+        return self.steps.get(self.steps_batched - 1)
+
+    def touch(self, group: Group) -> None:
+        """A field of a group changed without a trigger."""
+        self._touched.append(group)
+
+    # the state hash
+
+    def settle(self) -> None:
+        """Bring the hash up to date with the groups touched by this event."""
+        for group in self._touched:
+            new = 0 if group.id not in self.groups else digest(1, group.identity())
+            self._sum += new - group.digest
+            group.digest = new
+        self._touched.clear()
+
+    @property
+    def hash(self) -> int:
+        """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
+        return (self._sum + self._frame_digest()) & MASK
+
+    def hash_from_scratch(self) -> int:
+        """The same figure from the records alone; differs from `hash` only by a defect."""
+        groups = sum(digest(1, g.identity()) for g in self.groups.values() if g.state != "queued")
+        return (groups + self._frame_digest()) & MASK
+
+    def _frame_digest(self) -> int:
+        numbers = [
+            self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
+            self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures, self.publishing,
+            self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.stale_echoes, self.outcome is not
+            None,
+        ]  # fmt: skip
+        for step in self.steps.values():
+            numbers.extend(step.identity())
+        for replica in self.fleet.replicas.values():
+            numbers.extend(replica.identity())
+        for version in self.versions.values():
+            numbers.extend(version.identity())
+        return digest(2, tuple(numbers))

@@ -1,0 +1,52 @@
+"""The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/training.py`."""
+
+from engine.ids import GroupId, StepId, TimerId
+from engine.states.machine import Table, transitions
+
+STEP = Table(
+    name="step",
+    states=("waiting", "collecting", "scoring", "training", "trained", "publishing", "finished"),
+    transitions=transitions(
+        ("collect", "waiting", "collecting", "the step before it is finished"),
+        ("form", "collecting", "scoring", "the batching rule found a batch"),
+        ("train", "scoring", "training", "every scoring task is done"),
+        ("retry", "scoring training", "scoring", "it failed: the same batch again"),
+        ("trained", "training", "trained", "every minibatch is applied"),
+        ("publish", "trained", "publishing", "a k-th step, or the last"),
+        ("published", "publishing", "finished", "the version is in the store"),
+        ("skip", "trained", "finished", "not a k-th step"),
+    ),
+    terminal=("finished",),
+)
+
+
+class Step:
+    """One train step and its batch, which never changes once formed."""
+
+    __slots__ = ("acts", "attempt", "failures", "groups", "id", "scored", "short", "staleness", "state", "timer")
+
+    def __init__(self, id: StepId) -> None:
+        self.id = id
+        self.state: str = STEP.initial
+        self.attempt = 0
+        self.failures = 0
+        self.groups: tuple[GroupId, ...] = ()
+        self.staleness: tuple[int, ...] = ()
+        self.scored = 0
+        """Scoring tasks done in this attempt."""
+        self.timer: TimerId | None = None
+        """Set while only stragglers keep the batch from forming."""
+        self.acts = 0
+        """How often the deadline policy has acted for this step."""
+        self.short = False
+        """The deadline policy lets this step take fewer groups than a full batch."""
+
+    def identity(self) -> tuple[int, ...]:
+        """What the state hash is made of."""
+        return (
+            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, self.scored, len(self.groups),
+            -1 if self.timer is None else self.timer, self.acts, self.short,
+        )  # fmt: skip
+
+
+STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(STEP.states)}

@@ -1,0 +1,177 @@
+"""What policies, metrics and readers may see of the state: figures and copies, nothing that can be changed through it.
+
+Policies get one `View` for a whole run; it is always current. Group facts are handed out as `GroupView`, a snapshot.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from engine.ids import GroupId, ReplicaId, StepId, Version
+from engine.states.group import Group
+from engine.states.limits import Limits
+from engine.states.machine import Phase
+from engine.states.replica import Replica
+from engine.states.state import State
+
+
+class GroupView(NamedTuple):
+    """One live group. Versions are `events.NO_VERSION` until known; times are seconds since the run began."""
+
+    id: GroupId
+    state: str
+    attempt: int
+    deadline: StepId
+    admitted_version: Version
+    oldest_version: Version
+    newest_version: Version
+    tokens: int
+    infrastructure_failures: int
+    data_failures: int
+    started_at: float
+    ready_at: float
+    reward_mean: float
+
+
+class ReplicaView(NamedTuple):
+    """One replica. `running` of its `slots` are busy; `staged` is the version in its host memory, if any."""
+
+    id: ReplicaId
+    state: str
+    incarnation: int
+    version: Version
+    staged: Version | None
+    slots: int
+    running: int
+
+
+def view_group(group: Group) -> GroupView:
+    return GroupView(
+        group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
+        group.newest_version, group.tokens, group.infrastructure_failures, group.data_failures, group.started_at,
+        group.ready_at, group.reward_mean,
+    )  # fmt: skip
+
+
+def view_replica(replica: Replica) -> ReplicaView:
+    return ReplicaView(
+        replica.id,
+        replica.state,
+        replica.incarnation,
+        replica.version,
+        replica.staged,
+        replica.slots,
+        len(replica.groups),
+    )
+
+
+class View:
+    """Read-only face of the state."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def limits(self) -> Limits:
+        return self._state.limits
+
+    @property
+    def now(self) -> float:
+        """Time of the event being handled, seconds since the run began."""
+        return self._state.now
+
+    @property
+    def step(self) -> StepId:
+        """The train step whose batch is formed next."""
+        return self._state.steps_batched
+
+    @property
+    def steps_trained(self) -> int:
+        return self._state.steps_trained
+
+    @property
+    def latest_version(self) -> Version:
+        return self._state.latest_version
+
+    @property
+    def running(self) -> int:
+        return self._state.ledger.running
+
+    @property
+    def parked(self) -> int:
+        return self._state.ledger.parked
+
+    @property
+    def ready(self) -> int:
+        return self._state.ledger.ready
+
+    @property
+    def waiting(self) -> int:
+        return self._state.ledger.waiting
+
+    @property
+    def held(self) -> int:
+        """Places taken, in the sense of law 3."""
+        return self._state.held
+
+    @property
+    def no_more_prompts(self) -> bool:
+        return self._state.no_more_prompts
+
+    def phase_counts(self) -> dict[str, int]:
+        """Prompts drawn so far by phase."""
+        return {phase.name.lower(): self._state.ledger.count[phase] for phase in Phase}
+
+    def places(self, version: Version) -> int:
+        """Places there are for groups admitted on a version."""
+        return self._state.places(version)
+
+    def steps_in(self, version: Version) -> int:
+        """Train steps contained in a published version."""
+        return self._state.steps_in[version]
+
+    def capacity(self) -> int:
+        """Groups that could be admitted now by K and by the staleness bound at the newest version; slots not
+        counted."""
+        state = self._state
+        workers = state.limits.max_concurrent_groups - state.ledger.running
+        return max(0, min(workers, state.places(state.latest_version) - state.held))
+
+    def group(self, id: GroupId) -> GroupView | None:
+        """A live group; None when it ended or was never drawn."""
+        group = self._state.groups.get(id)
+        return None if group is None else view_group(group)
+
+    def groups(self) -> Iterator[GroupView]:
+        """Every live group in the order drawn."""
+        return (view_group(group) for group in self._state.groups.values())
+
+    def ready_groups(self) -> Iterator[GroupView]:
+        """Groups a step may take, first ready first."""
+        groups = self._state.groups
+        return (view_group(groups[id]) for id in self._state.ready)
+
+    def ready_deadlines(self) -> Iterator[tuple[GroupId, StepId]]:
+        """(group, deadline) of the groups a step may take, first ready first; cheaper than `ready_groups`."""
+        groups = self._state.groups
+        return ((id, groups[id].deadline) for id in self._state.ready)
+
+    def ready_ids(self) -> Iterator[GroupId]:
+        """Groups a step may take, first ready first; the cheapest of the three."""
+        return iter(self._state.ready)
+
+    def requirements(self) -> list[tuple[StepId, int, int]]:
+        """(d, how many groups with deadline ≤ d the next step must take, how many of those are ready), where above
+        0."""
+        return self._state.deadlines.requirements(self._state.steps_batched, self._state.limits.train_batch_size)
+
+    def least_loaded(self, oldest: Version) -> ReplicaId | None:
+        """The replica with the smallest share of busy slots among those that can take a group at version `oldest` or
+        newer."""
+        replica = self._state.fleet.least_loaded(oldest)
+        return None if replica is None else replica.id
+
+    def replicas(self) -> list[ReplicaView]:
+        """Every replica ever seen, in the order they joined."""
+        return [view_replica(replica) for replica in self._state.fleet.replicas.values()]
