@@ -43,6 +43,9 @@ from engine.states.limits import Limits
 from engine.states.state import Observer, State
 from engine.states.view import View
 
+GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed)
+"""Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
+
 
 class Scheduler:
     """Decides everything about one run.
@@ -99,13 +102,18 @@ class Scheduler:
             return ()
         state.now = event.at
         self._orders.begin(event.id)
-        self._handlers[type(event)](event)
+        kind = type(event)
+        if kind not in GROUP_EVENTS:
+            state.disturb()
+        self._handlers[kind](event)
         failure = self.training.failure or self.sync.failure
         if failure is not None:
             self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
         if self._stop is None:
             self.training.advance()
-            self.sync.advance()
+            if state.disturbed:
+                self.sync.advance()
+                state.disturbed = False
             self.rollout.advance()
             self._finish_when_done()
         state.outcome = self._stop

@@ -130,6 +130,7 @@ class TrainingScheduling:
                 return
         step.timer = state.next_timer
         state.next_timer += 1
+        state.disturb()
         self.orders.add(SetTimer(timer=step.timer, delay_s=state.limits.deadline_timeout_s, cause=self.orders.cause))
 
     def on_timer_fired(self, event: TimerFired) -> None:

@@ -56,7 +56,7 @@ class Replica:
         return (
             self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
             -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
-            self.sync_attempt, self.sync_failures, self.returns, len(self.groups),
+            self.sync_attempt, self.sync_failures, self.returns,
         )  # fmt: skip
 
 

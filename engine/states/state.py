@@ -78,8 +78,11 @@ class State:
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
+        self.disturbed = True
+        """Something other than a group may have changed since the weights were last looked after."""
         self._touched: list[Group] = []
         self._sum = 0
+        self._others: tuple[int, ...] | None = None
         first = WeightsVersion(0, 0)
         self.versions[0] = first
         self.steps_in[0] = 0
@@ -148,13 +151,16 @@ class State:
 
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
+        self.disturb()
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
         self._replica_machine.fire(replica, trigger)
+        self.disturb()
         self.fleet.changed(replica)
 
     def fire_version(self, version: WeightsVersion, trigger: str) -> None:
         self._version_machine.fire(version, trigger)
+        self.disturb()
         if version.state == "retired":
             del self.versions[version.id]
 
@@ -189,6 +195,11 @@ class State:
         """The step whose batch is formed and that is not finished."""
         return self.steps.get(self.steps_batched - 1)
 
+    def disturb(self) -> None:
+        """A step, replica or version may have changed."""
+        self.disturbed = True
+        self._others = None
+
     def touch(self, group: Group) -> None:
         """A field of a group changed without a trigger."""
         self._touched.append(group)
@@ -206,24 +217,24 @@ class State:
     @property
     def hash(self) -> int:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
-        return (self._sum + self._frame_digest()) & MASK
+        if self._others is None:
+            self._others = self._other_records()
+        return (self._sum + self._frame_digest(self._others)) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(1, g.identity()) for g in self.groups.values() if g.state != "queued")
-        return (groups + self._frame_digest()) & MASK
+        return (groups + self._frame_digest(self._other_records())) & MASK
 
-    def _frame_digest(self) -> int:
-        numbers = [
+    def _frame_digest(self, others: tuple[int, ...]) -> int:
+        numbers = (
             self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
             self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures, self.publishing,
-            self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.stale_echoes, self.outcome is not
-            None,
-        ]  # fmt: skip
-        for step in self.steps.values():
-            numbers.extend(step.identity())
-        for replica in self.fleet.replicas.values():
-            numbers.extend(replica.identity())
-        for version in self.versions.values():
-            numbers.extend(version.identity())
-        return digest(2, tuple(numbers))
+            self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.stale_echoes,
+            self.outcome is not None, *others,
+        )  # fmt: skip
+        return digest(2, numbers)
+
+    def _other_records(self) -> tuple[int, ...]:
+        records = [*self.steps.values(), *self.fleet.replicas.values(), *self.versions.values()]
+        return tuple(number for record in records for number in record.identity())

@@ -1,0 +1,189 @@
+"""A run in which the test chooses every order: which message arrives, which group ends, what fails, who dies.
+
+The agents are those of the simulation; there is no clock. After every event every law is checked against the records and against the
+judge's true books.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+
+from engine.commands import (
+    CancelTimer,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    FinishRun,
+    PublishWeights,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StopReplica,
+    TrainStep,
+)
+from engine.driver import Driver
+from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
+from engine.policies import PolicySet
+from engine.schedule.frames import Header
+from engine.schedule.recorder import MemoryRecorder
+from engine.scheduler import Scheduler
+from engine.simulation.agents import SimReplica, SimStore, SimTrainer
+from engine.simulation.judge import Judge
+from engine.states.invariants import check_all
+from engine.states.limits import Limits
+
+
+class Adversary:
+    """Executor whose every effect waits until the test asks for it."""
+
+    def __init__(self, limits: Limits, policies: PolicySet, prompts: int, slots: int) -> None:
+        self.limits = limits
+        self.prompts = prompts
+        self.slots = slots
+        self.drawn = 0
+        self.time = 0.0
+        self.store = SimStore(lambda group: 1 + group * 7 % 5)
+        self.judge = Judge(limits, self.store)
+        self.scheduler = Scheduler(limits, policies)
+        header = Header(run="adversary", limits=limits.to_plain(), policies=dict(policies.names))
+        self.recorder = MemoryRecorder(header)
+        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe)
+        self.up: dict[int, deque[Event]] = {}
+        self.down: dict[int, deque[Command]] = {}
+        self.replicas: dict[int, SimReplica] = {}
+        self.dead: list[int] = []
+        self.incarnations: dict[int, int] = {}
+        self.trainer = SimTrainer(self._post(-1))
+        self.draws: list[DrawPrompts] = []
+        self.timers: list[SetTimer] = []
+        self.past: list[Event] = []
+        self.deliver(RunStarted())
+
+    def now(self) -> float:
+        return self.time
+
+    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        self.judge.observe(event, commands)
+        check_all(self.scheduler.state)
+
+    def _post(self, source: int) -> Callable[[Event], None]:
+        return lambda event: self.up.setdefault(source, deque()).append(event)
+
+    def deliver(self, event: Event) -> None:
+        self.time += 1.0
+        self.past.append(copy(event))
+        self.driver.deliver(event)
+
+    def execute(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case DrawPrompts():
+                    self.draws.append(command)
+                case SetTimer():
+                    self.timers.append(command)
+                case CancelTimer():
+                    self.timers = [t for t in self.timers if t.timer != command.timer]
+                case ScoreBatch() | TrainStep() | PublishWeights() | SaveCheckpoint():
+                    self.trainer.take(command)
+                case StopReplica():
+                    if command.replica in self.replicas:
+                        self.kill(command.replica, returns=True)
+                case FinishRun() | DiscardGroups() | RetireWeights():
+                    pass
+                case _:
+                    self.down.setdefault(command.replica, deque()).append(command)
+
+    # what can happen; each is one action of one agent
+
+    def join(self, id: int) -> None:
+        incarnation = self.incarnations[id] = self.incarnations.get(id, 0) + 1
+        self.down.pop(id, None)
+        self.replicas[id] = SimReplica(id, incarnation, self.slots, 0, self.store, self._post(id))
+        if id in self.dead:
+            self.dead.remove(id)
+        self._post(id)(ReplicaJoined(replica=id, incarnation=incarnation, slots=self.slots, version=0))
+
+    def kill(self, id: int, returns: bool) -> None:
+        """What it sent before its death still waits to arrive, perhaps after the news of it."""
+        replica = self.replicas.pop(id)
+        if returns:
+            self.dead.append(id)
+        lost = ReplicaLost(replica=id, incarnation=replica.incarnation, returns=returns, reason="killed")
+        self.up.setdefault(1000 + id, deque()).append(lost)
+
+    def arrive_up(self, source: int) -> None:
+        self.deliver(self.up[source].popleft())
+
+    def arrive_down(self, id: int) -> None:
+        command = self.down[id].popleft()
+        replica = self.replicas.get(id)
+        if replica is not None and replica.incarnation == command.incarnation:
+            replica.take(command)
+
+    def repeat(self, index: int) -> None:
+        """An echo of something already delivered."""
+        event = copy(self.past[index % len(self.past)])
+        self.driver.deliver(event)
+
+    def draw(self) -> None:
+        command = self.draws.pop(0)
+        count = min(command.count, self.prompts - self.drawn)
+        first, self.drawn = self.drawn, self.drawn + count
+        self.deliver(PromptsDrawn(first=first, count=count, exhausted=self.drawn == self.prompts))
+
+    def fire(self) -> None:
+        self.deliver(TimerFired(timer=self.timers.pop(0).timer))
+
+    def sources(self) -> list[int]:
+        return [source for source, waiting in self.up.items() if waiting]
+
+    def addressees(self) -> list[int]:
+        return [id for id, waiting in self.down.items() if waiting]
+
+    def running(self) -> list[tuple[SimReplica, int]]:
+        return [(replica, group) for replica in self.replicas.values() for group in replica.groups]
+
+    def syncing(self) -> list[SimReplica]:
+        return [replica for replica in self.replicas.values() if replica.can_sync()]
+
+    def complete(self, patience: int = 20_000) -> FinishRun:
+        """Let everything happen that can, fairly, until the run ends. Fails when nothing can and it has not (law 7)."""
+        for _ in range(patience):
+            if self.driver.outcome is not None:
+                self.judge.close(self.scheduler.state, self.driver.outcome, self.prompts)
+                return self.driver.outcome
+            if not self._do_something():
+                ledger = self.scheduler.state.ledger
+                raise AssertionError(f"liveness: nothing can happen any more; {ledger.count}, drawn {ledger.drawn}")
+        raise AssertionError(f"liveness: not ended after {patience} actions; {self.scheduler.state.ledger.count}")
+
+    def _do_something(self) -> bool:
+        acted = False
+        for source in self.sources():
+            self.arrive_up(source)
+            acted = True
+        for id in self.addressees():
+            self.arrive_down(id)
+            acted = True
+        for replica in self.syncing():
+            replica.sync()
+            acted = True
+        for replica, group in self.running():
+            if not replica.frozen and group in replica.groups:
+                replica.sample(group, 10)
+                replica.finish(group)
+                acted = True
+        if self.trainer.work:
+            self.trainer.do()
+            acted = True
+        if self.draws and self.driver.outcome is None:
+            self.draw()
+            acted = True
+        if not acted and self.dead:
+            self.join(self.dead[0])
+            acted = True
+        if not acted and self.timers:
+            self.fire()
+            acted = True
+        return acted

@@ -1,0 +1,140 @@
+"""Every law after every event, whatever happens in whatever order; progress from every state; replay identical."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine import policies
+from engine.schedule.reader import read
+from engine.schedule.replayer import replay
+from engine.states.limits import SYNC_MODES, Limits
+from tests.core.adversary import Adversary
+
+ANY = st.integers(min_value=0, max_value=10_000)
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    """Any figures the laws allow, small."""
+    batch = draw(st.integers(1, 4))
+    staleness = draw(st.integers(0, 3))
+    return Limits(
+        train_batch_size=batch,
+        max_staleness_steps=staleness,
+        max_concurrent_groups=draw(st.integers(batch, batch * (staleness + 1))),
+        sync_every=draw(st.integers(1, staleness + 1)),
+        max_steps=draw(st.none() | st.integers(1, 6)),
+        sync_mode=draw(st.sampled_from(SYNC_MODES)),
+        scoring_tasks=draw(st.sampled_from([(), ("old_logprobs",), ("ref_logprobs", "old_logprobs")])),
+        max_drops=draw(st.integers(0, 3)),
+        infrastructure_attempts=draw(st.integers(1, 5)),
+        data_attempts=draw(st.integers(1, 2)),
+        checkpoint_every=draw(st.integers(0, 2)),
+    )
+
+
+def any_policies() -> st.SearchStrategy[dict[str, str]]:
+    """Any built-in policy for every decision."""
+    return st.fixed_dictionaries({d: st.sampled_from(policies.names(d)) for d in policies.DEFAULTS})
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The adversary's actions as rules. A run that has ended takes no more."""
+
+    @initialize(
+        limits=limits(), names=any_policies(), prompts=st.integers(1, 24), slots=st.integers(1, 4), replicas=st.integers(1, 3)
+    )
+    def begin(self, limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int) -> None:
+        self.world = Adversary(limits, policies.PolicySet.from_names(names), prompts, slots)
+        for id in range(replicas):
+            self.world.join(id)
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.world.sources())
+    def arrive_up(self, choice: int) -> None:
+        sources = self.world.sources()
+        self.world.arrive_up(sources[choice % len(sources)])
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.world.addressees())
+    def arrive_down(self, choice: int) -> None:
+        addressees = self.world.addressees()
+        self.world.arrive_down(addressees[choice % len(addressees)])
+
+    @rule(choice=ANY, tokens=st.integers(1, 3))
+    @precondition(lambda self: self.world.running())
+    def sample(self, choice: int, tokens: int) -> None:
+        running = self.world.running()
+        replica, group = running[choice % len(running)]
+        replica.sample(group, tokens)
+
+    @rule(choice=ANY, tokens=st.integers(0, 3), spread=st.sampled_from([0.0, 1.0]))
+    @precondition(lambda self: self.world.running())
+    def finish(self, choice: int, tokens: int, spread: float) -> None:
+        running = self.world.running()
+        replica, group = running[choice % len(running)]
+        if not replica.frozen:
+            replica.sample(group, tokens)
+            replica.finish(group, spread=spread)
+
+    @rule(choice=ANY, cause=st.sampled_from(["infrastructure", "data"]))
+    @precondition(lambda self: self.world.running())
+    def fail(self, choice: int, cause: str) -> None:
+        running = self.world.running()
+        replica, group = running[choice % len(running)]
+        replica.fail(group, cause)
+
+    @rule(choice=ANY, succeed=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: self.world.syncing())
+    def sync(self, choice: int, succeed: bool) -> None:
+        syncing = self.world.syncing()
+        syncing[choice % len(syncing)].sync(succeed)
+
+    @rule(succeed=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: self.world.trainer.work)
+    def train(self, succeed: bool) -> None:
+        self.world.trainer.do(succeed)
+
+    @rule()
+    @precondition(lambda self: self.world.draws and self.world.driver.outcome is None)
+    def draw(self) -> None:
+        self.world.draw()
+
+    @rule()
+    @precondition(lambda self: self.world.timers)
+    def fire(self) -> None:
+        self.world.fire()
+
+    @rule(choice=ANY, returns=st.sampled_from([True, True, False]))
+    @precondition(lambda self: self.world.replicas)
+    def kill(self, choice: int, returns: bool) -> None:
+        ids = list(self.world.replicas)
+        self.world.kill(ids[choice % len(ids)], returns)
+
+    @rule()
+    @precondition(lambda self: self.world.dead)
+    def come_back(self) -> None:
+        self.world.join(self.world.dead[0])
+
+    @rule()
+    @precondition(lambda self: len(self.world.incarnations) < 4)
+    def join_another(self) -> None:
+        self.world.join(len(self.world.incarnations))
+
+    @rule(choice=ANY)
+    def repeat(self, choice: int) -> None:
+        self.world.repeat(choice)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.complete()
+        report = replay(read(self.world.recorder))
+        assert report.divergence is None, report.divergence
+        assert report.events == self.world.driver.events_handled
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnyOrder = AnyOrder.TestCase
