@@ -1,0 +1,303 @@
+"""Continuous batching: the rows of running requests, and the step that gives each its next token.
+
+Called by `rollout.torch` on its sampling thread, one method at a time. Knows nothing of threads, event loops or pauses.
+Must never let one request change another's tokens, and never touch Python per row and token: books are kept in arrays.
+
+A row holds known tokens (prompt, prefix, then what was sampled) and a position, the next one to feed to the model. A
+*cold* row has more than its last known token to feed: prefill does that at once, except in deterministic mode, where
+every token goes through the one decode shape, so that a row's bits depend neither on its neighbours nor on having been
+resumed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.errors import ConfigError, DataFailure, EngineError
+from engine.ids import Version
+from engine.rollout.backend import SampleRequest, SampleResult
+from engine.rollout.causal_model import CausalModel
+from engine.rollout.sampling import RowSettings, choose, uniform_draws
+from engine.rollout.seeds import derive_seed
+from engine.trajectory import Span
+
+Outcome = Callable[[SampleResult | BaseException], None]
+
+_COLUMN_BUCKET = 32
+_PREFILL_BUCKET = 16
+_PREFILL_TOKENS = 4096  # padded tokens of one prefill call: bounds its memory and how long it holds up the others
+
+
+def nothing_new(finish_reason: str) -> SampleResult:
+    """The result of a request that ended before its next token."""
+    return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason=finish_reason)
+
+
+@dataclass(slots=True)
+class Running:
+    """What a row remembers of its request outside the arrays."""
+
+    request: SampleRequest
+    ended: Outcome
+    first: int
+    """Known tokens when it came: prompt plus prefix. New tokens start here."""
+    versions: list[tuple[int, Version]] = field(default_factory=list)
+    """From which known token on each weights version sampled."""
+
+
+class BatchSampler:
+    """Up to `rows` requests at a time; the others wait in order of arrival."""
+
+    def __init__(self, model: CausalModel, *, rows: int, version: Version, deterministic: bool) -> None:
+        self.model = model
+        self.version = version
+        self.deterministic = deterministic
+        self.tokens_sampled = 0
+        self._rows = rows
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []
+        self._ids = np.zeros((rows, model.context), dtype=np.int64)
+        self._logprobs = np.zeros((rows, model.context), dtype=np.float32)
+        self._position = np.zeros(rows, dtype=np.int64)
+        self._known = np.zeros(rows, dtype=np.int64)
+        self._start = np.zeros(rows, dtype=np.int64)  # prompt tokens
+        self._limit = np.zeros(rows, dtype=np.int64)  # known tokens at which the budget is spent
+        self._seed = np.zeros(rows, dtype=np.uint64)
+        self._temperature = np.ones(rows, dtype=np.float64)
+        self._top_p = np.ones(rows, dtype=np.float64)
+        self._kv_version = np.zeros(rows, dtype=np.int64)
+        self._stops = np.full((rows, 1), -1, dtype=np.int64)
+        self._settings: RowSettings | None = None
+        self._any_cold = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._running or self._waiting)
+
+    def holds(self, request_id: str) -> bool:
+        return any(run.request.id == request_id for run in (*self._running, *self._waiting))
+
+    def submit(self, request: SampleRequest, ended: Outcome) -> None:
+        """Take a request; `ended` is called once with its result or its failure, possibly at once."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            ended(refusal)
+            return
+        prefix = request.prefix_ids
+        if len(prefix) and prefix[-1] in request.params.stop_ids:
+            ended(nothing_new("stop"))
+        elif len(prefix) >= self._budget(request):
+            ended(nothing_new("length"))
+        else:
+            self._waiting.append(Running(request, ended, first=len(request.prompt_ids) + len(prefix)))
+
+    def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End these requests (all of them: None) with what they have."""
+        chosen = None if ids is None else set(ids)
+        for row in reversed(range(len(self._running))):
+            if chosen is None or self._running[row].request.id in chosen:
+                self._end(row, "abort")
+        kept: deque[Running] = deque()
+        for run in self._waiting:
+            if chosen is None or run.request.id in chosen:
+                run.ended(nothing_new("abort"))
+            else:
+                kept.append(run)
+        self._waiting = kept
+
+    def fail(self, error: BaseException) -> None:
+        """End every request with a failure and forget the cache, which may hold anything."""
+        failed = [*self._running, *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        self._position[:] = self._known[:] = 0
+        self.model.cache.clear()
+        self._settings = None
+        for run in failed:
+            run.ended(error)
+
+    def weights_changed(self, version: Version, *, recompute: bool) -> None:
+        """The model has other weights now. `recompute` feeds every running row's tokens through them again."""
+        self.version = version
+        for row, run in enumerate(self._running):
+            if run.versions[-1][1] != version:
+                run.versions.append((int(self._known[row]), version))
+        if recompute:
+            self._position[:] = 0
+            self._any_cold = True
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, prefill it, then one token for every running request."""
+        self._admit()
+        if self._any_cold and not self.deterministic:
+            self._prefill_cold_rows()
+        count = self._rows if self.deterministic else len(self._running)
+        rows = np.arange(count)
+        position, known = self._position[:count], self._known[:count]
+        length = self.model.context if self.deterministic else self._bucket(int(position.max()) + 1, _COLUMN_BUCKET)
+        device = self.model.device
+        logits = self.model.decode(
+            torch.from_numpy(self._ids[rows, position]).to(device), torch.from_numpy(position.copy()).to(device), length
+        )
+        if self._settings is None:
+            self._settings = RowSettings.of(self._temperature[:count], self._top_p[:count], device)
+        draws = uniform_draws(self._seed[:count], known - self._start[:count])
+        tokens, logprobs = choose(logits, self._settings, torch.from_numpy(draws).to(device))
+        self._append(tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _append(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Write the rows' new tokens down; end those that are done. Rows still fed known tokens sampled nothing."""
+        count = len(self._running)
+        position, known = self._position[:count], self._known[:count]
+        position += 1
+        fresh = np.flatnonzero(position == known)
+        tokens, logprobs = tokens[fresh], logprobs[fresh]
+        if not np.isfinite(logprobs).all():
+            raise EngineError(
+                f"weights of version {self.version} give logits that are not finite", version=self.version
+            )
+        self._ids[fresh, known[fresh]] = tokens
+        self._logprobs[fresh, known[fresh]] = logprobs
+        known[fresh] += 1
+        self.tokens_sampled += len(fresh)
+        stopped = (tokens[:, None] == self._stops[fresh]).any(axis=1)
+        done = stopped | (known[fresh] >= self._limit[fresh])
+        if done.any():
+            for index in np.flatnonzero(done)[::-1]:  # from the last row down: ending a row moves the last one into it
+                self._end(int(fresh[index]), "stop" if stopped[index] else "length")
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._rows:
+            run = self._waiting.popleft()
+            row = len(self._running)
+            self._running.append(run)
+            request, params = run.request, run.request.params
+            run.versions.append((run.first, self.version))
+            self._ids[row, : run.first] = [*request.prompt_ids, *request.prefix_ids]
+            self._position[row] = 0
+            self._known[row] = run.first
+            self._start[row] = len(request.prompt_ids)
+            self._limit[row] = len(request.prompt_ids) + self._budget(request)
+            self._seed[row] = derive_seed(request.seed)
+            self._temperature[row] = params.temperature
+            self._top_p[row] = params.top_p
+            self._set_stops(row, params.stop_ids)
+            self._settings = None
+            self._any_cold = True
+
+    def _set_stops(self, row: int, stop_ids: Sequence[int]) -> None:
+        width = self._stops.shape[1]
+        if len(stop_ids) > width:
+            self._stops = np.pad(self._stops, ((0, 0), (0, len(stop_ids) - width)), constant_values=-1)
+        self._stops[row] = -1
+        self._stops[row, : len(stop_ids)] = stop_ids
+
+    def _prefill_cold_rows(self) -> None:
+        """Fill the cache up to each cold row's last known token; equal ones, a group's first samples, are computed
+        once."""
+        self._any_cold = False
+        count = len(self._running)
+        cold = np.flatnonzero(self._position[:count] < self._known[:count] - 1)
+        if not len(cold):
+            return
+        is_cold = set(cold.tolist())
+        donors = {
+            self._ids[row, : self._start[row]].tobytes(): row
+            for row in range(count)
+            if row not in is_cold and self._kv_version[row] == self.version
+        }
+        unique: dict[bytes, int] = {}
+        twins: list[tuple[int, int]] = []
+        for row in cold.tolist():
+            key = self._ids[row, : self._known[row]].tobytes()
+            source = donors[key] if key in donors else unique.setdefault(key, row)
+            if source != row:
+                twins.append((source, row))
+        self._prefill_rows(sorted(unique.values(), key=lambda row: int(self._known[row])))
+        for source, row in twins:
+            self.model.cache.copy_row(source, row, int(self._known[row]) - 1)
+        self._position[cold] = self._known[cold] - 1
+        self._kv_version[cold] = self.version
+
+    def _prefill_rows(self, rows: Sequence[int]) -> None:
+        """In calls of similar lengths, `rows` sorted by length."""
+        while rows:
+            take = len(rows)
+            while take > 1 and take * int(self._known[rows[take - 1]]) > _PREFILL_TOKENS:
+                take = (take + 1) // 2
+            batch, rows = np.array(rows[:take]), rows[take:]
+            tokens = self._bucket(int(self._known[batch[-1]]) - 1, _PREFILL_BUCKET)
+            padded = self._ids[batch, :tokens].copy()
+            padded[np.arange(tokens)[None] >= self._known[batch][:, None]] = 0
+            device = self.model.device
+            self.model.prefill(torch.from_numpy(batch).to(device), torch.from_numpy(padded).to(device))
+
+    def _end(self, row: int, reason: str) -> None:
+        """Hand a row's new tokens back and move the last row into its place."""
+        run = self._running[row]
+        first, known = run.first, int(self._known[row])
+        bounds = [*(start for start, _ in run.versions), known]
+        spans = [
+            Span(start - first, stop - first, version)
+            for (start, version), stop in zip(run.versions, bounds[1:], strict=True)
+            if stop > start
+        ]
+        result = SampleResult(
+            token_ids=self._ids[row, first:known].tolist(),
+            logprobs=self._logprobs[row, first:known].tolist(),
+            spans=spans,
+            finish_reason=reason,
+        )
+        last = len(self._running) - 1
+        self._running[row] = self._running[last]
+        self._running.pop()
+        if row != last:
+            self._move(last, row)
+        self._settings = None
+        self._position[last] = 0  # idle rows of the deterministic mode stay where any context reaches
+        self._known[last] = 0
+        run.ended(result)
+
+    def _move(self, source: int, target: int) -> None:
+        for array in (
+            self._ids, self._logprobs, self._position, self._known, self._start, self._limit, self._seed,
+            self._temperature, self._top_p, self._kv_version, self._stops,
+        ):  # fmt: skip
+            array[target] = array[source]
+        self.model.cache.copy_row(source, target, int(self._position[source]))
+
+    def _bucket(self, tokens: int, size: int) -> int:
+        return min(-(-tokens // size) * size, self.model.context)
+
+    def _budget(self, request: SampleRequest) -> int:
+        """Response tokens this request may have in all, its prefix included."""
+        return min(request.params.max_tokens, self.model.context - len(request.prompt_ids))
+
+    def _refusal(self, request: SampleRequest) -> Exception | None:
+        params = request.params
+        if not 0.0 <= params.temperature < float("inf"):
+            return ConfigError("rollout.temperature", params.temperature, "must be 0 (greedy) or more")
+        if not 0.0 < params.top_p <= 1.0:
+            return ConfigError("rollout.top_p", params.top_p, "must lie in (0, 1]", "1 keeps every token")
+        prompt, context = len(request.prompt_ids), self.model.context
+        if prompt == 0:
+            return DataFailure("the prompt has no tokens", request=request.id)
+        if prompt + 1 > context:
+            return DataFailure(
+                f"the prompt has {prompt} tokens and leaves no room for a response in the model's context of {context}",
+                prompt_tokens=prompt, context_tokens=context,
+            )  # fmt: skip
+        foreign = [i for i in (*request.prompt_ids, *request.prefix_ids) if not 0 <= i < self.model.vocabulary]
+        if foreign:
+            return DataFailure(
+                f"token id {foreign[0]} lies outside the model's vocabulary of {self.model.vocabulary}",
+                token=foreign[0],
+            )
+        if self.holds(request.id):
+            return EngineError(f"request {request.id} is running already", request=request.id)
+        return None

@@ -1,0 +1,152 @@
+"""From trajectories to tensors: which tokens are trained, and how rows are packed into micro-batches.
+
+Called by `trainer.ModelTrainer`. Alignment: the logits at position i - 1 predict the token at position i, so a row is
+cut before its last trainable token, which is only ever a target. Rows are padded on the right; causal attention never
+looks there, so no attention mask is needed and the fast kernels stay usable. It must never drop a trainable token: a
+trajectory longer than the budget gets a micro-batch of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from engine.errors import DataFailure
+from engine.trajectory import Trajectory, TrajectoryGroup
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One trajectory as the train step sees it: its input row and its trainable tokens."""
+
+    input_ids: Tensor
+    """Prompt and response up to, without, the last trainable token. [length] int64"""
+    positions: Tensor
+    """Where in `input_ids` the logits stand that predict each trainable token. [tokens] int64"""
+    targets: Tensor
+    """The trainable tokens themselves. [tokens] int64"""
+    behaviour: Tensor
+    """Their behaviour log-probs. [tokens] float32"""
+    reward: float
+    advantage: float = 0.0
+    weight: float = 0.0
+    """What one of its tokens weighs in the loss of its optimizer minibatch."""
+    proximal: Tensor | None = None
+    """Log-probs under the weights before the step, where computed. [tokens] float32"""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """Rows of one forward pass, and their trainable tokens laid end to end, row by row."""
+
+    input_ids: Tensor
+    """[rows, length] int64, padded with 0 on the right"""
+    kept: Tensor
+    """Positions whose logits some row needs. [kept] int64"""
+    rows: Tensor
+    """Row of each trainable token. [tokens] int64"""
+    columns: Tensor
+    """Index into `kept` of the logits that predict it. [tokens] int64"""
+    targets: Tensor
+    """[tokens] int64"""
+    behaviour: Tensor
+    """[tokens] float32"""
+    proximal: Tensor | None
+    """[tokens] float32"""
+    advantages: Tensor
+    """[tokens] float32"""
+    weights: Tensor
+    """[tokens] float32"""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on a device; itself where it is there already."""
+        if self.input_ids.device == device:
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in values.items() if value is not None}
+        return MicroBatch(**{**values, **moved})
+
+
+def trainable_samples(group: TrajectoryGroup) -> list[Sample]:
+    """The group's trajectories that have a trainable token, in order. The others contribute nothing, to the baseline
+    neither.
+
+    Raises `DataFailure` for a trajectory without reward, without a prompt, or whose lists differ in length.
+    """
+    samples = []
+    for index, trajectory in enumerate(group.trajectories):
+        if any(trajectory.loss_mask):
+            _check(trajectory, group, index)
+            samples.append(_sample(trajectory))
+    return samples
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+    ids = torch.tensor(trajectory.prompt_ids + trajectory.token_ids, dtype=torch.int64)
+    indices = mask.nonzero().squeeze(1) + len(trajectory.prompt_ids)
+    assert trajectory.reward is not None  # `_check` has seen it
+    return Sample(
+        input_ids=ids[: int(indices[-1])],
+        positions=indices - 1,
+        targets=ids[indices],
+        behaviour=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
+        reward=trajectory.reward,
+    )
+
+
+def _check(trajectory: Trajectory, group: TrajectoryGroup, index: int) -> None:
+    tokens = len(trajectory.token_ids)
+    problem = ""
+    if trajectory.reward is None:
+        problem = "it has no reward"
+    elif not trajectory.prompt_ids:
+        problem = "it has no prompt token, and its first token is predicted by nothing"
+    elif len(trajectory.logprobs) != tokens or len(trajectory.loss_mask) != tokens:
+        problem = (
+            f"{tokens} tokens, {len(trajectory.logprobs)} log-probs and {len(trajectory.loss_mask)} mask entries"
+            " are not of one length"
+        )
+    if problem:
+        story = f"group {group.group}, trajectory {index}, cannot be trained: {problem}"
+        raise DataFailure(story, group=group.group, trajectory=index)
+
+
+def pack(samples: Sequence[Sample], micro_batch_tokens: int) -> Iterator[tuple[MicroBatch, list[int]]]:
+    """Micro-batches of at most `micro_batch_tokens` padded tokens, with the indices of their samples.
+
+    Longest first: neighbours are of like length, so little is padding, and a pass that does not fit in memory fails
+    at once. The order of equal lengths is that of the samples, so packing is a function of its input.
+    """
+    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].input_ids))
+    start = 0
+    while start < len(order):
+        longest = len(samples[order[start]].input_ids)
+        stop = start + max(1, micro_batch_tokens // longest)
+        chosen = order[start:stop]
+        yield _micro_batch([samples[index] for index in chosen]), chosen
+        start = stop
+
+
+def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
+    counts = torch.tensor([sample.tokens for sample in samples])
+    positions = torch.cat([sample.positions for sample in samples])
+    first = int(positions.min())
+    proximal = [sample.proximal for sample in samples if sample.proximal is not None]
+    return MicroBatch(
+        input_ids=pad_sequence([sample.input_ids for sample in samples], batch_first=True),
+        kept=torch.arange(first, int(positions.max()) + 1),
+        rows=torch.arange(len(samples)).repeat_interleave(counts),
+        columns=positions - first,
+        targets=torch.cat([sample.targets for sample in samples]),
+        behaviour=torch.cat([sample.behaviour for sample in samples]),
+        proximal=torch.cat(proximal) if len(proximal) == len(samples) else None,
+        advantages=torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts),
+        weights=torch.tensor([sample.weight for sample in samples]).repeat_interleave(counts),
+    )

@@ -1,0 +1,162 @@
+"""Checkpoints on disk: a directory that transformers loads as a model and this engine resumes from to the bit.
+
+    config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them
+    optimizer.safetensors                             AdamW's moments, `exp_avg/<parameter>` and so on
+    random.safetensors                                torch's random states
+    trainer_state.json                                format, train steps, optimizer steps, settings
+
+Called by `trainer.ModelTrainer`. A checkpoint appears under its name by one rename, after every byte of it is on
+disk; so a directory with a `trainer_state.json` is complete. Nothing here is ever pickled or unpickled.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from engine.errors import ConfigError
+from engine.ids import StepId
+from engine.training.rollback import random_state, set_random_state
+
+FORMAT = 1
+STATE_FILE = "trainer_state.json"
+NOT_TOKENIZER = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+"""Endings of weight files: all else that lies beside them (tokenizer, templates, generation defaults) is copied
+along."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """The numbers of a checkpoint."""
+
+    step: StepId
+    """Train steps that the weights contain."""
+    optimizer_steps: int
+    """Optimizer steps taken: the position in the learning-rate schedule."""
+    settings: dict[str, Any]
+    """`TrainerSettings` it was trained with, for the reader; a resumed run uses its own."""
+
+
+def write_checkpoint(
+    directory: Path, state: TrainerState, model: PreTrainedModel, optimizer: torch.optim.Optimizer, model_path: str
+) -> None:
+    """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing.
+
+    Raises `ConfigError` where the directory holds anything else.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        if (directory / STATE_FILE).is_file() and read_state(directory).step == state.step:
+            return
+        raise ConfigError("checkpoint directory", str(directory), "it is not empty", "an empty or new directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = directory.parent / f".{directory.name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    model.save_pretrained(unfinished, max_shard_size="1TB")
+    _copy_tokenizer(model_path, unfinished)
+    save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
+    save_file(random_state(), unfinished / "random.safetensors")
+    record = {
+        "format": FORMAT,
+        "step": state.step,
+        "optimizer_steps": state.optimizer_steps,
+        "settings": state.settings,
+    }
+    (unfinished / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for path in sorted(unfinished.rglob("*")):
+        _fsync(path)
+    _fsync(unfinished)
+    os.rename(unfinished, directory)
+    _fsync(directory.parent)
+
+
+def read_state(directory: Path) -> TrainerState:
+    """The numbers of a checkpoint. Raises `ConfigError` for a directory that is not a complete one of this format."""
+    path = directory / STATE_FILE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ConfigError("checkpoint", str(directory), f"its format is {record['format']!r}, not {FORMAT}")
+        return TrainerState(
+            step=int(record["step"]), optimizer_steps=int(record["optimizer_steps"]), settings=dict(record["settings"])
+        )
+    except FileNotFoundError:
+        raise ConfigError("checkpoint", str(directory), f"it has no {STATE_FILE}: not a complete checkpoint") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError("checkpoint", str(directory), f"{STATE_FILE} cannot be read: {error!r}") from error
+
+
+def read_checkpoint(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Put a checkpoint into a model and its optimizer. Everything is read before anything is changed."""
+    state = read_state(directory)
+    weights = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).state_dict()
+    moments = load_file(directory / "optimizer.safetensors")
+    random = load_file(directory / "random.safetensors")
+    groups = optimizer_state(model, optimizer, moments)
+    _check_weights(directory, weights, model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(groups)
+    set_random_state(random)
+    return state
+
+
+def _check_weights(directory: Path, weights: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """`load_state_dict` finds out half-way; this does before."""
+    for name in sorted(weights.keys() | own.keys()):
+        theirs, ours = (list(held[name].shape) if name in held else "none" for held in (weights, own))
+        if theirs != ours:
+            law = f"it is of another model: {name} is {theirs} there and {ours} here"
+            raise ConfigError("checkpoint", str(directory), law, "the checkpoint of a run with this model.path")
+
+
+def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state, named `<kind>/<parameter>`; empty before the first optimizer step."""
+    return {
+        f"{kind}/{name}": value.detach().to("cpu", copy=True).contiguous()
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def optimizer_state(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """`optimizer_tensors` in the form that `Optimizer.load_state_dict` takes: numbered as its parameter groups are."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        by_name.setdefault(name, {})[kind] = value
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := sorted(set(by_name) - set(ordered)):
+        raise ConfigError("checkpoint", unknown[0], "its optimizer state is of a parameter that this model has not")
+    state = {index: by_name[name] for index, name in enumerate(ordered) if name in by_name}
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def _copy_tokenizer(model_path: str, target: Path) -> None:
+    """What lies beside the weights of the model this run began with, unless `save_pretrained` has written its own."""
+    source = Path(model_path)
+    if not source.is_dir():
+        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+        return
+    ours = {STATE_FILE, "optimizer.safetensors", "random.safetensors"}
+    for path in sorted(source.iterdir()):
+        weights = path.suffix in NOT_TOKENIZER or path.name.endswith(".index.json") or path.name in ours
+        if path.is_file() and not weights and not path.name.startswith(".") and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,335 @@
+"""The generator over the embedded backend: groups, partials, rewards, and what the scheduler may do to them
+meanwhile."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from conftest import CONTEXT, build_torch, until_sampled
+
+from engine.errors import DataFailure, EngineError
+from engine.roles import Generated, GroupWork
+from engine.rollout.backend import SamplingParams
+from engine.rollout.generator import ModelGenerator
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+
+LONG = 150
+SPECIAL = 31
+
+
+class Letters:
+    """A tokenizer of 31 letters and one special token; its chat template puts a marker before each message."""
+
+    chat_template: str | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 31 for letter in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + i) for i in token_ids if not (skip_special_tokens and i == SPECIAL))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return [SPECIAL, *(i for message in messages for i in self.encode(message["content"]))]
+
+
+def length_reward(prompt: Prompt, trajectory: Trajectory) -> float:
+    return float(len(trajectory.token_ids))
+
+
+def make(
+    reward: Callable[..., Any] = length_reward, *, max_tokens: int = LONG, seed: int = 0, **options: Any
+) -> ModelGenerator:
+    timeout = options.pop("reward_timeout_s", None)
+    backend = build_torch("qwen2", **options)
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=(30,) if max_tokens > LONG else ())
+    return ModelGenerator(backend, Letters(), reward, params=params, seed=seed, reward_timeout_s=timeout)
+
+
+def work(group: int = 1, *, text: str = "two plus two", **changes: Any) -> GroupWork:
+    given: dict[str, Any] = {"attempt": 1, "prompt": Prompt(row=40 + group, text=text), "samples": 4}
+    return GroupWork(group=group, **(given | changes))
+
+
+def run(generator: ModelGenerator, scenario: Callable[[ModelGenerator], Awaitable[Any]]) -> Any:
+    async def whole() -> Any:
+        try:
+            return await scenario(generator)
+        finally:
+            await generator.close()
+
+    return asyncio.run(whole())
+
+
+def tokens_of(group: TrajectoryGroup) -> list[list[int]]:
+    return [trajectory.token_ids for trajectory in group.trajectories]
+
+
+async def begin(generator: ModelGenerator, *works: GroupWork) -> list[asyncio.Task[Generated]]:
+    """Start generating and let every request be posted."""
+    tasks = [asyncio.create_task(generator.generate(one)) for one in works]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def sampled(generator: ModelGenerator, tokens: int) -> None:
+    await until_sampled(generator._backend, tokens)
+
+
+def reference(**options: Any) -> TrajectoryGroup:
+    """Group 1, never interrupted."""
+    generated: Generated = run(make(**options), lambda generator: generator.generate(work()))
+    return generated.group
+
+
+def test_group_comes_back_whole() -> None:
+    group = reference()
+    assert group.finished and group.tokens == 4 * LONG
+    assert len({tuple(ids) for ids in tokens_of(group)}) == 4
+    for trajectory in group.trajectories:
+        assert trajectory.prompt_ids == Letters().encode("two plus two")
+        assert len(trajectory.logprobs) == len(trajectory.loss_mask) == LONG
+        assert trajectory.spans == [(0, LONG, 0)] and trajectory.finish_reason == "length"
+        assert trajectory.reward == float(LONG)
+        assert trajectory.text == Letters().decode(trajectory.token_ids, skip_special_tokens=True)
+    assert any(SPECIAL in ids for ids in tokens_of(group)), "no special token was sampled: skipping them is not tested"
+
+
+def test_tokens_depend_on_run_seed_group_and_sample_but_not_on_the_attempt() -> None:
+    async def both(generator: ModelGenerator) -> tuple[Generated, Generated]:
+        return await generator.generate(work(attempt=7)), await generator.generate(work(group=2))
+
+    again, other = run(make(), both)
+    assert tokens_of(again.group) == tokens_of(reference())
+    assert not set(map(tuple, tokens_of(other.group))) & set(map(tuple, tokens_of(again.group)))
+    assert tokens_of(reference(seed=1)) != tokens_of(reference())
+
+
+def test_finished_siblings_are_kept_and_the_others_resume_from_their_prefixes() -> None:
+    whole = reference()
+    partial = TrajectoryGroup(group=1, prompt=whole.prompt, trajectories=[])
+    for index, trajectory in enumerate(whole.trajectories[:3]):
+        cut = [LONG, 60, 0][index]
+        kept = Trajectory(prompt_ids=trajectory.prompt_ids, finish_reason="length" if cut == LONG else "")
+        kept.extend(trajectory.token_ids[:cut], trajectory.logprobs[:cut], [(0, cut, 0)])  # type: ignore[list-item]
+        partial.trajectories.append(kept)
+    before = tokens_of(dataclasses.replace(partial))
+
+    async def scenario(generator: ModelGenerator) -> tuple[Generated, int]:
+        return await generator.generate(work(attempt=2, partial=partial)), generator.tokens_sampled()
+
+    resumed, fresh = run(make(), scenario)
+    assert tokens_of(resumed.group) == tokens_of(whole)
+    assert fresh == 4 * LONG - LONG - 60
+    assert [trajectory.reward for trajectory in resumed.group.trajectories] == [float(LONG)] * 4
+    assert resumed.group.trajectories[1].spans == [(0, LONG, 0)]
+    assert tokens_of(partial) == before, "the partial belongs to the store: it must not be changed"
+
+
+def test_pause_abort_returns_partials_that_go_on_elsewhere() -> None:
+    async def first(generator: ModelGenerator) -> Generated:
+        (task,) = await begin(generator, work())
+        await sampled(generator, 100)
+        await generator.pause("abort")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert task.done(), "pause returned before generate did"
+        return await task
+
+    cut = run(make(), first)
+    assert cut.aborted and not cut.group.finished and 100 <= cut.group.tokens < 4 * LONG
+    assert all(trajectory.reward is None for trajectory in cut.group.trajectories)
+    resumed = run(make(), lambda generator: generator.generate(work(attempt=2, partial=cut.group)))
+    assert not resumed.aborted and tokens_of(resumed.group) == tokens_of(reference())
+
+
+def test_group_that_had_finished_sampling_is_returned_finished_not_aborted() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(prompt: Prompt, trajectory: Trajectory) -> float:
+        entered.set()
+        assert leave.wait(30)
+        return 1.0
+
+    async def scenario(generator: ModelGenerator) -> Generated:
+        (task,) = await begin(generator, work())
+        await asyncio.to_thread(entered.wait, 30)
+        await generator.pause("abort")  # must not wait for the reward
+        assert not task.done()
+        leave.set()
+        return await task
+
+    generated = run(make(slow, max_tokens=5), scenario)
+    assert not generated.aborted and generated.group.finished
+    assert [trajectory.reward for trajectory in generated.group.trajectories] == [1.0] * 4
+
+
+def test_slow_reward_does_not_hold_up_other_groups() -> None:
+    leave = threading.Event()
+
+    def slow_for_one(prompt: Prompt, trajectory: Trajectory) -> float:
+        assert prompt.row != 41 or leave.wait(30)
+        return 0.0
+
+    async def scenario(generator: ModelGenerator) -> None:
+        slow, quick = await begin(generator, work(1, samples=1), work(2, samples=2))
+        assert (await quick).group.finished and not slow.done()
+        leave.set()
+        assert (await slow).group.finished
+
+    run(make(slow_for_one, max_tokens=5), scenario)
+
+
+def raising(prompt: Prompt, trajectory: Trajectory) -> float:
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (raising, r"test_generator\.raising raised KeyError on prompt row 41: 'answer'"),
+        (lambda prompt, trajectory: float("nan"), "lambda.* returned nan"),
+        (lambda prompt, trajectory: float("-inf"), "returned -inf"),
+        (lambda prompt, trajectory: "1.0", "returned '1.0'"),
+        (lambda prompt, trajectory: None, "returned None"),
+    ],
+)
+def test_reward_that_fails_is_a_data_failure_naming_function_and_value(reward: Any, said: str) -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        with pytest.raises(DataFailure, match=said):
+            await generator.generate(work())
+
+    run(make(reward, max_tokens=3), scenario)
+
+
+def test_reward_that_takes_too_long_is_a_data_failure() -> None:
+    leave = threading.Event()
+
+    async def scenario(generator: ModelGenerator) -> None:
+        with pytest.raises(DataFailure, match=r"took longer than 0\.01 s"):
+            await generator.generate(work())
+        leave.set()
+
+    run(make(lambda prompt, trajectory: leave.wait(30), max_tokens=3, reward_timeout_s=0.01), scenario)
+
+
+@pytest.mark.parametrize("how", ["abort", "truncate"])
+def test_one_group_is_cut_and_the_other_goes_on(how: str) -> None:
+    async def scenario(generator: ModelGenerator) -> tuple[Generated, Generated]:
+        cut, other = await begin(generator, work(1), work(2))
+        await sampled(generator, 100)
+        await getattr(generator, how)([1, 99])
+        return await cut, await other
+
+    cut, other = run(make(), scenario)
+    assert other.group.finished and other.group.tokens == 4 * LONG
+    assert 0 < cut.group.tokens < 4 * LONG
+    if how == "abort":
+        assert cut.aborted and {t.finish_reason for t in cut.group.trajectories} == {""}
+    else:
+        assert not cut.aborted and {t.finish_reason for t in cut.group.trajectories} == {"truncated"}
+        assert [t.reward for t in cut.group.trajectories] == [float(len(t.token_ids)) for t in cut.group.trajectories]
+
+
+def test_truncating_work_samples_nothing() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        (task,) = await begin(generator, work())
+        await sampled(generator, 100)
+        await generator.abort([1])
+        partial = (await task).group
+        before = generator.tokens_sampled()
+        await generator.pause("keep")  # nor does it wait for a pause to end
+        done = await generator.generate(work(attempt=2, partial=partial, truncate=True))
+        assert generator.tokens_sampled() == before and not done.aborted
+        assert tokens_of(done.group) == tokens_of(partial)
+        assert {trajectory.finish_reason for trajectory in done.group.trajectories} == {"truncated"}
+        assert all(trajectory.text and trajectory.reward is not None for trajectory in done.group.trajectories)
+
+    run(make(), scenario)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_nothing_starts_while_paused(mode: str) -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        await generator.pause(mode)
+        waiting, dropped = await begin(generator, work(1, samples=1), work(2, samples=1))
+        await generator.abort([2])
+        held = await dropped
+        assert held.aborted and held.group.tokens == 0
+        assert generator.tokens_sampled() == 0 and not waiting.done()
+        await generator.resume()
+        assert (await waiting).group.tokens == 7
+
+    run(make(max_tokens=7), scenario)
+
+
+def test_keep_freezes_and_wait_lets_running_groups_end() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        (first,) = await begin(generator, work(1))
+        await sampled(generator, 100)
+        await generator.pause("keep")
+        frozen = generator.tokens_sampled()
+        assert not first.done() and frozen < 4 * LONG
+        await generator.resume()
+        pausing = asyncio.create_task(generator.pause("wait"))
+        await asyncio.sleep(0)
+        (late,) = await begin(generator, work(2))
+        await pausing
+        assert generator.tokens_sampled() == 4 * LONG and not late.done()
+        assert tokens_of((await first).group) == tokens_of(whole)
+        await generator.resume()
+        assert (await late).group.finished
+
+    whole = reference()
+    run(make(), scenario)
+
+
+def test_prompt_longer_than_the_context_is_a_data_failure_of_that_row() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        with pytest.raises(DataFailure, match=rf"row 41.*{CONTEXT + 9} tokens.*{CONTEXT}"):
+            await generator.generate(work(text="x" * (CONTEXT + 9)))
+        with pytest.raises(DataFailure, match="row 41 encodes to no tokens"):
+            await generator.generate(work(text=""))
+        assert (await generator.generate(work())).group.finished
+
+    run(make(max_tokens=3), scenario)
+
+
+def test_messages_go_through_the_chat_template_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = Prompt(row=1, text="plain", fields={"messages": [{"role": "user", "content": "hi"}]})
+
+    def prompt_ids() -> list[int]:
+        generated: Generated = run(make(max_tokens=1), lambda generator: generator.generate(work(prompt=prompt)))
+        return generated.group.trajectories[0].prompt_ids
+
+    assert prompt_ids() == Letters().encode("plain")
+    monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
+    assert prompt_ids() == [SPECIAL, *Letters().encode("hi")]
+
+
+def test_group_cannot_be_generated_twice_at_once() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        (first,) = await begin(generator, work())
+        with pytest.raises(EngineError, match="group 1"):
+            await generator.generate(work(attempt=2))
+        assert (await first).group.finished
+
+    run(make(max_tokens=5), scenario)
+
+
+def test_failed_sampling_fails_generate() -> None:
+    async def scenario(generator: ModelGenerator) -> None:
+        backend: Any = generator._backend
+
+        def broken() -> None:
+            raise ZeroDivisionError("from inside the step")
+
+        backend._sampler.step = broken
+        with pytest.raises(EngineError, match="from inside the step"):
+            await generator.generate(work())
+
+    run(make(), scenario)

@@ -1,0 +1,95 @@
+"""A tiny model on disk and short ways to make batches for the training tests. No downloads, no sleeps, all seeded."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from engine.roles import Batch
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+
+VOCABULARY = 16
+
+MakeGroup = Callable[..., TrajectoryGroup]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """These models are too small to share; threads that wait for a busy core make the tests slower by far."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A two-layer Llama of random weights with tied embeddings, and a word-level tokenizer."""
+    path = tmp_path_factory.mktemp("tiny-model")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    words_to_ids = Tokenizer(WordLevel(words, unk_token="w0"))
+    words_to_ids.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words_to_ids, eos_token="w1").save_pretrained(path)
+    return str(path)
+
+
+def make_group(
+    number: int,
+    rewards: Sequence[float],
+    *,
+    prompt: Sequence[int] = (2, 3, 4),
+    responses: Sequence[Sequence[int]] | None = None,
+    behaviour: float = -2.5,
+) -> TrajectoryGroup:
+    """A finished group. Responses differ in length and content unless given; behaviour log-probs are all equal."""
+    trajectories = []
+    for index, reward in enumerate(rewards):
+        if responses is None:
+            tokens = [(5 + number + index + place * (index + 1)) % VOCABULARY for place in range(3 + 2 * index)]
+        else:
+            tokens = list(responses[index])
+        trajectory = Trajectory(prompt_ids=list(prompt), reward=reward, finish_reason="stop")
+        trajectory.extend(tokens, [behaviour] * len(tokens), [Span(0, len(tokens), 0)])
+        trajectories.append(trajectory)
+    return TrajectoryGroup(group=number, prompt=Prompt(row=number, text=""), trajectories=trajectories)
+
+
+def make_batch(step: int, groups: Sequence[TrajectoryGroup]) -> Batch:
+    return Batch(step=step, groups=list(groups), staleness=[0] * len(groups))
+
+
+@pytest.fixture
+def group() -> MakeGroup:
+    return make_group
+
+
+@pytest.fixture
+def batch() -> Callable[[int, int], Batch]:
+    """A batch of `size` groups of four trajectories, of different lengths and rewards; another one each step."""
+
+    def make(step: int, size: int = 4) -> Batch:
+        groups = [make_group(step * size + index, [1.0, 0.0, 0.5, 0.0]) for index in range(size)]
+        return make_batch(step, groups)
+
+    return make
+
+
+@pytest.fixture
+def as_batch() -> Callable[[int, Sequence[TrajectoryGroup]], Batch]:
+    return make_batch

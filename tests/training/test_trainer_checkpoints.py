@@ -1,0 +1,121 @@
+"""Checkpoints: transformers loads them, a run goes on from them to the bit, and half of one is never seen."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from engine.errors import ConfigError
+from engine.roles import Batch
+from engine.training import checkpoint
+from engine.training.settings import TrainerSettings
+from engine.training.trainer import ModelTrainer
+
+MakeBatch = Callable[..., Batch]
+SETTINGS = TrainerSettings(learning_rate=1e-2, policy_mini_batch_size=2, lr_warmup_steps=5, weight_decay=0.1)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_resuming_is_exact_to_the_bit(model_path: str, batch: MakeBatch, tmp_path: Path) -> None:
+    """Train 2, save, load elsewhere, train 1 = train 3: weights, moments, learning rate and metrics."""
+    straight, stopped, resumed = (ModelTrainer(model_path, SETTINGS) for _ in range(3))
+    for trainer, steps in ((straight, 3), (stopped, 2)):
+        for step in range(steps):
+            last = trainer.train(batch(step))
+        if trainer is straight:
+            expected = last
+    target = str(tmp_path / "step-2")
+    stopped.save(target, 2)
+    resumed.train(batch(9))  # a life of its own before, which the checkpoint must overwrite
+    torch.rand(1)  # the random state moves on after the save, and the load takes it back
+    assert resumed.load(target) == 2
+    assert torch.equal(torch.get_rng_state(), load_file(Path(target) / "random.safetensors")["cpu"])
+    metrics = resumed.train(batch(2))
+    assert same(straight.weights(), resumed.weights())
+    moments = [checkpoint.optimizer_tensors(each.model, each.optimizer) for each in (straight, resumed)]
+    assert moments[0]
+    assert same(*moments)
+    steady = [name for name in expected if not name.startswith("seconds_")]
+    assert {name: metrics[name] for name in steady} == {name: expected[name] for name in steady}
+
+
+def test_transformers_loads_it_with_its_tokenizer(model_path: str, batch: MakeBatch, tmp_path: Path) -> None:
+    trainer = ModelTrainer(model_path, SETTINGS)
+    trainer.train(batch(0))
+    trainer.save(str(tmp_path / "saved"), 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.tensor([[2, 3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trainer.model(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("w3 w5").input_ids == [3, 5]
+    again = ModelTrainer(str(tmp_path / "saved"), SETTINGS)  # a checkpoint is a model to begin with, too
+    assert same(again.weights(), trainer.weights())
+
+
+def test_the_state_file_says_what_it_is(model_path: str, tmp_path: Path) -> None:
+    trainer = ModelTrainer(model_path, SETTINGS)
+    trainer.save(str(tmp_path / "deep" / "step-0"), 0)
+    state = json.loads((tmp_path / "deep" / "step-0" / "trainer_state.json").read_text())
+    assert (state["step"], state["optimizer_steps"], state["settings"]["lr_warmup_steps"]) == (0, 0, 5)
+    assert trainer.load(str(tmp_path / "deep" / "step-0")) == 0
+
+
+def test_a_save_that_fails_is_never_visible(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ModelTrainer(model_path, SETTINGS)
+
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(OSError, match="disk full"):
+            trainer.save(str(tmp_path / "step-1"), 1)
+    assert not (tmp_path / "step-1").exists()
+    (tmp_path / "step-1").mkdir()  # an empty directory made beforehand is as good as none
+    trainer.save(str(tmp_path / "step-1"), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_saving_again_changes_nothing_and_never_overwrites(model_path: str, batch: MakeBatch, tmp_path: Path) -> None:
+    trainer = ModelTrainer(model_path, SETTINGS)
+    trainer.save(str(tmp_path / "kept"), 1)
+    before = (tmp_path / "kept" / "model.safetensors").read_bytes()
+    trainer.train(batch(0))
+    trainer.save(str(tmp_path / "kept"), 1)
+    assert (tmp_path / "kept" / "model.safetensors").read_bytes() == before
+    with pytest.raises(ConfigError, match="not empty"):
+        trainer.save(str(tmp_path / "kept"), 2)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(model_path: str, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model_path)
+    config.num_hidden_layers, config.intermediate_size = 1, 24
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    ModelTrainer(str(tmp_path / "other"), SETTINGS).save(str(tmp_path / "saved"), 1)
+    trainer = ModelTrainer(model_path, SETTINGS)
+    before = trainer.weights()
+    with pytest.raises(ConfigError, match="another model"):
+        trainer.load(str(tmp_path / "saved"))
+    assert same(before, trainer.weights())
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "format"])
+def test_an_incomplete_checkpoint_is_refused_and_changes_nothing(model_path: str, tmp_path: Path, damage: str) -> None:
+    trainer = ModelTrainer(model_path, SETTINGS)
+    trainer.save(str(tmp_path / "bad"), 1)
+    state = tmp_path / "bad" / "trainer_state.json"
+    if damage == "missing":
+        state.unlink()
+    else:
+        state.write_text('{"format": 1, "st' if damage == "torn" else '{"format": 99}')
+    before = trainer.weights()
+    with pytest.raises(ConfigError, match="checkpoint"):
+        trainer.load(str(tmp_path / "bad"))
+    assert same(before, trainer.weights())

@@ -1,0 +1,222 @@
+"""Advantages, losses, corrections and aggregation against cases worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.training.advantages import ADVANTAGES, STD_EPS
+from engine.training.corrections import CORRECTIONS, MAX_LOG_RATIO, bounded_log_ratio, effective_sample_share
+from engine.training.diagnostics import Diagnostics
+from engine.training.losses import LOSSES, TokenLosses, TokenTerms, token_weights
+from engine.training.settings import (
+    ADVANTAGE_NAMES,
+    AGGREGATION_NAMES,
+    CORRECTION_NAMES,
+    LOSS_NAMES,
+    TrainerSettings,
+)
+
+# Four tokens whose ratio current / behaviour is 2, 2, 0.5, 0.5 with advantages +1, -1, +1, -1. Clip range [0.8, 1.28].
+RATIOS = [2.0, 2.0, 0.5, 0.5]
+SIGNS = [1.0, -1.0, 1.0, -1.0]
+
+
+def terms(
+    current: list[float], behaviour: list[float], advantages: list[float], proximal: list[float] | None = None
+) -> TokenTerms:
+    """Terms from probabilities (not logs)."""
+    log_current = torch.tensor(current).log().requires_grad_()
+    log_proximal = log_current.detach() if proximal is None else torch.tensor(proximal).log()
+    return TokenTerms(log_current, torch.tensor(behaviour).log(), log_proximal, torch.tensor(advantages))
+
+
+def evaluate(settings: TrainerSettings, given: TokenTerms) -> tuple[TokenLosses, list[float]]:
+    """The losses, and the gradient of their sum by the current log-probs."""
+    result = LOSSES[settings.loss](given, settings)
+    (gradient,) = torch.autograd.grad(result.losses.sum(), given.current)
+    return result, gradient.tolist()
+
+
+def close(values: torch.Tensor | list[float], expected: list[float]) -> bool:
+    listed = values.tolist() if isinstance(values, torch.Tensor) else values
+    return listed == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_every_name_in_settings_has_its_function() -> None:
+    assert tuple(ADVANTAGES) == ADVANTAGE_NAMES
+    assert tuple(LOSSES) == LOSS_NAMES
+    assert tuple(CORRECTIONS) == CORRECTION_NAMES
+    assert len({tuple(token_weights([1, 3], name, 8)) for name in AGGREGATION_NAMES}) == len(AGGREGATION_NAMES)
+
+
+def test_grpo_divides_by_the_sample_standard_deviation() -> None:
+    # Rewards 1, 0, 0, 1: mean 1/2, squared distances 4 · 1/4 = 1, sample variance 1/3, std 0.5773503.
+    # (1 - 1/2) / 0.5773503 = 0.8660254. The eps of 1e-6 moves that by 1.5e-6.
+    assert STD_EPS == 1e-6
+    [advantages] = ADVANTAGES["grpo"]([[1.0, 0.0, 0.0, 1.0]])
+    assert close(advantages, [0.866024, -0.866024, -0.866024, 0.866024])
+
+
+def test_dr_grpo_only_centres() -> None:
+    # Rewards 1, 0, 0, 1 have mean 1/2; 3, 1, 2 have mean 2. Each group keeps to itself.
+    assert ADVANTAGES["dr_grpo"]([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 2.0]]) == [[0.5, -0.5, -0.5, 0.5], [1.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+def test_equal_rewards_and_single_trajectories_teach_nothing(name: str) -> None:
+    # 0.1 three times has a mean of 0.1 + one rounding error, which must not become an advantage.
+    assert ADVANTAGES[name]([[0.1, 0.1, 0.1], [5.0], []]) == [[0.0, 0.0, 0.0], [0.0], []]
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_seen(name: str, bad: float) -> None:
+    [advantages] = ADVANTAGES[name]([[1.0, bad, 0.0]])
+    assert all(math.isnan(a) for a in advantages)
+
+
+def test_ppo_clip_on_both_sides() -> None:
+    # min(r A, clip(r) A), negated, and its gradient by log π, which is -r A where the unclipped branch is the smaller:
+    #   r = 2,   A = +1: min( 2,    1.28) =  1.28 -> loss -1.28, clipped above, gradient 0
+    #   r = 2,   A = -1: min(-2,   -1.28) = -2    -> loss  2,    not clipped,   gradient 2
+    #   r = 0.5, A = +1: min( 0.5,  0.8)  =  0.5  -> loss -0.5,  not clipped,   gradient -0.5
+    #   r = 0.5, A = -1: min(-0.5, -0.8)  = -0.8  -> loss  0.8,  clipped below, gradient 0
+    given = terms([0.4, 0.4, 0.1, 0.1], [0.2] * 4, SIGNS)
+    result, gradient = evaluate(TrainerSettings(clip_low=0.2, clip_high=0.28), given)
+    assert close(result.losses, [-1.28, 2.0, -0.5, 0.8])
+    assert close(gradient, [0.0, 2.0, -0.5, 0.0])
+    assert result.clipped_high.tolist() == [True, False, False, False]
+    assert result.clipped_low.tolist() == [False, False, False, True]
+    assert close(result.weights.used, RATIOS)
+
+
+def test_the_bounds_are_decoupled() -> None:
+    # r = 1.25, A = 1: inside 1 + 0.28, outside 1 + 0.2. r = 0.75, A = -1: outside 1 - 0.2, inside 1 - 0.28.
+    given = terms([0.25, 0.15], [0.2, 0.2], [1.0, -1.0])
+    higher, _ = evaluate(TrainerSettings(clip_low=0.2, clip_high=0.28), given)
+    lower, _ = evaluate(TrainerSettings(clip_low=0.28, clip_high=0.2), given)
+    assert close(higher.losses, [-1.25, 0.8])
+    assert close(lower.losses, [-1.2, 0.75])
+
+
+def test_ppo_clip_with_truncated_weights_caps_the_gradient() -> None:
+    # As in the two-sided case but C = 1.5: the ratio of the first two tokens is 2, so their loss is scaled by 1.5 / 2.
+    #   token 1: -1.28 · 0.75 = -0.96, gradient still 0.  token 2: 2 · 0.75 = 1.5, gradient 1.5 = C · |A|.
+    settings = TrainerSettings(correction="token_tis", correction_cap=1.5)
+    result, gradient = evaluate(settings, terms([0.4, 0.4, 0.1, 0.1], [0.2] * 4, SIGNS))
+    assert close(result.losses, [-0.96, 1.5, -0.5, 0.8])
+    assert close(gradient, [0.0, 1.5, -0.5, 0.0])
+    assert close(result.weights.used, [1.5, 1.5, 0.5, 0.5])
+    assert result.weights.truncated.tolist() == [True, True, False, False]
+
+
+def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
+    # current / proximal = 0.30 / 0.20 = 1.5, proximal / behaviour = 0.20 / 0.05 = 4.
+    #   A = +1: -min(1.5, 1.28) = -1.28, times 4 = -5.12, clipped above, gradient 0
+    #   A = -1: -min(-1.5, -1.28) = 1.5, times 4 =  6,    gradient 1.5 · 4 = 6
+    # Around the behaviour policy (ratio 6) the same tokens would give -1.28 and 6.
+    given = terms([0.3, 0.3], [0.05, 0.05], [1.0, -1.0], proximal=[0.2, 0.2])
+    result, gradient = evaluate(TrainerSettings(loss="decoupled_ppo"), given)
+    assert close(result.losses, [-5.12, 6.0])
+    assert close(gradient, [0.0, 6.0])
+    assert close(result.weights.used, [4.0, 4.0])
+    assert result.clipped_high.tolist() == [True, False]
+    # Truncated at C = 2 the weight 4 becomes 2: -1.28 · 2 and 1.5 · 2.
+    capped, gradient = evaluate(TrainerSettings(loss="decoupled_ppo", correction="token_tis"), given)
+    assert close(capped.losses, [-2.56, 3.0])
+    assert close(gradient, [0.0, 3.0])
+    assert capped.weights.truncated.tolist() == [True, True]
+
+
+def test_decoupled_ppo_of_the_first_minibatch_weighs_by_current_over_behaviour() -> None:
+    # proximal = current: ratio 1, w = 0.1 / 0.2 = 0.5. Loss -0.5 · 1 · A, gradient the same.
+    result, gradient = evaluate(TrainerSettings(loss="decoupled_ppo"), terms([0.1], [0.2], [3.0]))
+    assert close(result.losses, [-1.5])
+    assert close(gradient, [-1.5])
+
+
+def test_log_ratios_stay_finite_but_nan_stays_seen() -> None:
+    ratio = bounded_log_ratio(torch.tensor([0.0, -900.0, math.nan]), torch.tensor([-900.0, 0.0, -1.0]))
+    assert ratio[:2].tolist() == [MAX_LOG_RATIO, -MAX_LOG_RATIO]
+    assert math.isnan(ratio[2])
+
+
+def test_effective_sample_size() -> None:
+    # Weights 1, 1, 2: sum 4, squares 6, so 16 / (3 · 6) = 0.8888889. Equal weights: 1. One of four alone: 1/4.
+    assert effective_sample_share(4.0, 6.0, 3.0) == pytest.approx(0.8888889)
+    assert effective_sample_share(10.0, 20.0, 5.0) == 1.0
+    assert effective_sample_share(7.0, 49.0, 4.0) == 0.25
+    assert effective_sample_share(0.0, 0.0, 4.0) == 0.0
+
+
+def test_aggregation_weights() -> None:
+    # Two trajectories of 1 and 3 tokens.
+    #   token_mean: 1 / 4 each token.  sequence_mean: 1 / (2 · 1) and 1 / (2 · 3).  constant of 8: 1 / (2 · 8).
+    assert token_weights([1, 3], "token_mean", 0) == [0.25, 0.25]
+    assert token_weights([1, 3], "sequence_mean", 0) == pytest.approx([0.5, 1 / 6])
+    assert token_weights([1, 3], "constant", 8) == [0.0625, 0.0625]
+
+
+def test_token_mean_and_sequence_mean_of_the_same_losses() -> None:
+    # Losses 4 | 1, 1, 1. Token: (4 + 1 + 1 + 1) / 4 = 1.75; sequence: (4 / 1 + 3 / 3) / 2 = 2.5; constant 8: 7 / 16.
+    losses = [[4.0], [1.0, 1.0, 1.0]]
+    for aggregation, expected in (("token_mean", 1.75), ("sequence_mean", 2.5), ("constant", 0.4375)):
+        weights = token_weights([1, 3], aggregation, 8)
+        total = sum(weight * sum(values) for weight, values in zip(weights, losses, strict=True))
+        assert total == pytest.approx(expected)
+
+
+def test_diagnostics_by_hand() -> None:
+    # The two-sided case, taken in as two micro-batches of two. Ratios 2, 2, 0.5, 0.5.
+    #   clip shares: one of four each.  ratio mean: 5 / 4 = 1.25.
+    #   k3 = r - 1 - ln r: 2 - 1 - 0.6931472 = 0.3068528 twice, 0.5 - 1 + 0.6931472 = 0.1931472 twice; mean 0.25.
+    #   ess of the raw ratios: (5)² / (4 · (4 + 4 + 0.25 + 0.25)) = 25 / 34 = 0.7352941.
+    diagnostics = Diagnostics()
+    for half in (slice(0, 2), slice(2, 4)):
+        given = terms([0.4, 0.4, 0.1, 0.1][half], [0.2] * 2, SIGNS[half])
+        result = LOSSES["ppo_clip"](given, TrainerSettings())
+        diagnostics.add(given, result, torch.tensor([1.0, 2.0]), result.losses.sum())
+    metrics = diagnostics.metrics()
+    assert metrics == pytest.approx(
+        {
+            "clip_share_low": 0.25,
+            "clip_share_high": 0.25,
+            "approx_kl": 0.25,
+            "entropy": 1.5,
+            "ratio_mean": 1.25,
+            "tis_truncated_share": 0.0,
+            "ess": 25 / 34,
+        },
+        rel=1e-5,
+    )
+    assert diagnostics.sums()["loss"] == pytest.approx(-1.28 + 2.0 - 0.5 + 0.8, rel=1e-5)
+    assert all(value == 0.0 for value in Diagnostics().metrics().values())
+
+
+def test_learning_rate_schedule_by_hand() -> None:
+    # Peak 1.0, warm-up 4: 1/4, 2/4, 3/4, 4/4, then 1. Linear to 0 at 8: step 4 has (8-4)/4, step 6 (8-6)/4.
+    constant = TrainerSettings(learning_rate=1.0, lr_warmup_steps=4)
+    linear = TrainerSettings(learning_rate=1.0, lr_warmup_steps=4, lr_schedule="linear", lr_total_steps=8)
+    assert [constant.learning_rate_at(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [linear.learning_rate_at(step) for step in (0, 4, 6, 8, 99)] == [0.25, 1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("advantage", {"advantage": "gae"}),
+        ("loss", {"loss": "ppo"}),
+        ("temperature", {"temperature": 0.0}),
+        ("clip_low", {"clip_low": 1.5}),
+        ("epochs_per_batch", {"epochs_per_batch": 0}),
+        ("aggregation_tokens", {"aggregation": "constant"}),
+        ("lr_total_steps", {"lr_schedule": "linear", "lr_warmup_steps": 5, "lr_total_steps": 5}),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_field(field: str, values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        TrainerSettings(**values)  # type: ignore[arg-type]
+    assert refused.value.details["field"] == f"trainer.{field}"
+    assert refused.value.details["would_hold"]

@@ -1,0 +1,288 @@
+"""`ModelTrainer` as the engine uses it: steps, minibatches, failures, published weights, and whether it learns."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.roles import Batch
+from engine.training.settings import TrainerSettings
+from engine.training.trainer import ModelTrainer
+from engine.trajectory import TrajectoryGroup
+
+MakeBatch = Callable[..., Batch]
+Make = Callable[..., TrajectoryGroup]
+
+METRICS = {
+    "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy", "ratio_mean",
+    "tis_truncated_share", "ess", "reward_mean", "reward_std", "response_tokens", "zero_advantage_groups",
+    "optimizer_steps", "nonfinite_minibatches", "seconds_train", "seconds_pack", "seconds_score", "seconds_snapshot",
+    "seconds_forward_backward", "seconds_optimizer",
+}  # fmt: skip
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Equal to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def count_steps(trainer: ModelTrainer, monkeypatch: pytest.MonkeyPatch, fail_at: int = 0) -> list[float]:
+    """The norm of the gradient that each optimizer step applies; the `fail_at`-th step raises half-way through."""
+    norms: list[float] = []
+    take = trainer.optimizer.step
+
+    def step(*args: Any, **keywords: Any) -> Any:
+        grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+        norms.append(float(torch.cat(grads).norm()))
+        if len(norms) == fail_at:
+            with torch.no_grad():
+                next(trainer.model.parameters()).add_(1.0)
+            raise RuntimeError("out of memory")
+        return take(*args, **keywords)
+
+    monkeypatch.setattr(trainer.optimizer, "step", step)
+    return norms
+
+
+@pytest.mark.parametrize(("mini", "epochs", "steps"), [(0, 1, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 3, 6)])
+def test_optimizer_steps_are_batch_over_minibatch(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, mini: int, epochs: int, steps: int
+) -> None:
+    settings = TrainerSettings(policy_mini_batch_size=mini, epochs_per_batch=epochs)
+    trainer = ModelTrainer(model_path, settings)
+    taken = count_steps(trainer, monkeypatch)
+    metrics = trainer.train(batch(0))
+    assert len(taken) == steps == trainer.optimizer_steps == metrics["optimizer_steps"]
+
+
+def test_the_warm_up_counts_optimizer_steps_not_train_steps(model_path: str, batch: MakeBatch) -> None:
+    """Two minibatches a step and a warm-up of 4: rates 1/4, 2/4 | 3/4, 4/4 of the peak; the last one is reported."""
+    trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=1e-3, lr_warmup_steps=4, policy_mini_batch_size=2))
+    assert [trainer.train(batch(step))["lr"] for step in range(3)] == [5e-4, 1e-3, 1e-3]
+
+
+def test_a_short_batch_has_a_short_last_minibatch(model_path: str, batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(policy_mini_batch_size=2))
+    assert trainer.train(batch(0, 3))["optimizer_steps"] == 2
+
+
+def test_metrics_are_complete_and_describe_the_batch(model_path: str, batch: MakeBatch) -> None:
+    metrics = ModelTrainer(model_path, TrainerSettings(learning_rate=3e-4)).train(batch(0))
+    assert set(metrics) == METRICS
+    assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
+    # Rewards 1, 0, 0.5, 0: mean 0.375, squares 1.25 / 4 - 0.140625 = 0.171875, std 0.4145781.
+    # Response tokens: 4 groups · (3 + 5 + 7 + 9).
+    assert metrics["reward_mean"] == pytest.approx(0.375)
+    assert metrics["reward_std"] == pytest.approx(0.4145781)
+    assert metrics["response_tokens"] == 96
+    assert metrics["lr"] == 3e-4
+    assert metrics["zero_advantage_groups"] == 0
+
+
+def test_the_gradient_is_clipped_to_its_norm(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(max_grad_norm=0.01))
+    applied = count_steps(trainer, monkeypatch)
+    reported = trainer.train(batch(0))["grad_norm"]
+    assert reported > 0.1
+    assert applied == pytest.approx([0.01], rel=1e-4)
+    free = ModelTrainer(model_path, TrainerSettings(max_grad_norm=0.0))
+    unclipped = count_steps(free, monkeypatch)
+    assert free.train(batch(0))["grad_norm"] == pytest.approx(reported, rel=1e-5)
+    assert unclipped == pytest.approx([reported], rel=1e-5)
+
+
+def test_groups_of_equal_rewards_give_no_gradient(model_path: str, group: Make, as_batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=0.1))
+    before = trainer.weights()
+    metrics = trainer.train(as_batch(0, [group(0, [1.0, 1.0]), group(1, [0.0, 0.0])]))
+    assert metrics["zero_advantage_groups"] == 2
+    assert metrics["grad_norm"] == metrics["loss"] == 0.0
+    assert same(before, trainer.weights())
+
+
+def test_a_batch_without_trainable_tokens_takes_no_step(model_path: str, group: Make, as_batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings())
+    metrics = trainer.train(as_batch(0, [group(0, [1.0, 0.0], responses=[[], []])]))
+    assert metrics["optimizer_steps"] == metrics["response_tokens"] == metrics["loss"] == 0
+    assert trainer.train(as_batch(1, []))["optimizer_steps"] == 0
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_step_that_fails_leaves_everything_as_before_and_can_be_redone(
+    model_path: str, batch: MakeBatch, fail_at: int
+) -> None:
+    settings = TrainerSettings(policy_mini_batch_size=2, learning_rate=1e-2, loss="decoupled_ppo")
+    trainer, spared = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
+    for each in (trainer, spared):
+        each.train(batch(0))
+        each.score(batch(1), "old_logprobs")
+    before = trainer.weights()
+    with pytest.MonkeyPatch.context() as patch:
+        count_steps(trainer, patch, fail_at)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.train(batch(1))
+    assert same(before, trainer.weights())
+    assert trainer.optimizer_steps == 2
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    trainer.train(batch(1))
+    spared.train(batch(1))
+    assert same(trainer.weights(), spared.weights())
+
+
+def test_a_first_step_that_fails_leaves_no_moments(model_path: str, batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(policy_mini_batch_size=2))
+    with pytest.MonkeyPatch.context() as patch:
+        count_steps(trainer, patch, fail_at=2)
+        with pytest.raises(RuntimeError):
+            trainer.train(batch(0))
+    assert not trainer.optimizer.state
+
+
+@pytest.mark.parametrize("where", ["reward", "behaviour nan", "behaviour -inf", "gradient"])
+def test_what_is_not_finite_is_skipped_and_counted(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The minibatch of groups 0 and 1 is spoiled, that of 2 and 3 is sound: as if only the latter had been there."""
+    settings = TrainerSettings(policy_mini_batch_size=2, learning_rate=1e-2)
+    trainer, reference = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
+    spoiled, sound = batch(0), batch(0)
+    sound.groups = sound.groups[2:]
+    victim = spoiled.groups[1].trajectories[0]
+    if where == "reward":
+        victim.reward = math.nan
+    elif where == "gradient":
+        handles: list[Any] = []
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            handles.pop().remove()
+            return grad * math.inf
+
+        handles.append(next(trainer.model.parameters()).register_hook(spoil))
+    else:
+        victim.logprobs[1] = math.nan if where == "behaviour nan" else -math.inf
+    metrics = trainer.train(spoiled)
+    expected = reference.train(sound)
+    assert (metrics["nonfinite_minibatches"], metrics["optimizer_steps"]) == (1, 1)
+    assert same(trainer.weights(), reference.weights())
+    assert (metrics["loss"], metrics["entropy"]) == (expected["loss"], expected["entropy"])
+
+
+def test_published_weights_are_a_copy_by_state_dict_name(model_path: str, batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=1e-2))
+    published = trainer.weights()
+    kept = {name: value.clone() for name, value in published.items()}
+    assert list(published) == list(trainer.model.state_dict())
+    assert published["lm_head.weight"] is published["model.embed_tokens.weight"]  # tied
+    assert all(not value.requires_grad and value.is_contiguous() for value in published.values())
+    assert all(value.numpy().dtype == "float32" for value in published.values())
+    trainer.train(batch(0))
+    assert same(published, kept)
+    assert not same(published, trainer.weights())
+    other = ModelTrainer(model_path, TrainerSettings())
+    other.model.load_state_dict(trainer.weights())
+    assert same(other.weights(), trainer.weights())
+
+
+def test_decoupled_ppo_uses_scores_of_these_weights_only(model_path: str, batch: MakeBatch) -> None:
+    """Scored before, scored by `train` itself, or scored under weights that have moved since: the same step."""
+    settings = TrainerSettings(loss="decoupled_ppo", policy_mini_batch_size=2, learning_rate=1e-2)
+    asked, unasked, stale = (ModelTrainer(model_path, settings) for _ in range(3))
+    stale.score(batch(1), "old_logprobs")
+    kept = stale._proximal
+    for each in (asked, unasked, stale):
+        each.train(batch(0))
+    asked.score(batch(1), "old_logprobs")
+    stale._proximal = kept
+    reports = [each.train(batch(1)) for each in (asked, unasked, stale)]
+    assert same(asked.weights(), unasked.weights())
+    assert same(asked.weights(), stale.weights())
+    assert reports[0]["ess"] == reports[2]["ess"] < 1
+
+
+def test_decoupled_ppo_of_one_minibatch_needs_no_scoring(model_path: str, batch: MakeBatch) -> None:
+    settings = TrainerSettings(loss="decoupled_ppo", learning_rate=1e-2)
+    asked, unasked = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
+    asked.score(batch(0), "old_logprobs")
+    scored, plain = asked.train(batch(0)), unasked.train(batch(0))
+    assert plain["ratio_mean"] == 1.0
+    assert plain["approx_kl"] == 0.0
+    for name in ("loss", "grad_norm", "ratio_mean", "ess"):
+        assert scored[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
+
+
+def test_on_policy_ratios_are_one(model_path: str, batch: MakeBatch) -> None:
+    """Behaviour log-probs from the very weights and temperature: ratio 1, KL 0, all tokens count, none is clipped."""
+    trainer = ModelTrainer(model_path, TrainerSettings(temperature=0.8, loss="decoupled_ppo"))
+    made = batch(0)
+    trainer.score(made, "old_logprobs")
+    assert trainer._proximal is not None
+    trajectories = [trajectory for each in made.groups for trajectory in each.trajectories]
+    for trajectory, logprobs in zip(trajectories, trainer._proximal[1], strict=True):
+        trajectory.logprobs = logprobs.tolist()
+    metrics = ModelTrainer(model_path, TrainerSettings(temperature=0.8)).train(made)
+    assert (metrics["ratio_mean"], metrics["ess"]) == pytest.approx((1.0, 1.0), abs=1e-5)
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_share_low"] == metrics["clip_share_high"] == 0
+
+
+def test_scoring_is_free_where_the_loss_reads_no_proximal_policy(model_path: str, batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings())
+    trainer.score(batch(0), "old_logprobs")
+    assert trainer._proximal is None
+    with pytest.raises(ConfigError, match="ref_logprobs"):
+        trainer.score(batch(0), "ref_logprobs")
+
+
+def test_a_device_or_precision_that_is_not_there_is_refused(model_path: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device"):
+        ModelTrainer(model_path, TrainerSettings(device="nowhere"))
+
+
+def test_bfloat16_autocast_trains_float32_weights(model_path: str, batch: MakeBatch) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(bf16="on", device="cpu"))
+    exact = ModelTrainer(model_path, TrainerSettings(bf16="off", device="cpu"))
+    rounded, reference = trainer.train(batch(0)), exact.train(batch(0))
+    assert all(value.dtype == torch.float32 for value in trainer.weights().values())
+    assert rounded["nonfinite_minibatches"] == 0
+    assert rounded["entropy"] != reference["entropy"]
+    assert rounded["entropy"] == pytest.approx(reference["entropy"], rel=0.02)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo"])
+def test_it_learns_a_two_token_task(model_path: str, group: Make, as_batch: MakeBatch, loss: str) -> None:
+    """After prompt [p, 4], answer [p, p]: 1/2 for each right token. From chance (1/16) to nearly always in 20 steps."""
+    settings = TrainerSettings(
+        learning_rate=2e-2, loss=loss, correction="token_tis", policy_mini_batch_size=4, threads=1, seed=3
+    )
+    trainer = ModelTrainer(model_path, settings)
+    draws = torch.Generator().manual_seed(11)
+    rewards = []
+    for step in range(20):
+        groups = [play(trainer, group, step * 8 + index, 5 + index % 4, draws) for index in range(8)]
+        rewards.append(trainer.train(as_batch(step, groups))["reward_mean"])
+    assert rewards[0] < 0.1
+    assert min(rewards[-5:]) > 0.9
+
+
+def play(trainer: ModelTrainer, group: Make, number: int, target: int, draws: torch.Generator) -> TrajectoryGroup:
+    """Sample 16 two-token answers to one prompt from the trainer's own model, with behaviour log-probs and rewards."""
+    samples = 16
+    ids = torch.tensor([[target, 4]] * samples)
+    logprobs = []
+    for _ in range(2):
+        with torch.no_grad():
+            table = trainer.model(ids).logits[:, -1].log_softmax(-1)
+        token = torch.multinomial(table.exp(), 1, generator=draws)
+        logprobs.append(table.gather(1, token))
+        ids = torch.cat([ids, token], 1)
+    responses = ids[:, 2:].tolist()
+    rewards = [sum(token == target for token in response) / 2 for response in responses]
+    made = group(number, rewards, prompt=[target, 4], responses=responses)
+    for trajectory, values in zip(made.trajectories, torch.cat(logprobs, 1).tolist(), strict=True):
+        trajectory.logprobs = values
+    return made
