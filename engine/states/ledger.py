@@ -110,10 +110,18 @@ class Deadlines:
         ]
 
     def binding(self, step: int, batch: int) -> tuple[int, int] | None:
-        """The latest deadline that binds (has out of room more groups than are ready), and how many are missing at
-        most."""
-        short = [(d, must - ready) for d, must, ready in self.requirements(step, batch) if must > ready]
-        return (short[-1][0], max(missing for _, missing in short)) if short else None
+        """The latest deadline whose unready groups must be acted on to free the step, and how many are missing at most.
+
+        A deadline binds when it has run out of room for more groups than are ready. Deadlines are gone through in
+        order, and one that no longer binds once the unready groups before it are out of the way is left alone.
+        """
+        latest, missing, acted = -1, 0, 0
+        for deadline, started, ready in self.cumulative():
+            must = started - (deadline - step) * batch
+            missing = max(missing, must - ready)
+            if must - acted > ready:
+                latest, acted = deadline, started - ready
+        return (latest, missing) if acted else None
 
     def identity(self) -> tuple[int, ...]:
         return tuple(n for d, started, ready in self.cumulative() for n in (d, started, ready))

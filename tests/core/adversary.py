@@ -1,7 +1,7 @@
 """A run in which the test chooses every order: which message arrives, which group ends, what fails, who dies.
 
-The agents are those of the simulation; there is no clock. After every event every law is checked against the records and against the
-judge's true books.
+The agents are those of the simulation; there is no clock. After every event every law is checked against the records
+and against the judge's true books.
 """
 
 from collections import deque

@@ -42,7 +42,11 @@ class AnyOrder(RuleBasedStateMachine):
     """The adversary's actions as rules. A run that has ended takes no more."""
 
     @initialize(
-        limits=limits(), names=any_policies(), prompts=st.integers(1, 24), slots=st.integers(1, 4), replicas=st.integers(1, 3)
+        limits=limits(),
+        names=any_policies(),
+        prompts=st.integers(1, 24),
+        slots=st.integers(1, 4),
+        replicas=st.integers(1, 3),
     )
     def begin(self, limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int) -> None:
         self.world = Adversary(limits, policies.PolicySet.from_names(names), prompts, slots)

@@ -1,0 +1,121 @@
+"""A scheduler driven by hand: one line of a test is one fact, and what was ordered can be asked for."""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from engine.commands import Command, DrawPrompts, PublishWeights, ResumeGroup, StartGroup, TrainStep
+from engine.events import (
+    Event,
+    GroupAborted,
+    GroupGenerated,
+    PromptsDrawn,
+    ReplicaJoined,
+    ReplicaPaused,
+    RunStarted,
+    StepTrained,
+    WeightsInstalled,
+    WeightsPublished,
+    WeightsStaged,
+    stamp,
+)
+from engine.policies import PolicySet
+from engine.scheduler import Scheduler
+from engine.states.invariants import check_all
+from engine.states.limits import Limits
+
+Kind = TypeVar("Kind", bound=Command)
+
+
+class Scripted:
+    """Replicas with many slots joined, prompts drawn on demand, everything else by the test."""
+
+    def __init__(
+        self,
+        *,
+        replicas: int = 1,
+        slots: int = 100,
+        prompts: int = 1000,
+        policies: dict[str, str] | None = None,
+        **limits,
+    ) -> None:  # type: ignore[no-untyped-def]
+        self.scheduler = Scheduler(Limits(**limits), PolicySet.from_names(policies or {}))
+        self.state = self.scheduler.state
+        self.view = self.scheduler.view
+        self.prompts = prompts
+        self.events = 0
+        self.orders: list[Command] = []
+        """Everything ordered so far."""
+        self.tell(RunStarted())
+        for id in range(replicas):
+            self.tell(ReplicaJoined(replica=id, incarnation=1, slots=slots, version=0))
+
+    def tell(self, event: Event, at: float | None = None) -> list[Command]:
+        """One fact; draws are answered at once. Returns what was ordered."""
+        stamp(event, self.events, float(self.events) if at is None else at)
+        self.events += 1
+        new = list(self.scheduler.handle(event))
+        check_all(self.state)
+        self.orders += new
+        for command in new:
+            if isinstance(command, DrawPrompts):
+                count = min(command.count, self.prompts - self.state.ledger.drawn)
+                exhausted = self.state.ledger.drawn + count == self.prompts
+                new = new + self.tell(PromptsDrawn(first=self.state.ledger.drawn, count=count, exhausted=exhausted))
+        return new
+
+    def ordered(self, kind: type[Kind]) -> list[Kind]:
+        return [command for command in self.orders if isinstance(command, kind)]
+
+    def finish(self, *groups: int, spread: float = 1.0, live: int = 2, oldest: int | None = None) -> list[Command]:
+        """Running groups end, with tokens of their replica's version, or from `oldest` on."""
+        new: list[Command] = []
+        for id in groups:
+            new += self.tell(self.generated(id, spread=spread, live=live, oldest=oldest))
+        return new
+
+    def generated(self, id: int, spread: float = 1.0, live: int = 2, oldest: int | None = None) -> GroupGenerated:
+        group = self.state.groups[id]
+        replica = self.state.fleet.replicas[group.replica]
+        first = group.oldest_version if group.oldest_version >= 0 else group.admitted_version
+        return GroupGenerated(
+            group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=10,
+            oldest_version=first if oldest is None else oldest, newest_version=replica.version, live=live,
+            reward_mean=0.5, reward_spread=spread,
+        )  # fmt: skip
+
+    def abort(self, *groups: int, tokens: int = 5) -> None:
+        for id in groups:
+            group = self.state.groups[id]
+            replica = self.state.fleet.replicas[group.replica]
+            version = replica.version if tokens else -1
+            self.tell(
+                GroupAborted(
+                    group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=tokens,
+                    oldest_version=version, newest_version=version,
+                )
+            )  # fmt: skip
+
+    def train(self) -> None:
+        """The step in training ends."""
+        last = self.ordered(TrainStep)[-1]
+        self.tell(StepTrained(step=last.step, attempt=last.attempt))
+
+    def publish(self) -> None:
+        """The version being published reaches the store."""
+        last = self.ordered(PublishWeights)[-1]
+        self.tell(WeightsPublished(version=last.version, attempt=last.attempt))
+
+    def install(self, id: int = 0, pause: bool = True) -> None:
+        """A replica takes the version ordered for it, step by step."""
+        replica = self.state.fleet.replicas[id]
+        place = {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
+        self.tell(WeightsStaged(**place, version=self.state.latest_version))
+        if pause:
+            self.tell(ReplicaPaused(**place))
+            self.tell(WeightsInstalled(**place, version=self.state.latest_version))
+
+    def running(self) -> list[int]:
+        return [group.id for group in self.state.groups.values() if group.replica >= 0]
+
+    def starts(self) -> Iterator[StartGroup | ResumeGroup]:
+        return (command for command in self.orders if isinstance(command, StartGroup | ResumeGroup))

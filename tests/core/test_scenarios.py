@@ -1,0 +1,447 @@
+"""Schedules worked out by hand: capacity, deadlines, stragglers, syncs, failures, the end of a run."""
+
+import pytest
+
+from engine.commands import (
+    AbortGroup,
+    FinishRun,
+    InstallWeights,
+    PauseReplica,
+    PublishWeights,
+    ResumeGroup,
+    ResumeReplica,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StageWeights,
+    StartGroup,
+    StopReplica,
+    TrainStep,
+    TruncateGroup,
+)
+from engine.errors import ConfigError, InvariantViolated
+from engine.events import (
+    BatchScored,
+    CheckpointSaved,
+    GroupFailed,
+    PublishFailed,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaPaused,
+    StepFailed,
+    StopRequested,
+    SyncFailed,
+    TimerFired,
+    WeightsStaged,
+)
+from engine.states.limits import Limits
+from tests.core.scripted import Scripted
+
+
+def small(**others: object) -> Scripted:
+    """B = 2, S = 1, K = 4."""
+    return Scripted(**{"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, **others})
+
+
+# bounds
+
+
+def test_capacity_ends_at_four_and_a_filtered_group_gives_its_place_back() -> None:
+    run = small(policies={"filter": "zero-variance"})
+    assert run.running() == [0, 1, 2, 3]
+    assert run.view.capacity() == 0
+    run.finish(0, spread=0.0)
+    assert run.running() == [1, 2, 3, 4], "its place was refilled at once"
+    assert run.view.phase_counts()["released"] == 1
+
+
+def test_books_balance_with_accepted_and_filtered_groups() -> None:
+    run = small(policies={"filter": "zero-variance"})
+    run.finish(0, 1, spread=0.0)
+    run.finish(2, 3)
+    run.train()
+    counts = run.view.phase_counts()
+    assert (counts["consumed"], counts["released"]) == (2, 2)
+    assert run.state.ledger.drawn == sum(counts.values())
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"max_concurrent_groups": 1}, "from 2 to 4 would hold"),
+        ({"max_concurrent_groups": 5}, r"B <= K <= B \* \(S \+ 1\)"),
+        ({"sync_every": 3}, "S >= sync_every - 1"),
+        ({"max_staleness_steps": -1}, "must not be negative"),
+        ({"train_batch_size": 0}, "at least 1"),
+        ({"sync_mode": "later"}, "keep, abort, wait"),
+        ({"max_steps": 0}, "at least 1"),
+    ],
+)
+def test_figures_out_of_law_are_refused_with_the_law(figures: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Limits(**{"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, **figures})
+
+
+def test_slots_bound_each_replica_and_load_is_even() -> None:
+    run = small(replicas=2, slots=1)
+    assert [(s.group, s.replica) for s in run.starts()] == [(0, 0), (1, 1)]
+
+
+def test_a_short_step_is_charged_in_full() -> None:
+    run = small(policies={"deadline": "shrink"}, prompts=100)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install()
+    run.finish(2)
+    assert run.ordered(SetTimer)
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer))
+    assert run.ordered(TrainStep)[-1].groups == (2,)
+    assert run.state.held == run.state.ledger.unconsumed + 2 * 2
+
+
+# the deadline rule
+
+
+def test_a_step_takes_the_first_ready_when_no_deadline_binds() -> None:
+    run = small()
+    run.finish(3, 1)
+    assert run.ordered(TrainStep)[0].groups == (3, 1)
+
+
+def test_a_deadline_out_of_room_makes_the_step_wait_for_its_straggler() -> None:
+    """B = 1, S = 2: groups 0 to 2 are due by step 2. Once group 1 fills the place of step 0 and 2 that of step 1,
+    step 2 is the last that may take group 0."""
+    run = Scripted(train_batch_size=1, max_staleness_steps=2, max_concurrent_groups=3)
+    for group in (1, 2):
+        run.finish(group)
+        run.train()
+        run.publish()
+        run.install()
+    run.finish(3)
+    assert len(run.ordered(TrainStep)) == 2, "group 3 is ready, but group 0 must come first"
+    run.finish(0)
+    assert run.ordered(TrainStep)[2].groups == (0,)
+    assert run.ordered(TrainStep)[2].staleness == (2,)
+
+
+def test_taking_only_what_is_due_now_would_not_do() -> None:
+    """Two groups with one deadline and B = 1: one must go a step before the deadline."""
+    run = Scripted(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2)
+    run.finish(0)
+    run.train()
+    run.publish()
+    run.install()
+    assert run.state.groups[1].deadline == 1
+    run.finish(2)
+    assert len(run.ordered(TrainStep)) == 1, "group 1 is due by step 1"
+    run.finish(1)
+    assert run.ordered(TrainStep)[1].groups == (1,)
+
+
+def straggling(policy: str, **others: object) -> Scripted:
+    """Group 3 is a straggler whose deadline binds at step 1; groups 0, 1, 2 are generated."""
+    run = small(policies={"deadline": policy}, **others)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install()
+    run.finish(2)
+    assert run.state.groups[3].deadline == 1
+    return run
+
+
+def test_waiting_sets_no_timer() -> None:
+    assert not straggling("wait").ordered(SetTimer)
+
+
+def test_dropping_stragglers_fills_the_batch_with_others() -> None:
+    run = straggling("drop", deadline_timeout_s=7.0)
+    timer = run.ordered(SetTimer)[-1]
+    assert timer.delay_s == 7.0
+    run.tell(TimerFired(timer=timer.timer))
+    assert [c.group for c in run.ordered(AbortGroup)] == [3]
+    assert len(run.ordered(TrainStep)) == 1, "the batch is full again only with another group"
+    run.finish(4)
+    assert run.ordered(TrainStep)[1].groups == (2, 4)
+
+
+def test_truncating_finishes_stragglers_with_what_they_have() -> None:
+    run = straggling("truncate")
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer))
+    assert [c.group for c in run.ordered(TruncateGroup)] == [3]
+    run.finish(3)
+    assert run.ordered(TrainStep)[1].groups == (2, 3)
+
+
+def test_a_parked_straggler_is_truncated_when_it_resumes() -> None:
+    run = straggling("truncate")
+    run.abort(3)
+    resumed = run.ordered(ResumeGroup)[-1]
+    assert not resumed.truncate
+    run.abort(3)
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer))
+    assert run.ordered(TruncateGroup) or run.ordered(ResumeGroup)[-1].truncate
+
+
+def test_the_policy_acts_at_most_max_drops_times_a_step() -> None:
+    run = straggling("drop", max_drops=0)
+    assert not run.ordered(SetTimer)
+
+
+def test_a_timer_of_a_step_already_formed_is_an_echo() -> None:
+    run = straggling("drop")
+    timer = run.ordered(SetTimer)[-1].timer
+    run.finish(3)
+    echoes = run.state.stale_echoes
+    run.tell(TimerFired(timer=timer))
+    assert run.state.stale_echoes == echoes + 1
+
+
+# training
+
+
+def test_scoring_runs_task_by_task_before_training() -> None:
+    run = small(scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1)
+    for task in ("ref_logprobs", "old_logprobs"):
+        assert run.ordered(ScoreBatch)[-1].task == task
+        assert not run.ordered(TrainStep)
+        run.tell(BatchScored(step=0, attempt=1, task=task))
+    assert run.ordered(TrainStep)[-1].groups == (0, 1)
+
+
+def test_a_failed_step_is_done_again_with_the_same_batch_until_its_budget_is_spent() -> None:
+    run = small(infrastructure_attempts=3)
+    run.finish(0, 1)
+    for attempt in (1, 2):
+        run.tell(StepFailed(step=0, attempt=attempt, reason="out of memory"))
+    assert [(c.attempt, c.groups) for c in run.ordered(TrainStep)] == [(1, (0, 1)), (2, (0, 1)), (3, (0, 1))]
+    run.tell(StepFailed(step=0, attempt=2, reason="an echo"))
+    assert not run.ordered(FinishRun)
+    run.tell(StepFailed(step=0, attempt=3, reason="out of memory"))
+    assert run.ordered(FinishRun)[0].outcome == "failed"
+    assert "train step 0 failed 3 times, at last: out of memory" in run.ordered(FinishRun)[0].reason
+
+
+def test_a_version_comes_every_k_steps_and_after_the_last() -> None:
+    run = Scripted(train_batch_size=1, max_staleness_steps=2, max_concurrent_groups=3, sync_every=2, max_steps=3)
+    for step in range(3):
+        run.finish(run.running()[0])
+        run.train()
+        if step == 1:
+            run.publish()
+            run.install()
+    assert [(c.version, c.steps) for c in run.ordered(PublishWeights)] == [(1, 2), (2, 3)]
+    assert not run.ordered(FinishRun)
+    run.publish()
+    assert run.ordered(FinishRun)[0].outcome == "finished"
+
+
+def test_a_failed_publication_is_tried_again() -> None:
+    run = small(infrastructure_attempts=2)
+    run.finish(0, 1)
+    run.train()
+    run.tell(PublishFailed(version=1, attempt=1, reason="store away"))
+    assert [c.attempt for c in run.ordered(PublishWeights)] == [1, 2]
+    run.tell(PublishFailed(version=1, attempt=2, reason="store away"))
+    assert "version 1 could not be published" in run.ordered(FinishRun)[0].reason
+
+
+def test_checkpoints_come_as_asked_and_the_run_waits_for_the_last() -> None:
+    run = small(checkpoint_every=2, max_steps=1)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    assert [c.steps for c in run.ordered(SaveCheckpoint)] == [1]
+    assert not run.ordered(FinishRun)
+    run.tell(CheckpointSaved(steps=1))
+    assert run.ordered(FinishRun)
+
+
+# weight sync
+
+
+def test_a_version_is_staged_then_the_pause_covers_only_the_swap() -> None:
+    run = small(sync_mode="keep")
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    assert run.ordered(StageWeights) and not run.ordered(PauseReplica)
+    run.install()
+    sync = [type(c) for c in run.orders if isinstance(c, StageWeights | PauseReplica | InstallWeights | ResumeReplica)]
+    assert sync == [StageWeights, PauseReplica, InstallWeights, ResumeReplica]
+    assert run.running()[:2] == [2, 3], "kept requests hold their slots"
+    assert [c.version for c in run.ordered(RetireWeights)] == [0]
+
+
+def test_nothing_starts_on_a_replica_that_is_pausing() -> None:
+    run = small(sync_mode="wait")
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install(pause=False)
+    before = len(list(run.starts()))
+    run.finish(2)
+    assert len(list(run.starts())) == before
+
+
+def test_rolling_takes_one_replica_at_a_time() -> None:
+    run = small(replicas=2, slots=2, policies={"sync": "rolling"})
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    for id in (0, 1):
+        run.install(id, pause=False)
+    assert [c.replica for c in run.ordered(PauseReplica)] == [0]
+    replica = run.state.fleet.replicas[0]
+    run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=replica.sync_attempt))
+    assert [c.replica for c in run.ordered(PauseReplica)] == [0]
+
+
+def test_a_parked_group_waits_for_weights_as_new_as_its_tokens() -> None:
+    run = small(replicas=2, slots=2, sync_mode="abort", policies={"sync": "rolling"})
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install(0)
+    run.finish(2)
+    newest = next(g for g in run.running() if run.state.groups[g].admitted_version == 1)
+    run.abort(newest)
+    order = [c for c in run.starts() if c.group == newest][-1]
+    assert run.state.fleet.replicas[order.replica].version == 1
+
+
+def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None:
+    run = small(infrastructure_attempts=2)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install(pause=False)
+    replica = run.state.fleet.replicas[0]
+    run.tell(SyncFailed(replica=0, incarnation=1, attempt=1, version=1, reason="timeout"))
+    assert (replica.state, replica.version) == ("ready", 0)
+    assert isinstance(run.ordered(ResumeReplica)[-1], ResumeReplica)
+    assert [c.attempt for c in run.ordered(StageWeights)] == [1, 2]
+    run.tell(WeightsStaged(replica=0, incarnation=1, attempt=1, version=1))
+    assert replica.staged is None, "the echo of the first sync does not answer the second"
+    run.tell(SyncFailed(replica=0, incarnation=1, attempt=2, version=1, reason="timeout"))
+    assert run.ordered(StopReplica)[0].replica == 0
+    assert replica.state == "lost"
+
+
+# failures
+
+
+def test_a_failed_group_is_retried_in_its_own_place_by_the_budget_of_its_cause() -> None:
+    run = small(data_attempts=2)
+    for attempt in (1, 2):
+        event = GroupFailed(group=0, attempt=attempt, replica=0, incarnation=1, cause="data", reason="no answer")
+        run.tell(event)
+        run.tell(GroupFailed(group=0, attempt=attempt, replica=0, incarnation=1, cause="data", reason="an echo"))
+    assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
+    assert run.view.group(0) is None
+    assert run.view.phase_counts()["released"] == 1
+    assert 4 in run.running(), "its place was refilled"
+
+
+def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -> None:
+    run = small(replicas=2, slots=2)
+    late = run.generated(0)
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    assert run.view.parked == 2, "no slot is free elsewhere"
+    run.tell(late)
+    assert run.view.ready == 0
+    assert run.state.stale_echoes == 1
+    run.tell(ReplicaJoined(replica=0, incarnation=2, slots=2, version=0))
+    assert run.view.parked == 0
+    assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
+
+
+def test_the_run_fails_with_a_named_cause_when_no_replica_is_left() -> None:
+    run = small()
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="the node burnt down"))
+    assert run.ordered(FinishRun)[0].outcome == "failed"
+    assert "the node burnt down" in run.ordered(FinishRun)[0].reason
+
+
+def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
+    run = small()
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    assert not run.ordered(FinishRun)
+    run.tell(ReplicaLost(replica=0, incarnation=2, returns=False, reason="cannot start"))
+    assert run.ordered(FinishRun)
+
+
+def test_tokens_of_an_impossible_version_are_a_defect() -> None:
+    run = small()
+    with pytest.raises(InvariantViolated, match="law 6"):
+        run.finish(0, oldest=-1)
+        event = run.generated(1)
+        object.__setattr__(event, "newest_version", 5)
+        run.tell(event)
+
+
+# the end
+
+
+def test_the_tail_of_the_data_is_trained_in_a_short_step() -> None:
+    run = small(prompts=5)
+    for groups in ((0, 1), (2, 3), (4,)):
+        run.finish(*groups)
+        run.train()
+        run.publish()
+        run.install()
+    assert [len(c.groups) for c in run.ordered(TrainStep)] == [2, 2, 1]
+    assert run.ordered(FinishRun)[0].outcome == "finished"
+    assert run.view.phase_counts()["consumed"] == run.state.ledger.drawn == 5
+
+
+def test_an_item_that_remains_is_given_before_the_end() -> None:
+    run = small(prompts=3)
+    run.finish(0, 1, 2)
+    run.train()
+    run.publish()
+    assert not run.ordered(FinishRun)
+    assert run.ordered(TrainStep)[-1].groups == (2,)
+
+
+def test_a_source_whose_every_group_is_filtered_ends_the_run_and_publishes_nothing() -> None:
+    run = small(prompts=3, policies={"filter": "zero-variance"})
+    run.finish(0, 1, 2, spread=0.0)
+    assert run.ordered(FinishRun)[0].outcome == "finished"
+    assert not run.ordered(PublishWeights)
+
+
+def test_no_more_groups_are_started_than_the_last_step_needs() -> None:
+    run = small(max_steps=1)
+    assert run.running() == [0, 1]
+    assert run.state.ledger.drawn == 2
+
+
+def test_a_request_to_stop_is_obeyed_and_nothing_follows() -> None:
+    run = small()
+    run.tell(StopRequested(reason="Ctrl-C"))
+    assert run.ordered(FinishRun)[0].outcome == "stopped"
+    late = run.generated(0)
+    assert run.tell(late) == []
+
+
+# the filter
+
+
+@pytest.mark.parametrize(
+    ("live", "spread", "kept"),
+    [(2, 0.0, False), (2, 0.5, True), (1, 0.0, True), (0, 0.0, True), (8, 1e-7, False), (8, 1e-5, True)],
+)
+def test_zero_variance_filter(live: int, spread: float, kept: bool) -> None:
+    run = small(policies={"filter": "zero-variance"})
+    run.finish(0, live=live, spread=spread)
+    assert (run.view.ready == 1) is kept
+
+
+def test_every_start_names_its_cause() -> None:
+    run = small()
+    causes = {command.cause for command in run.starts() if isinstance(command, StartGroup)}
+    assert causes == {2}, "the draw, which is the third event"

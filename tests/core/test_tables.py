@@ -1,0 +1,99 @@
+"""The machines: every state reachable, no trap, every change of state a trigger, what the table does not allow
+refused."""
+
+from collections import Counter
+
+import pytest
+
+from engine.errors import IllegalTransition
+from engine.simulation.world import Faults, Setting, World
+from engine.states.group import GROUP, Group
+from engine.states.ledger import Ledger
+from engine.states.limits import Limits
+from engine.states.machine import Phase, SharedMachine, Table
+from engine.states.replica import REPLICA, Replica
+from engine.states.state import State
+from engine.states.step import STEP, Step
+from engine.states.version import VERSION, WeightsVersion
+
+TABLES = pytest.mark.parametrize("table", [GROUP, STEP, REPLICA, VERSION], ids=lambda table: table.name)
+
+
+@TABLES
+def test_every_state_is_reached_and_only_terminal_ones_are_final(table: Table) -> None:
+    reached = {table.initial}
+    for _ in table.states:
+        reached |= {t.target for t in table.transitions if reached & set(t.sources)}
+    assert reached == set(table.states)
+    assert {s for s in table.states if not any(s in t.sources for t in table.transitions)} == set(table.terminal)
+
+
+@TABLES
+def test_what_the_table_does_not_allow_is_refused(table: Table) -> None:
+    machine = SharedMachine(table)
+    allowed = {(source, t.trigger): t.target for t in table.transitions for source in t.sources}
+    for state in table.states:
+        for trigger in {t.trigger for t in table.transitions}:
+            group = Group(7)
+            group.state = state
+            if (state, trigger) in allowed:
+                machine.fire(group, trigger)
+                assert group.state == allowed[state, trigger]
+            else:
+                with pytest.raises(IllegalTransition, match=f"{table.name} 7 is {state}: it cannot {trigger}"):
+                    machine.fire(group, trigger)
+                assert group.state == state
+    with pytest.raises(IllegalTransition):
+        machine.fire(Group(7), "no such trigger")
+
+
+def test_group_phases_keep_the_books() -> None:
+    """A started group never waits again, a released one never comes back, and only a batch is consumed."""
+    assert GROUP.phases is not None
+    assert set(GROUP.phases) == set(GROUP.states)
+    moves = {(GROUP.phases[s], GROUP.phases[t.target]) for t in GROUP.transitions for s in t.sources}
+    assert not [move for move in moves if move[1] is Phase.WAITING]
+    assert not [move for move in moves if move[0] in (Phase.RELEASED, Phase.CONSUMED)]
+    assert {source for source, target in moves if target is Phase.CONSUMED} == {Phase.BATCHED}
+    assert {target for source, target in moves if source is Phase.BATCHED} == {Phase.CONSUMED}
+    ledger = Ledger()
+    ledger.draw(3)
+    ledger.move(Phase.WAITING, Phase.RUNNING)
+    assert (ledger.drawn, ledger.waiting, ledger.running, ledger.unconsumed) == (3, 2, 1, 1)
+
+
+def test_every_change_of_state_is_a_trigger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes to `state`, seen on the attribute itself, against triggers, seen by the observer."""
+    triggers: Counter[str] = Counter()
+    writes: Counter[str] = Counter()
+    for kind in (Group, Step, Replica, WeightsVersion):
+        slot = kind.__dict__["state"]
+
+        def write(record: object, value: str, slot=slot, kind=kind) -> None:  # type: ignore[no-untyped-def]
+            writes[kind.__name__] += 1
+            slot.__set__(record, value)
+
+        monkeypatch.setattr(kind, "state", property(slot.__get__, write))
+    kinds = {"group": "Group", "step": "Step", "replica": "Replica", "version": "WeightsVersion"}
+    records: dict[str, set[int]] = {kind: set() for kind in kinds.values()}
+
+    def observe(machine: str, record: Group, source: str, trigger: str) -> None:
+        triggers[kinds[machine]] += 1
+
+    for kind in (Group, Step, Replica, WeightsVersion):
+        begin = kind.__init__
+
+        def count(self, *args, begin=begin, kind=kind):  # type: ignore[no-untyped-def]
+            begin(self, *args)
+            records[kind.__name__].add(len(records[kind.__name__]))
+
+        monkeypatch.setattr(kind, "__init__", count)
+
+    honest = State.__init__
+    monkeypatch.setattr(State, "__init__", lambda self, limits, _: honest(self, limits, observe))
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort")
+    faults = Faults(die=0.02, fail_group=0.05, fail_sync=0.1, fail_trainer=0.1)
+    World(Setting(limits=limits, prompts=60, spread=0.5, seed=3, faults=faults)).run()
+    created = {kind: len(made) for kind, made in records.items()}
+    assert {kind: writes[kind] - created[kind] for kind in writes} == triggers
+    assert all(triggers[kind] > 10 for kind in triggers), triggers

@@ -1,0 +1,144 @@
+"""Whole runs in the simulated world, clock and faults included; and that the checks would catch the rules known to be
+wrong."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from engine.policies import PolicySet
+from engine.schedule.frames import Header
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.replayer import replay
+from engine.simulation.judge import Finding
+from engine.simulation.world import Faults, Setting, World
+from engine.states.group import Group
+from engine.states.ledger import Deadlines
+from engine.states.limits import Limits
+from engine.states.state import State
+from tests.core.test_laws import any_policies, limits
+
+ROUGH = Faults(
+    lose=0.1, duplicate=0.1, die=0.01, stay_dead=0.2, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05
+)
+
+
+@given(
+    limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 4),
+    slots=st.integers(1, 4), prompts=st.integers(1, 60), spread=st.sampled_from([1.0, 0.5]), rough=st.booleans(),
+)  # fmt: skip
+def test_every_world_keeps_every_law_and_ends(
+    limits: Limits,
+    names: dict[str, str],
+    seed: int,
+    replicas: int,
+    slots: int,
+    prompts: int,
+    spread: float,
+    rough: bool,
+) -> None:
+    setting = Setting(
+        limits=limits, replicas=replicas, slots=slots, prompts=prompts, seed=seed, spread=spread,
+        faults=ROUGH if rough else Faults(),
+    )  # fmt: skip
+    outcome = World(setting, PolicySet.from_names(names)).run()
+    assert outcome.outcome == "finished" or rough, outcome
+    assert outcome.reason
+
+
+def a_world(seed: int, recorder: MemoryRecorder | None = None) -> World:
+    figures = Limits(train_batch_size=3, max_staleness_steps=2, max_concurrent_groups=9, max_steps=8, sync_mode="abort")
+    return World(Setting(limits=figures, replicas=3, slots=3, prompts=200, seed=seed, faults=ROUGH), recorder=recorder)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    records = []
+    for seed in (1, 1, 2):
+        recorder = MemoryRecorder(Header(run="twice", limits=a_world(0).setting.limits.to_plain()))
+        a_world(seed, recorder).run()
+        records.append(recorder.to_bytes())
+    assert records[0] == records[1] != records[2]
+
+
+def test_a_faulty_world_replays_identically() -> None:
+    recorder = MemoryRecorder(Header(run="replayed", limits=a_world(0).setting.limits.to_plain()))
+    world = a_world(5, recorder)
+    world.run()
+    report = replay(read(recorder))
+    assert report.divergence is None
+    assert report.events == world.driver.events_handled > 100
+
+
+def test_the_staleness_bound_is_attained_and_work_goes_on_out_of_order() -> None:
+    worst, orders = set(), 0
+    for seed in range(10):
+        world = a_world(seed)
+        world.run()
+        worst.add(world.judge.worst_staleness)
+        steps = list(world.judge.taken.items())
+        orders += steps != sorted(steps)
+    assert max(worst) == 2
+    assert orders
+
+
+# Rules that were proposed and refuted (DESIGN 4). Put in, each must be caught; else the checks above prove nothing.
+
+
+def only_those_due_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all groups whose deadline is this step, and otherwise whatever is ready."""
+    honest = Deadlines.requirements
+    monkeypatch.setattr(
+        Deadlines, "requirements", lambda self, step, batch: [r for r in honest(self, step, batch) if r[0] == step]
+    )
+
+
+def short_steps_not_charged_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the groups that steps took in place of B for each step."""
+    monkeypatch.setattr(
+        State, "held", property(lambda self: self.ledger.unconsumed + self.ledger.batched + self.ledger.consumed)
+    )
+
+
+def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a group go on wherever a slot is free."""
+    monkeypatch.setattr(Group, "resumes_from", property(lambda self: 0))
+
+
+@pytest.mark.parametrize(
+    "put_in", [only_those_due_now, short_steps_not_charged_in_full, parked_groups_resume_on_older_versions]
+)
+def test_refuted_variants_are_caught(
+    put_in: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the true books alone: the checks inside the engine are switched off, so that only consequences count."""
+    search = list(_worlds_that_are_tight(400))
+    for world in search[:100]:
+        world.run()
+    put_in(monkeypatch)
+    monkeypatch.setattr("engine.scheduling.training.check_room", lambda state: None)
+    monkeypatch.setattr("engine.scheduling.training.check_batch", lambda *args: None)
+    monkeypatch.setattr("engine.scheduling.rollout.require", lambda *args, **figures: None)
+    with pytest.raises(EngineError) as caught:
+        for world in _worlds_that_are_tight(400):
+            world.check = False
+            world.run()
+    assert isinstance(caught.value, Finding)
+
+
+def _worlds_that_are_tight(count: int) -> list[World]:
+    """Small worlds in which bounds bind: short steps, rolling installs, deaths."""
+    worlds = []
+    for seed in range(count):
+        batch, staleness = 1 + seed % 3, 1 + seed // 3 % 2
+        figures = Limits(
+            train_batch_size=batch, max_staleness_steps=staleness, max_concurrent_groups=batch * (staleness + 1),
+            sync_mode="abort", deadline_timeout_s=1.0, infrastructure_attempts=50,
+        )  # fmt: skip
+        names = {"deadline": ("shrink", "wait")[seed % 2], "sync": "rolling"}
+        faults = Faults(die=0.02, lose=0.1)
+        setting = Setting(limits=figures, replicas=3, slots=2, prompts=40, seed=seed, train_s=5.0, faults=faults)
+        worlds.append(World(setting, PolicySet.from_names(names)))
+    return worlds
