@@ -1,0 +1,58 @@
+# Everything a newcomer types. Needs Python >= 3.11 with venv and pip, git and make; nothing else.
+#
+#   make run ARGS="--set run.seed=3"        make test ARGS="-k config"        make PYTHON=/opt/python3.12/bin/python3 test
+
+SHELL := /bin/sh
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+
+# The first interpreter that is new enough. `make PYTHON=...` overrides it.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Named by the contents of what it installs: a changed dependency installs again, a mere checkout does not.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+
+.PHONY: help setup run test check format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this text
+	@echo "Step Engine. Targets:"
+	@sed -nE 's/^([a-z]+):.*  ## (.*)$$/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@echo "Parameters: ARGS='...' goes to the command behind run, test and bench; CONFIG=FILE is what run runs; PYTHON=..."
+
+setup: $(STAMP)  ## make .venv and install what the engine and its tests need
+
+$(STAMP):
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found. Give one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "Making $(VENV) with $(PYTHON)"; \
+	  $(PYTHON) -m venv --clear $(VENV) || { echo "Is the venv module of $(PYTHON) installed?" >&2; exit 1; }; }
+	@echo "Installing into $(VENV) (minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+run: $(STAMP)  ## train the quickstart model to the end: no GPU, no download
+	@$(BIN)/engine run $(CONFIG) $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## lint, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources in the house format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP)  ## run every benchmark; figures to compare with benchmarks/README.md
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+
+clean:  ## remove .venv and caches; runs/ is kept
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find engine tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,58 @@
+"""Can this configuration run, and what of it may surprise? The lines that `engine check CONFIG` prints.
+
+A configuration that breaks a law is refused before it comes here; these are the figures of one that keeps them.
+"""
+
+from collections.abc import Iterator
+
+from engine.config.schema import Config
+
+
+def check_config(config: Config) -> list[str]:
+    """What `engine check` says of a lawful configuration: each law with its figures, then what may surprise.
+
+    Raises: ConfigError for a policy that nobody registered.
+    """
+    named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
+    s, r = config.scheduler, config.rollout
+    batch, stale, every, workers = s.train_batch_size, s.max_staleness_steps, s.sync_every, s.max_concurrent_groups
+    slots, updates = r.replicas * r.slots, batch // s.policy_mini_batch_size
+    trajectories = slots * s.samples_per_prompt
+    return [
+        f"ok: a train step takes B = {batch} groups of {s.samples_per_prompt} trajectories in {updates} optimizer "
+        f"update{'s' * (updates > 1)} of {s.policy_mini_batch_size} groups",
+        f"ok: hard staleness, no group is trained more than S = {stale} train steps behind its oldest token",
+        f"ok: a version comes in time, S >= k - 1 ({stale} >= {every - 1}), published every k = {every} train steps",
+        f"ok: B <= K <= B*(S+1) ({batch} <= {workers} <= {batch * (stale + 1)}), K groups run at once",
+        f"ok: {r.replicas} replicas of {r.slots} slots run {slots} groups, {trajectories} trajectories, at once",
+        f"ok: policies: {named}",
+        *(f"note: {note}" for note in _surprises(config, slots)),
+    ]
+
+
+def _surprises(config: Config, slots: int) -> Iterator[str]:
+    s, r = config.scheduler, config.rollout
+    batch, stale, workers = s.train_batch_size, s.max_staleness_steps, s.max_concurrent_groups
+    if slots < batch:
+        rounds = -(-batch // slots)
+        yield f"{slots} slots hold less than B = {batch} groups: a step needs several rounds, {rounds} at least"
+    if workers > slots:
+        yield f"K = {workers} cannot be reached: {slots} slots are all there are"
+    if workers < slots:
+        yield f"K = {workers} leaves {slots - workers} of {slots} slots empty: raise max_concurrent_groups"
+    if stale == 0:
+        yield "S = 0 is synchronous: rollout and training take turns"
+    if s.policies.deadline != "wait" and stale == s.sync_every - 1:
+        yield f"at S = k - 1 = {stale} a refill binds at once: after max_drops = {s.max_drops} a step waits"
+    if r.sync_mode == "wait" and r.sync_order == "together":
+        yield "sync_mode wait idles every replica until its slowest group ends, at each install"
+    if config.run.max_steps is not None and config.run.max_steps < config.validation.every:
+        yield f"validation.every = {config.validation.every} never comes: run.max_steps = {config.run.max_steps}"
+    if config.model.path is not None and config.data.validation_path is None:
+        yield "no data.validation_path: nothing is measured on held-out prompts"
+    if config.model.make is not None:
+        longest = config.model.arithmetic.family().most_tokens
+        if r.max_tokens < longest:
+            yield f"rollout.max_tokens = {r.max_tokens} cuts the longest right answers, which take {longest} tokens"
+    if config.trainer.checkpoint_every == 0:
+        yield "checkpoint_every 0: nothing is saved, and a crash starts over"

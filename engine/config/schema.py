@@ -1,0 +1,345 @@
+"""What a run is configured by: every section and field, its bounds, its meaning, and the laws between fields.
+
+A `Config` holds only if every law does, however it was made. The laws on batch, staleness and concurrency are those of
+`states.limits.Limits`, those on the train step of `training.settings.TrainerSettings`: a Config builds both. Reads
+no file: `loading.py` does.
+"""
+
+import dataclasses
+from typing import Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.errors import ConfigError
+from engine.policies import DEFAULTS, PolicySet
+from engine.states.limits import Limits
+from engine.tasks.arithmetic import Division
+from engine.tasks.quickstart import Quickstart
+from engine.training.settings import TrainerSettings
+
+DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+_MADE = Quickstart()
+_FAMILY = {field.name for field in dataclasses.fields(Division)}
+REGISTERED = r"^[a-z][a-z0-9_-]*$"
+
+
+class Section(BaseModel):
+    """Base of every block: no unknown keys, no silent conversions, no change after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Where a run lives and when it ends."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="First part of the run's id.")
+    dir: str = Field("runs", min_length=1, description="Directory that holds the run directories.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seeds data order, sampling and made models.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Train steps after which the run ends; null: at the end of the data."
+    )
+    epochs: int | None = Field(
+        1, ge=1, le=1_000_000, description="Passes over the data; null: as many as max_steps takes."
+    )
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        if self.epochs is None and self.max_steps is None:
+            raise ConfigError("run.epochs", None, "a run without an end: run.max_steps is null too", "1 would hold")
+        return self
+
+
+class ArithmeticSection(Section):
+    """The model and data that `model.make: arithmetic` builds on the spot: `tasks.quickstart.Quickstart`."""
+
+    layers: int = Field(_MADE.layers, ge=1, le=64, description="Transformer layers.")
+    hidden_size: int = Field(_MADE.hidden_size, ge=8, le=8192, description="Width of the model.")
+    heads: int = Field(_MADE.heads, ge=1, le=64, description="Attention heads; hidden_size is an even multiple.")
+    train_prompts: int = Field(_MADE.train_prompts, ge=1, description="Prompts in the training set.")
+    validation_prompts: int = Field(_MADE.validation_prompts, ge=1, description="Held-out prompts.")
+    warmup_steps: int = Field(_MADE.warmup_steps, ge=0, description="Supervised steps before the run, at most.")
+    warmup_batch: int = Field(_MADE.warmup_batch, ge=1, description="Worked solutions a supervised step.")
+    warmup_learning_rate: float = Field(
+        _MADE.warmup_learning_rate, gt=0, le=1, description="Learning rate of the supervised steps."
+    )
+    short_steps: int = Field(
+        _MADE.short_steps, ge=1, le=24, description="Supervised steps are mostly on answers of at most so many."
+    )
+    carelessness: float = Field(
+        _MADE.carelessness, ge=0, le=1, description="How often those answers slip: to be unlearned."
+    )
+    largest_divisor: int = Field(
+        _MADE.family.largest_divisor, ge=3, le=40, description="Questions divide by at most this."
+    )
+    median_steps: float = Field(
+        _MADE.family.median_steps, ge=1, le=24, description="Median number of subtractions that an answer takes."
+    )
+    spread: float = Field(
+        _MADE.family.spread,
+        ge=0,
+        le=3,
+        description="Log-normal spread of that number: p99 / median = exp(2.33 spread).",
+    )
+    most_steps: int = Field(
+        _MADE.family.most_steps, ge=1, le=24, description="Subtractions of the longest answer; each is 4 tokens."
+    )
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        if self.hidden_size % (2 * self.heads):
+            law = f"hidden_size = {self.hidden_size} must be an even multiple of it"
+            fix = f"{_divisor(self.hidden_size // 2, self.heads)} would hold" if self.hidden_size % 2 == 0 else ""
+            raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
+        return self
+
+    def family(self) -> Division:
+        """Which questions are asked."""
+        return Division(**self.model_dump(include=_FAMILY))
+
+    def quickstart(self, seed: int) -> Quickstart:
+        """What `tasks.quickstart.prepare` is told to make."""
+        return Quickstart(seed=seed, family=self.family(), **self.model_dump(exclude=_FAMILY))
+
+
+class ModelSection(Section):
+    """Which model is trained: give `path`, or `make`."""
+
+    path: str | None = Field(None, min_length=1, description="Directory in Hugging Face format, or a hub name.")
+    make: Literal["arithmetic"] | None = Field(
+        None, description="Build a small model and its data instead of loading them."
+    )
+    arithmetic: ArithmeticSection = Field(default_factory=ArithmeticSection, description="Sizes of what `make` builds.")
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        if (self.path is None) == (self.make is None):
+            law = "exactly one of model.path and model.make names the model"
+            raise ConfigError(
+                "model.path", self.path, law, "model.path: <directory or hub name>, or model.make: arithmetic"
+            )
+        return self
+
+
+class DataSection(Section):
+    """The prompts. Not needed with `model.make`, which builds its own."""
+
+    path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of training prompts.")
+    validation_path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of held-out prompts.")
+    prompt_field: str = Field(
+        "prompt", min_length=1, description="Column that holds the prompt; all columns reach the reward."
+    )
+    shuffle: bool = Field(True, description="Draw each epoch in an order of its own, by run.seed.")
+
+
+class RewardSection(Section):
+    """How a response is judged. Not needed with `model.make`."""
+
+    function: str | None = Field(
+        None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description="The user's reward, as module:function."
+    )
+    timeout_s: float = Field(30.0, gt=0, le=86_400, description="Seconds after which one reward call counts as failed.")
+
+
+class PoliciesSection(Section):
+    """Each decision's policy, by the name it is registered under."""
+
+    admission: str = Field(DEFAULTS["admission"], pattern=REGISTERED, description="How many groups may start.")
+    dispatch: str = Field(DEFAULTS["dispatch"], pattern=REGISTERED, description="Which replica a group starts on.")
+    batching: str = Field(DEFAULTS["batching"], pattern=REGISTERED, description="Which ready groups a step takes.")
+    deadline: str = Field(
+        DEFAULTS["deadline"], pattern=REGISTERED, description="What becomes of groups that hold a step."
+    )
+    sync: str | None = Field(
+        None, pattern=REGISTERED, description="Which replicas install when; null: rollout.sync_order."
+    )
+    filter: str = Field(DEFAULTS["filter"], pattern=REGISTERED, description="Which groups are not worth training on.")
+    retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="What follows a failed attempt.")
+
+
+class SchedulerSection(Section):
+    """Batch sizes, concurrency and staleness: B, S, K and k of the laws."""
+
+    train_batch_size: int = Field(8, ge=1, le=1_000_000, description="B: prompt groups a train step consumes.")
+    policy_mini_batch_size: int = Field(0, ge=0, description="Groups an optimizer update sees; divides B; 0: B.")
+    samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
+    max_staleness_steps: int = Field(
+        1, ge=0, le=10_000, description="S: train steps a group's oldest token may lag, at most."
+    )
+    max_concurrent_groups: int = Field(0, ge=0, description="K: groups running at once, from B to B·(S+1); 0: B·(S+1).")
+    sync_every: int = Field(
+        1, ge=1, le=10_000, description="k: publish weights after every k-th train step; at most S+1."
+    )
+    deadline_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
+    )
+    max_drops: int = Field(4, ge=0, le=1_000_000, description="Times a step may drop stragglers before it waits.")
+    infrastructure_attempts: int = Field(
+        5, ge=1, le=1000, description="Attempts a group has against infrastructure failures."
+    )
+    data_attempts: int = Field(
+        2, ge=1, le=1000, description="Attempts a group has against its own data or reward failing."
+    )
+    policies: PoliciesSection = Field(default_factory=PoliciesSection, description="Who decides.")
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        batch, stale = self.train_batch_size, self.max_staleness_steps
+        # The object is still being made: a 0 stands for a figure that follows from others, which is what is kept.
+        object.__setattr__(self, "policy_mini_batch_size", self.policy_mini_batch_size or batch)
+        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or batch * (stale + 1))
+        if batch % self.policy_mini_batch_size:
+            mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
+            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{_divisor(batch, mini)} would hold")
+        return self
+
+
+class RolloutSection(Section):
+    """The rollout engines and how they sample."""
+
+    backend: Literal["torch"] = Field("torch", description="What generates: the embedded torch sampler.")
+    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines.")
+    slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
+    sync_mode: Literal["keep", "abort", "wait"] = Field(
+        "keep", description="What running groups do at an install: freeze in place, abort and resume, or end first."
+    )
+    sync_order: Literal["together", "rolling"] = Field(
+        "together", description="Replicas install at once or one by one."
+    )
+    kv: Literal["keep", "recompute"] = Field(
+        "keep", description="Whether frozen requests keep the cache of the old weights."
+    )
+    temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; 1 keeps every token.")
+    max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")
+    stop: list[str] = Field(
+        default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
+    )
+    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
+
+
+class TrainerSection(Section):
+    """The train step: `training.settings.TrainerSettings` says what each choice means, and checks it."""
+
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
+    adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are scaled down to this norm; 0 leaves them.")
+    lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear down to 0.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises.")
+    lr_total_steps: int = Field(0, ge=0, description="Optimizer steps of the whole run; needed by linear only.")
+    advantage: str = Field("grpo", description="grpo or dr_grpo.")
+    loss: str = Field("ppo_clip", description="ppo_clip or decoupled_ppo.")
+    clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
+    correction: str = Field("none", description="none or token_tis (truncated importance sampling).")
+    correction_cap: float = Field(2.0, gt=0, description="Where importance weights are truncated.")
+    aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
+    aggregation_tokens: int = Field(
+        0, ge=0, description="Divisor of constant, tokens a trajectory; 0: rollout.max_tokens."
+    )
+    epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
+    micro_batch_tokens: int = Field(16_384, ge=1, description="Padded tokens of one forward pass.")
+    bf16: Literal["auto", "on", "off"] = Field(
+        "auto", description="bfloat16 autocast; auto: where a CUDA device has it."
+    )
+    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0: as many as torch takes.")
+    checkpoint_every: int = Field(10, ge=0, description="Train steps between checkpoints, the last included; 0: none.")
+    keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
+
+
+class ValidationSection(Section):
+    """How the model is measured on held-out prompts."""
+
+    every: int = Field(0, ge=0, description="Train steps between validations; 0: none between start and end.")
+    at_start: bool = Field(True, description="Measure the initial weights.")
+    at_end: bool = Field(True, description="Measure the final weights.")
+    prompts: int = Field(128, ge=1, description="Held-out prompts used, at most.")
+    greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
+
+
+class MetricsSection(Section):
+    """The Prometheus endpoint."""
+
+    port: int = Field(0, ge=0, le=65_535, description="Port; 0 takes any free one and prints it.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+
+
+class Config(Section):
+    """A whole run. Holds only if every law does."""
+
+    run: RunSection = Field(default_factory=RunSection, description="Where the run lives and when it ends.")
+    model: ModelSection = Field(description="Which model is trained.")
+    data: DataSection = Field(default_factory=DataSection, description="The prompts.")
+    reward: RewardSection = Field(default_factory=RewardSection, description="How a response is judged.")
+    scheduler: SchedulerSection = Field(
+        default_factory=SchedulerSection, description="Batches, concurrency, staleness."
+    )
+    rollout: RolloutSection = Field(default_factory=RolloutSection, description="The rollout engines.")
+    trainer: TrainerSection = Field(default_factory=TrainerSection, description="The train step.")
+    validation: ValidationSection = Field(
+        default_factory=ValidationSection, description="Measuring on held-out prompts."
+    )
+    metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        self.limits()
+        self.trainer_settings()
+        samples = self.scheduler.samples_per_prompt
+        if samples < 2:
+            law = (
+                f"trainer.advantage {self.trainer.advantage} compares a group's trajectories: one alone teaches nothing"
+            )
+            raise ConfigError("scheduler.samples_per_prompt", samples, law, "2 or more would hold")
+        for field, value in {"data.path": self.data.path, "reward.function": self.reward.function}.items():
+            if value is None and self.model.make is None:
+                fix = "give it, or let model.make build model, data and reward"
+                raise ConfigError(field, value, "a model of your own needs it", fix)
+        return self
+
+    def limits(self) -> Limits:
+        """The figures the scheduler is bound by. Raises: ConfigError where they break a law of DESIGN 4."""
+        s = self.scheduler
+        return Limits(
+            train_batch_size=s.train_batch_size,
+            max_staleness_steps=s.max_staleness_steps,
+            max_concurrent_groups=s.max_concurrent_groups,
+            sync_every=s.sync_every,
+            max_steps=self.run.max_steps,
+            sync_mode=self.rollout.sync_mode,
+            scoring_tasks=("old_logprobs",) if self.trainer_settings().needs_proximal else (),
+            deadline_timeout_s=s.deadline_timeout_s,
+            max_drops=s.max_drops,
+            infrastructure_attempts=s.infrastructure_attempts,
+            data_attempts=s.data_attempts,
+            checkpoint_every=self.trainer.checkpoint_every,
+        )
+
+    def policies(self) -> PolicySet:
+        """Who decides. Raises: ConfigError for a name that is not registered (yet: users register their own)."""
+        chosen = self.scheduler.policies.model_dump()
+        return PolicySet.from_names({**chosen, "sync": chosen["sync"] or self.rollout.sync_order})
+
+    def trainer_settings(self) -> TrainerSettings:
+        """The trainer's settings, with what it must share with the rollout. Raises: ConfigError."""
+        own = self.trainer.model_dump(exclude={"checkpoint_every", "keep_checkpoints"})
+        return TrainerSettings(
+            **{**own, "aggregation_tokens": self.trainer.aggregation_tokens or self.rollout.max_tokens},
+            policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
+            temperature=self.rollout.temperature,
+            seed=self.run.seed,
+        )
+
+    def dump_yaml(self) -> str:
+        """The configuration with every default written out; loads back to an equal one."""
+        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _divisor(number: int, near: int) -> int:
+    """The divisor of `number` closest to `near`; the smaller of two."""
+    pairs = ((low, number // low) for low in range(1, int(number**0.5) + 1) if number % low == 0)
+    return min((d for pair in pairs for d in pair), key=lambda d: (abs(d - near), d))

@@ -1,0 +1,11 @@
+"""Readers of a recorded schedule: did the run decide what this engine would decide, what was the state at an event,
+and why.
+
+Called by the command line and by whoever debugs a schedule. Nothing here writes.
+"""
+
+from engine.inspect.at import Moment, at_text, state_at
+from engine.inspect.replay import open_record, replay_text
+from engine.inspect.story import Story
+
+__all__ = ["Moment", "Story", "at_text", "open_record", "replay_text", "state_at"]

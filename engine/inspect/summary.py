@@ -1,0 +1,85 @@
+"""The state of a run as plain values and as text. Called by `at`; it reads the state and keeps nothing of it."""
+
+from typing import Any
+
+from engine.inspect.wording import few
+from engine.states.machine import Phase
+from engine.states.state import State
+
+
+def summarize(state: State) -> dict[str, Any]:
+    """What a reader of a schedule wants to know at one event, as plain values that later events do not change."""
+    newest = state.latest_version
+    return {
+        "prompts": {
+            "drawn": state.ledger.drawn,
+            "phases": {phase.name.lower(): state.ledger.count[phase] for phase in Phase},
+            "asked": state.asked,
+            "exhausted": state.exhausted,
+        },
+        "places": {"held": state.held, "all": state.places(newest), "version": newest},
+        "concurrent": {"running": state.ledger.running, "most": state.limits.max_concurrent_groups},
+        "deadlines": [
+            {"step": deadline, "started": started, "ready": ready}
+            for deadline, started, ready in state.deadlines.cumulative()
+        ],
+        "steps": {
+            "batched": state.steps_batched,
+            "trained": state.steps_trained,
+            "live": [
+                {"step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups), "timer": s.timer}
+                for s in state.steps.values()
+            ],
+        },
+        "replicas": [
+            {
+                "replica": r.id, "state": r.state, "incarnation": r.incarnation, "version": r.version,
+                "staging": r.staging, "staged": r.staged, "slots": r.slots, "groups": list(r.groups),
+            }
+            for r in state.fleet.replicas.values()
+        ],
+        "versions": [{"version": v.id, "state": v.state, "steps": v.steps} for v in state.versions.values()],
+        "publishing": state.publishing,
+        "checkpoint_pending": state.checkpoint_pending,
+        "stale_echoes": state.stale_echoes,
+        "outcome": None if state.outcome is None else f"{state.outcome.outcome}: {state.outcome.reason}",
+        "hash": state.hash,
+    }  # fmt: skip
+
+
+def summary_lines(said: dict[str, Any]) -> list[str]:
+    """The text of a summary."""
+    prompts, places, concurrent, steps = said["prompts"], said["places"], said["concurrent"], said["steps"]
+    counted = " + ".join(f"{count} {phase}" for phase, count in prompts["phases"].items())
+    source = "the source is empty" if prompts["exhausted"] else f"{prompts['asked']} asked for"
+    lines = [
+        f"prompts   {prompts['drawn']} drawn = {counted}; {source}",
+        f"places    {places['held']} of {places['all']} held at version {places['version']}; "
+        f"{concurrent['running']} of {concurrent['most']} groups running",
+    ]
+    if said["deadlines"]:
+        said_of = [f"by step {d['step']}: {d['started']} ({d['ready']} ready)" for d in said["deadlines"]]
+        lines.append(f"deadlines {'; '.join(said_of)}")
+    lines.append(f"steps     {steps['batched']} batched, {steps['trained']} trained")
+    for step in steps["live"]:
+        timer = "" if step["timer"] is None else f", timer {step['timer']}"
+        batch = f", groups {few(step['groups'])}" if step["groups"] else ""
+        lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{timer}{batch}")
+    lines.append("replicas" if said["replicas"] else "replicas  none has joined")
+    for r in said["replicas"]:
+        coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
+        lines.append(
+            f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
+            f"{len(r['groups'])} of {r['slots']} slots: {few(r['groups'])}"
+        )
+    publishing = "; one is being published" if said["publishing"] else ""
+    lines.append(f"versions  {_versions(said['versions'])}{publishing}")
+    checkpoint = "a checkpoint is being written; " if said["checkpoint_pending"] else ""
+    lines.append(f"other     {checkpoint}{said['stale_echoes']} stale echoes; state hash {said['hash']:016x}")
+    if said["outcome"] is not None:
+        lines.append(f"outcome   {said['outcome']}")
+    return lines
+
+
+def _versions(versions: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{v['version']} {v['state']} ({v['steps']} steps)" for v in versions) or "none"

@@ -1,0 +1,33 @@
+"""The record of a run: how events and commands become bytes, where the bytes lie, and how they are read and replayed.
+
+`Recorder` writes what the driver decides, `read` gives it back, `replay` feeds it to a fresh scheduler. Nothing here
+decides anything, and nothing that is read is ever unpickled.
+"""
+
+from engine.schedule.codec import CodecError, decode_command, decode_event, encode_command, encode_event
+from engine.schedule.frames import FORMAT_VERSION, Handled, Header, Rejected
+from engine.schedule.reader import Record, read
+from engine.schedule.recorder import MemoryRecorder, NullRecorder, Recorder
+from engine.schedule.replayer import Divergence, ReplayReport, replay
+from engine.schedule.store import Torn
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CodecError",
+    "Divergence",
+    "Handled",
+    "Header",
+    "MemoryRecorder",
+    "NullRecorder",
+    "Record",
+    "Recorder",
+    "Rejected",
+    "ReplayReport",
+    "Torn",
+    "decode_command",
+    "decode_event",
+    "encode_command",
+    "encode_event",
+    "read",
+    "replay",
+]

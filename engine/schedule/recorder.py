@@ -1,0 +1,202 @@
+"""Recorders: where the driver's frames go. On disk, into memory, or nowhere.
+
+Called by the driver through `ports.Recorder`: `write` or `reject` once per event in the order of their positions,
+`flush` before any of their commands leaves. A recorder never changes what is already written, and once a write failed
+it takes nothing more: a record with a hole in it would be worse than one that ends.
+"""
+
+import io
+import os
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.commands import Command
+from engine.errors import RecordError
+from engine.events import Event
+from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
+from engine.schedule.packing import CodecError
+from engine.schedule.store import MAX_SEGMENT_BYTES, PREAMBLE_BYTES, SUFFIX, Segment, frame, preamble, segment_name
+
+SEGMENT_BYTES = 64 << 20
+"""A segment is closed once it is at least this long."""
+HELD_BYTES = 1 << 20
+"""Frames wait in memory up to here, even where nobody flushes."""
+
+
+class Recorder:
+    """Appends frames to the segments of a new record.
+
+    Args: `fsync`: `flush` returns only when the disk has the frames, not merely the operating system; costs a disk's
+    latency per flush and is what a power cut, but not a killed process, needs.
+    Raises: `RecordError` where the directory holds a record already or cannot be written, now or later; `CodecError`
+    for an event or a command that the format cannot hold.
+    """
+
+    def __init__(
+        self, directory: str | Path, header: Header, *, segment_bytes: int = SEGMENT_BYTES, fsync: bool = False
+    ) -> None:
+        self.directory = Path(directory)
+        self.segment_bytes = min(segment_bytes, MAX_SEGMENT_BYTES // 2)
+        self.fsync = fsync
+        self.next_event = 0
+        self._number = -1
+        self._file: BinaryIO | None = None
+        self._offset = 0
+        """Bytes of the open segment that the operating system has."""
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        first = encode_header(header)
+        self._claim()
+        self._begin_segment()
+        self._append(first)
+        self.flush()
+
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
+        self._append(encode_handled(_expected(event, self.next_event), commands, state_hash))
+        self.next_event += 1
+
+    def reject(self, event: Event, reason: str) -> None:
+        self._append(encode_rejected(_expected(event, self.next_event), reason))
+
+    def flush(self) -> None:
+        file = self._open_file()
+        if not self._held:
+            return
+        data = b"".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+            if self.fsync:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._give_up(error) from None
+        self._offset += len(data)
+
+    def close(self) -> None:
+        """Flush and let go of the file. A second call does nothing, nor does one after a failed write."""
+        if self._file is None:
+            return
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    @property
+    def path(self) -> Path:
+        """The segment being written."""
+        return self.directory / segment_name(self._number)
+
+    def _append(self, payload: bytes) -> None:
+        self._open_file()
+        if self._offset + self._held_bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
+            self.flush()
+            self._begin_segment()
+        data = frame(payload)
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes >= HELD_BYTES:
+            self.flush()
+
+    def _claim(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            taken = sorted(name for name in os.listdir(self.directory) if name.endswith(SUFFIX))
+        except OSError as error:
+            raise RecordError(str(self.directory), 0, f"cannot be written: {error.strerror or error}") from None
+        if taken:
+            raise RecordError(
+                str(self.directory / taken[0]), 0, "a record is here already; a new one needs an empty directory"
+            )
+
+    def _begin_segment(self) -> None:
+        try:
+            if self._file is not None:
+                os.fsync(self._file.fileno())  # else a power cut could tear a segment that another one follows
+                self._file.close()
+            self._number += 1
+            self._offset = 0
+            head = preamble(self._number, self.next_event)
+            self._held.append(head)
+            self._held_bytes += len(head)
+            self._file = self.path.open("xb", buffering=0)
+            if self.fsync:
+                _fsync_directory(self.directory)
+        except OSError as error:
+            raise self._give_up(error) from None
+
+    def _open_file(self) -> BinaryIO:
+        if self._file is None:
+            raise RecordError(
+                str(self.path), self._offset, "the record ended here: it was closed or could not be written"
+            )
+        return self._file
+
+    def _give_up(self, error: OSError) -> RecordError:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        return RecordError(str(self.path), self._offset, f"cannot be written: {error.strerror or error}")
+
+
+class MemoryRecorder:
+    """The same frames, kept as bytes: for tests and embedding. `reader.read` takes it like a directory.
+
+    Args: `last`: keep only that many frames, the newest; such a record shows how a run ended but cannot be replayed.
+    """
+
+    def __init__(self, header: Header, *, last: int | None = None) -> None:
+        self.header = encode_header(header)
+        self.frames: deque[bytes] = deque(maxlen=last)
+        """Payloads, without the header's."""
+        self.next_event = 0
+
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
+        self.frames.append(encode_handled(_expected(event, self.next_event), commands, state_hash))
+        self.next_event += 1
+
+    def reject(self, event: Event, reason: str) -> None:
+        self.frames.append(encode_rejected(_expected(event, self.next_event), reason))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def to_bytes(self) -> bytes:
+        """The record as one segment."""
+        return preamble(0, 0) + b"".join(map(frame, (self.header, *self.frames)))
+
+    def segments(self) -> list[Segment]:
+        return [Segment("(memory)", lambda: io.BytesIO(self.to_bytes()))]
+
+
+class NullRecorder:
+    """Keeps nothing."""
+
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
+
+    def reject(self, event: Event, reason: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _expected(event: Event, position: int) -> Event:
+    if event.id != position:
+        raise CodecError(f"event {event.id} cannot be recorded at position {position}")
+    return event
+
+
+def _fsync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

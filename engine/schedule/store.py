@@ -1,0 +1,204 @@
+"""How frames lie on disk: append-only segments of length-prefixed, checksummed payloads.
+
+    schedule/00000000.seg   magic (8) | format version u32 | segment number u32 | first event u64 | CRC-32 of these u32
+                            then frames: payload length u32 | CRC-32 of the payload u32 | payload; little-endian
+
+Called by `recorder` and `reader`. It knows nothing of what a payload says, never reads more than a frame's length
+allows, and never takes damage in the middle of a record for its end.
+
+A crash tears at most the end of the last segment: it is cut short, or its last frame has not all its bytes, or it
+ends in zeros. So a frame that cannot be read is a torn tail only in the last segment, and only if no whole frame
+follows it; all else is a `RecordError` with file and offset.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+from engine.errors import RecordError
+from engine.schedule.frames import FORMAT_VERSION, check_format
+from engine.schedule.packing import MAX_PAYLOAD_BYTES, CodecError
+
+MAGIC = b"step-seg"
+_PREAMBLE = struct.Struct("<8sIIQ")
+_CRC = struct.Struct("<I")
+_FRAME = struct.Struct("<II")
+PREAMBLE_BYTES = _PREAMBLE.size + _CRC.size
+FRAME_BYTES = _FRAME.size
+SUFFIX = ".seg"
+MAX_SEGMENT_BYTES = 1 << 28
+"""A recorder closes segments long before."""
+FRAME_STARTS = (b"\x96\x01", b"\x95\x02")
+"""How payloads begin (array of 6, kind 1; array of 5, kind 2): where to look for a whole frame behind a damaged one."""
+LOOKED_AT = 4096
+"""Candidates examined behind damage; more than any real tail has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One file of a record, or its twin in memory."""
+
+    name: str
+    open: Callable[[], BinaryIO]
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """What a crash left behind the last whole frame."""
+
+    path: str
+    offset: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: torn after byte {self.offset}: the last {self.bytes} bytes are no whole frame and were cut"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The bytes of one frame and where they lie."""
+
+    data: bytes
+    path: str
+    offset: int
+
+
+def frame(payload: bytes) -> bytes:
+    """A payload as it lies in a segment."""
+    return _FRAME.pack(len(payload), crc32(payload)) + payload
+
+
+def preamble(number: int, first_event: int) -> bytes:
+    """What a segment begins with."""
+    head = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, number, first_event)
+    return head + _CRC.pack(crc32(head))
+
+
+def segment_name(number: int) -> str:
+    return f"{number:08d}{SUFFIX}"
+
+
+def segments_of(directory: Path) -> list[Segment]:
+    """The segments of a record in order. Raises `RecordError` where there are none or one is missing."""
+    try:
+        found = sorted(entry.name for entry in os.scandir(directory) if entry.name.endswith(SUFFIX))
+    except OSError as error:
+        raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
+    if not found:
+        raise RecordError(str(directory), 0, "holds no schedule record")
+    for number, name in enumerate(found):
+        if name != segment_name(number):
+            raise RecordError(str(directory), 0, f"{segment_name(number)} is missing; {name} is there")
+    return [Segment(str(directory / name), _opener(directory / name)) for name in found]
+
+
+def _opener(path: Path) -> Callable[[], BinaryIO]:
+    return lambda: path.open("rb", buffering=1 << 18)
+
+
+def payloads(segments: list[Segment], report_torn: Callable[[Torn], None]) -> Iterator[Payload]:
+    """Every whole frame of a record, in order. Raises: `RecordError`."""
+    for number, segment in enumerate(segments):
+        try:
+            with segment.open() as file:
+                yield from _SegmentReader(segment.name, file, number, number == len(segments) - 1, report_torn).frames()
+        except OSError as error:
+            raise RecordError(segment.name, 0, f"cannot be read: {error.strerror or error}") from None
+
+
+class _SegmentReader:
+    """One pass through one segment."""
+
+    def __init__(self, path: str, file: BinaryIO, number: int, last: bool, report_torn: Callable[[Torn], None]) -> None:
+        self.path = path
+        self.file = file
+        self.number = number
+        self.last = last
+        self.report_torn = report_torn
+        self.size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+
+    def frames(self) -> Iterator[Payload]:
+        if self.size > MAX_SEGMENT_BYTES:
+            raise self.error(0, f"{self.size} bytes in one segment: {MAX_SEGMENT_BYTES} at most")
+        if not self._check_preamble():
+            return
+        read, offset = self.file.read, PREAMBLE_BYTES
+        while offset < self.size:
+            head = read(FRAME_BYTES)
+            if len(head) < FRAME_BYTES:
+                return self._end(offset, "the file ends within a frame")
+            length, checksum = _FRAME.unpack(head)
+            if length > MAX_PAYLOAD_BYTES:
+                raise self.error(offset, f"a frame claims {length} bytes: {MAX_PAYLOAD_BYTES} at most")
+            if not length:
+                return self._end(offset, "an empty frame", ends=offset)
+            if offset + FRAME_BYTES + length > self.size:
+                return self._end(offset, f"a frame claims {length} bytes, more than the file has left")
+            data = read(length)
+            if crc32(data) != checksum:
+                return self._end(offset, "the frame's checksum does not hold", ends=offset + FRAME_BYTES + length)
+            yield Payload(data, self.path, offset)
+            offset += FRAME_BYTES + length
+
+    def error(self, offset: int, reason: str) -> RecordError:
+        return RecordError(self.path, offset, reason)
+
+    def _check_preamble(self) -> bool:
+        """False where the last segment was torn before its first frame."""
+        head = self.file.read(PREAMBLE_BYTES)
+        short = len(head) < PREAMBLE_BYTES
+        if self.last and self.number and ((MAGIC.startswith(head[: len(MAGIC)]) and short) or not head.strip(b"\0")):
+            self.report_torn(Torn(self.path, 0, self.size))
+            return False
+        if short:
+            raise self.error(0, "the file ends within its first bytes: no record was begun, or it was cut")
+        magic, version, number, _ = _PREAMBLE.unpack_from(head)
+        if magic != MAGIC:
+            raise self.error(0, "not a segment of a schedule record")
+        if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):
+            raise self.error(0, "the segment's first bytes are damaged")
+        try:
+            check_format(version)
+        except CodecError as error:
+            raise self.error(len(MAGIC), str(error)) from None
+        if number != self.number:
+            raise self.error(len(MAGIC) + 4, f"this is segment {number} of a record, in the place of {self.number}")
+        return True
+
+    def _end(self, offset: int, problem: str, ends: int | None = None) -> None:
+        """Take an unreadable frame for the torn end of the record if it can be that; else refuse it.
+
+        It can be where nothing but zeros lies behind byte `ends` (the file's end by default) and no whole frame within.
+        """
+        if not self.last:
+            raise self.error(offset, f"{problem}, and segments follow")
+        self.file.seek(offset)
+        rest = self.file.read()
+        if ends is not None and rest[ends - offset :].strip(b"\0"):
+            raise self.error(offset, problem)
+        if _holds_whole_frame(rest):
+            raise self.error(offset, f"{problem}, and whole frames follow")
+        self.report_torn(Torn(self.path, offset, len(rest)))
+
+
+def _holds_whole_frame(rest: bytes) -> bool:
+    """Whether a frame begins anywhere behind the first byte of `rest` and is whole."""
+    looked = 0
+    for start in FRAME_STARTS:
+        at = rest.find(start, FRAME_BYTES + 1)
+        while at >= 0:
+            length, checksum = _FRAME.unpack_from(rest, at - FRAME_BYTES)
+            looked += 1
+            if looked > LOOKED_AT:
+                return True
+            if length <= len(rest) - at and crc32(rest[at : at + length]) == checksum:
+                return True
+            at = rest.find(start, at + 1)
+    return False

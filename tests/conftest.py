@@ -1,0 +1,33 @@
+"""What every test runs under: reproducible Hypothesis, and skips that fail where they must not happen.
+
+`--fail-on-skip`, or CI=true in the environment, fails a run in which any test was skipped: what tests need is installed
+there.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# Two shared cores make deadlines meaningless; the suite's own time limit catches what hangs.
+settings.register_profile("here", deadline=None, print_blob=True)
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fail-on-skip", action="store_true", default=os.environ.get("CI") == "true", help="no skip is let by"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and session.config.getoption("--fail-on-skip"):
+        skipped = reporter.stats.get("skipped", [])
+        if skipped and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            reporter.write_line(f"\n{len(skipped)} skipped where no test may be skipped: failed", red=True)
+    yield

@@ -1,0 +1,203 @@
+"""Looking into a record: the state at an event, what led to what, and the story of one group."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.commands import StartGroup, TrainStep
+from engine.errors import ConfigError, EngineError, RecordError
+from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
+from engine.inspect import at_text, open_record, replay_text, state_at
+from engine.policies import PolicySet
+from engine.schedule import Handled, Header, Record, Recorder, read, replay
+from engine.scheduler import Scheduler
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits
+
+LIMITS = Limits(
+    train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with aborts, resumes and failures."""
+    directory = tmp_path_factory.mktemp("run")
+    policies = PolicySet.from_names({})
+    header = Header(run="r", limits=LIMITS.to_plain(), policies=dict(policies.names))
+    recorder = Recorder(directory / "schedule", header)
+    faults = Faults(die=0.02, fail_group=0.1, duplicate=0.05)
+    World(Setting(limits=LIMITS, seed=5, faults=faults), policies, recorder, check=False).run()
+    recorder.close()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def frames(run: Path) -> list[Handled]:
+    return [frame for frame in open_record(run).frames() if isinstance(frame, Handled)]
+
+
+def test_replay_text_says_identical(run: Path, frames: list[Handled]) -> None:
+    commands = sum(len(frame.commands) for frame in frames)
+    assert replay_text(run) == (f"identical: {len(frames)} events, {commands} commands", 0)
+    assert replay_text(run / "schedule")[1] == 0
+
+
+def test_replay_text_of_another_schedule(tmp_path: Path, run: Path, frames: list[Handled]) -> None:
+    recorder = Recorder(tmp_path / "schedule", open_record(run).header)
+    for frame in frames[:30]:
+        recorder.write(frame.event, frame.commands, frame.state_hash ^ (frame.event.id == 25))
+    recorder.close()
+    text, code = replay_text(tmp_path)
+    assert code == 1 and "diverged at event 25" in text
+    assert "#24" in at_text(tmp_path, 24)
+    for n in (25, 29):
+        with pytest.raises(EngineError, match=f"the state at event {n} is unknown: diverged at event 25"):
+            at_text(tmp_path, n)
+    assert "the story ends early: diverged at event 25" in at_text(tmp_path, 10, 0)
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        replay_text(tmp_path / "none")
+    with pytest.raises(RecordError, match="holds no schedule record"):
+        replay_text(tmp_path)
+
+
+def test_the_state_is_the_schedulers_own(run: Path, frames: list[Handled]) -> None:
+    for n in (0, 7, len(frames) // 2, len(frames) - 1):
+        moment = state_at(open_record(run), n)
+        assert (moment.event, moment.commands) == (frames[n].event, frames[n].commands)
+        assert moment.summary["hash"] == frames[n].state_hash
+        assert sum(moment.summary["prompts"]["phases"].values()) == moment.summary["prompts"]["drawn"]
+    assert moment.summary["outcome"] == "finished: 6 train steps"
+    assert moment.summary["steps"]["trained"] == 6
+
+
+def test_the_text_names_event_commands_and_state(run: Path, frames: list[Handled]) -> None:
+    n = next(f.event.id for f in frames if any(isinstance(c, TrainStep) for c in f.commands))
+    text = at_text(run, n)
+    assert text.startswith(f"t={frames[n].event.at:.3f} s  #{n} GroupGenerated(group=")
+    assert "step 0: collecting → scoring (form)" in text and "-> TrainStep(step=0, attempt=1" in text
+    for heading in ("prompts ", "places ", "steps ", "replica 0: ", "replica 1: ", "versions ", "state hash "):
+        assert heading in text
+    assert re.search(r"12 drawn|\d+ drawn = \d+ waiting \+ \d+ running", text)
+
+
+@pytest.mark.parametrize("n", [-1, 10_000])
+def test_an_event_out_of_range(run: Path, frames: list[Handled], n: int) -> None:
+    with pytest.raises(ConfigError, match=r"--at = .* would hold") as caught:
+        at_text(run, n)
+    if n > 0:
+        assert f"the record has {len(frames)} events; 0 to {len(frames) - 1} would hold" in str(caught.value)
+
+
+@pytest.mark.parametrize("group", [-1, 10_000])
+def test_a_group_out_of_range(run: Path, group: int) -> None:
+    with pytest.raises(ConfigError, match=r"--group = .* would hold"):
+        at_text(run, 3, group)
+
+
+def test_stories_hold_every_event_and_command_that_names_the_group(run: Path, frames: list[Handled]) -> None:
+    drawn = state_at(open_record(run), len(frames) - 1).summary["prompts"]["drawn"]
+    for group in range(drawn):
+        story = state_at(open_record(run), 20, group).story
+        assert story is not None
+        told = {chapter.event.id for chapter in story.chapters}
+        named = {f.event.id for f in frames if getattr(f.event, "group", None) == group}
+        ordered = [
+            command
+            for f in frames
+            for command in f.commands
+            if getattr(command, "group", None) == group or group in getattr(command, "groups", ())
+        ]
+        assert named <= told
+        assert [command for chapter in story.chapters for command, _ in chapter.commands] == ordered
+        assert isinstance(story.chapters[0].event, PromptsDrawn)
+        changes = [change for chapter in story.chapters for change in chapter.changes]
+        assert not changes or changes[0].startswith("queued → ")
+        for before, after in itertools.pairwise(changes):
+            assert before.split(" → ")[1].split(" (")[0] == after.split(" → ")[0]
+
+
+def test_answers_name_the_order_behind_them(run: Path, frames: list[Handled]) -> None:
+    fresh = [f for f in frames if isinstance(f.event, GroupFailed)]
+    assert fresh
+    group = fresh[0].event.group
+    moment = state_at(open_record(run), fresh[0].event.id, group)
+    assert moment.story is not None
+    for chapter in moment.story.chapters:
+        if getattr(chapter.event, "group", None) == group and not chapter.stale:
+            assert chapter.answers is not None
+            cause, name = chapter.answers
+            orders = [c for c in frames[cause].commands if getattr(c, "group", None) == group]
+            assert [type(c).__name__ for c in orders] == [name]
+            assert orders[0].attempt == chapter.event.attempt
+    text = str(moment)
+    assert f"story of group {group}" in text and "cause='infrastructure'" in text
+    assert "the replica has version" in text and f"---- event {moment.event.id} is here ----" in text
+
+
+def test_the_story_of_a_consumed_group_tells_its_batch(run: Path, frames: list[Handled]) -> None:
+    ordered = next(c for f in frames for c in f.commands if isinstance(c, TrainStep) and c.step == 2)
+    lines = at_text(run, len(frames) - 1, ordered.groups[1]).splitlines()
+    batch = next(line for line in lines if "-> " in line and "TrainStep(" in line)
+    assert batch.endswith(f"place 1 of 4, staleness {ordered.staleness[1]}")
+    trained = next(i for i, line in enumerate(lines) if "StepTrained(step=2" in line)
+    assert f"<- TrainStep of #{ordered.cause}" in lines[trained]
+    assert lines[trained + 1].strip() == "batched → consumed (consume)"
+
+
+def test_a_stale_echo_is_told_as_one(run: Path, frames: list[Handled]) -> None:
+    scheduler, echo = Scheduler(LIMITS), None
+    for frame in frames:
+        before = scheduler.state.stale_echoes
+        scheduler.handle(frame.event)
+        if scheduler.state.stale_echoes > before and hasattr(frame.event, "group"):
+            echo = frame.event
+            break
+    assert echo is not None, "the setting has duplicates; another seed is needed"
+    line = next(s for s in at_text(run, echo.id, echo.group).splitlines() if f"#{echo.id} " in s and "<-" in s)
+    assert line.endswith("(stale echo: changes nothing)")
+
+
+def test_a_rejected_event_is_shown_with_the_state_before_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, Header(run="r", limits=LIMITS.to_plain()))
+    scheduler = Scheduler(LIMITS)
+    started, drawn = RunStarted(), PromptsDrawn(first=0, count=4, exhausted=False)
+    stamp(started, 0, 0.0)
+    stamp(drawn, 1, 0.5)
+    recorder.write(started, scheduler.handle(started), scheduler.state_hash)
+    before = scheduler.state_hash
+    recorder.reject(drawn, "InvariantViolated: law 1")
+    recorder.close()
+    moment = state_at(read(tmp_path), 1)
+    assert moment.rejected == "InvariantViolated: law 1" and moment.summary["hash"] == before
+    assert "rejected: InvariantViolated: law 1" in str(moment) and "state before event 1" in str(moment)
+    assert "skipped here: event 1" in str(replay(read(tmp_path)))
+    with pytest.raises(ConfigError, match="the record has 1 events"):
+        state_at(read(tmp_path), 2)
+
+
+def test_an_empty_record_has_no_event(tmp_path: Path) -> None:
+    Recorder(tmp_path, Header(run="r", limits=LIMITS.to_plain())).close()
+    record: Record = read(tmp_path)
+    assert str(replay(record)) == "identical: 0 events, 0 commands"
+    with pytest.raises(ConfigError, match="the record has no event"):
+        state_at(record, 0)
+
+
+def test_long_answers_are_cut(tmp_path: Path) -> None:
+    limits = Limits(train_batch_size=64, max_staleness_steps=2, max_concurrent_groups=192, max_steps=1)
+    recorder = Recorder(tmp_path, Header(run="r", limits=limits.to_plain()))
+    World(Setting(limits=limits, slots=192, replicas=1, prompts=64), None, recorder, check=False).run()
+    recorder.close()
+    n = next(
+        f.event.id
+        for f in read(tmp_path).frames()
+        if isinstance(f, Handled) and sum(isinstance(c, StartGroup) for c in f.commands) > 40
+    )
+    text = str(state_at(read(tmp_path), n))
+    assert "… 64 commands in all" in text and len(text.splitlines()) < 120

@@ -1,0 +1,417 @@
+"""What a user may write in a configuration, and what a mistake is told: field, value, law, a value that would hold."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import Config, check_config, load_config, parse_config
+from engine.config.loading import expected, fields
+from engine.config.schema import ArithmeticSection, TrainerSection
+from engine.errors import ConfigError
+from engine.states.limits import Limits
+from engine.tasks.arithmetic import Division
+from engine.tasks.quickstart import Quickstart
+from engine.training.settings import TrainerSettings
+
+MADE = {"model": {"make": "arithmetic"}}
+
+
+def configured(**scheduler: Any) -> Config:
+    return parse_config({**MADE, "scheduler": scheduler})
+
+
+def refused(*overrides: str, tmp_path: Path) -> ConfigError:
+    """The error that a lawful file with these overrides is answered with."""
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(MADE))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return caught.value
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_file_gets_every_default(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "model: {make: arithmetic}"))
+    assert config.scheduler.max_concurrent_groups == config.scheduler.train_batch_size * 2
+    assert config.scheduler.policy_mini_batch_size == config.scheduler.train_batch_size
+
+
+def test_an_empty_section_is_one_with_defaults(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "model: {make: arithmetic}\nvalidation:\n"))
+    assert config.validation == parse_config(MADE).validation
+
+
+def test_overrides_are_yaml_and_reach_sections_the_file_lacks(tmp_path: Path) -> None:
+    file = written(tmp_path, "model: {make: arithmetic}\nrun: {seed: 1}")
+    config = load_config(
+        file,
+        ["run.seed=7", "trainer.learning_rate=3e-4", "rollout.stop=[a, b]", "run.max_steps=null"],
+    )
+    assert (config.run.seed, config.trainer.learning_rate) == (7, 3e-4)
+    assert config.rollout.stop == ["a", "b"]
+    assert config.run.max_steps is None
+
+
+def test_numbers_without_a_point_and_switches_read_as_meant(tmp_path: Path) -> None:
+    text = (
+        "model: {make: arithmetic}\ntrainer: {learning_rate: 1e-6, max_grad_norm: 1, bf16: on}\ndata: {shuffle: false}"
+    )
+    config = load_config(written(tmp_path, text))
+    assert config.trainer.learning_rate == 1e-6
+    assert config.trainer.bf16 == "on"
+    assert config.data.shuffle is False
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"trainer": {"bf16": "off", "betas": [0.5, 0.6]}, "rollout": {"stop": ["é", "no"]}}]
+)
+def test_a_dumped_config_loads_back_equal(tmp_path: Path, changed: dict[str, Any]) -> None:
+    config = parse_config({**MADE, **changed})
+    assert load_config(written(tmp_path, config.dump_yaml())) == config
+
+
+def test_the_dump_holds_every_field() -> None:
+    tree = yaml.safe_load(parse_config(MADE).dump_yaml())
+    for path, _ in fields():
+        inner = tree
+        for key in path.split("."):
+            inner = inner[key]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- a\n- b\n", "must hold sections by name"),
+        ("", "must hold sections by name"),
+        ("1: {}\n", "must hold sections by name"),
+        ("run: [\n", "not YAML: line 2, column 1"),
+        ("run: {seed: 1, seed: 2}\n", "'seed' is given twice"),
+        ("run: {? [a] : 1}\n", "not YAML"),
+        ("run: &a [*a]\n", "must be a section"),
+        ("run: 2020-13-45\n", "not YAML"),
+        ("run: !!python/object:os.system {}\n", "not YAML"),
+        ("a: " + "[" * 3000 + "\n", "not YAML"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"not YAML|must|is given twice") as caught:
+        load_config(written(tmp_path, text))
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    written(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"no such file; did you mean .*/config\.yaml\?"):
+        load_config(tmp_path / "confg.yaml")
+
+
+def test_a_directory_and_bytes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.seed", "must read path=value"),
+        ("=3", "must read path=value"),
+        ("run..seed=3", "must read path=value"),
+        ("model.make.deep=3", "model.make is a value, not a section"),
+        ("run.seed=[", "not YAML"),
+    ],
+)
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str, says: str) -> None:
+    error = refused(override, tmp_path=tmp_path)
+    assert error.details["field"] == "--set"
+    assert says in str(error)
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "says"),
+    [
+        (
+            "scheduler.max_stalenes_steps=3",
+            "scheduler.max_stalenes_steps",
+            "nearest known key is scheduler.max_staleness_steps",
+        ),
+        (
+            "scheduler.policies.admision=x",
+            "scheduler.policies.admision",
+            "nearest known key is scheduler.policies.admission",
+        ),
+        ("scheduler.learning_rate=3", "scheduler.learning_rate", "known as trainer.learning_rate"),
+        ("schduler.a=3", "schduler", "nearest known key is scheduler"),
+        ("metrics.zzzzzz=3", "metrics.zzzzzz", "known here: port, host"),
+    ],
+)
+def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: str, field: str, says: str) -> None:
+    error = refused(override, tmp_path=tmp_path)
+    assert error.details["field"] == field
+    assert "unknown key" in str(error) and says in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "says"),
+    [
+        ("scheduler.train_batch_size=x", "scheduler.train_batch_size", "a whole number, at least 1"),
+        ("scheduler.train_batch_size=1.5", "scheduler.train_batch_size", "a whole number"),
+        ("scheduler.train_batch_size=0", "scheduler.train_batch_size", "at least 1"),
+        ("run.seed=true", "run.seed", "a whole number"),
+        ("trainer.learning_rate=.nan", "trainer.learning_rate", "a number, above 0"),
+        ("trainer.learning_rate=.inf", "trainer.learning_rate", "a number, above 0"),
+        ("trainer.betas=[1, 2, 3]", "trainer.betas", "a list of 2 numbers"),
+        ("trainer.betas=[0.5, 1.0]", "trainer.betas", "in [0, 1)"),
+        ("trainer.loss=ppo", "trainer.loss", "one of ppo_clip, decoupled_ppo"),
+        ("trainer.lr_schedule=linear", "trainer.lr_total_steps", "more than 0"),
+        ("rollout.sync_mode=drop", "rollout.sync_mode", "keep or abort or wait"),
+        ("rollout.stop=[1]", "rollout.stop.0", "text"),
+        ("rollout.temperature=0", "rollout.temperature", "above 0"),
+        ("rollout.device=gpu", "rollout.device", "auto, cpu, cuda or cuda:N"),
+        ("rollout=3", "rollout", "a section with the keys backend,"),
+        ("data.shuffle=yes", "data.shuffle", "true or false"),
+        ("reward.function=foo", "reward.function", "module:function"),
+        ("run.name=../up", "run.name", "text"),
+        ("model.arithmetic=none", "model.arithmetic", "a section"),
+        ("model.path=mine", "model.path", "exactly one of model.path and model.make"),
+        ("model.make=null", "model.path", "exactly one of model.path and model.make"),
+        ("run.epochs=null", "run.epochs", "a run without an end"),
+    ],
+)
+def test_a_wrong_value_is_told_what_would_hold(tmp_path: Path, override: str, field: str, says: str) -> None:
+    error = refused(override, tmp_path=tmp_path)
+    assert error.details["field"] == field
+    assert says in str(error)
+    assert "pydantic" not in str(error).lower()
+
+
+def test_every_other_mistake_is_named_too(tmp_path: Path) -> None:
+    error = refused("run.seed=x", "rollout.slots=0", "run.sede=1", tmp_path=tmp_path)
+    for path in ("run.seed", "rollout.slots", "run.sede"):
+        assert path in str(error)
+
+
+@pytest.mark.parametrize("missing", ["data.path", "reward.function"])
+def test_a_model_of_ones_own_needs_data_and_a_reward(missing: str) -> None:
+    given_ones = {"data.path": {"data": {"path": "p.jsonl"}}, "reward.function": {"reward": {"function": "mine:score"}}}
+    tree: dict[str, Any] = {"model": {"path": "some/model"}}
+    for name, section in given_ones.items():
+        tree |= section if name != missing else {}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree)
+    assert caught.value.details["field"] == missing
+    complete = parse_config(
+        {"model": {"path": "some/model"}, **given_ones["data.path"], **given_ones["reward.function"]}
+    )
+    assert complete.reward.function == "mine:score"
+
+
+def test_a_section_that_must_be_given_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"model = None: required; a section with the keys path, make"):
+        parse_config({})
+
+
+def test_every_field_is_described_and_its_bounds_can_be_said() -> None:
+    paths = [path for path, _ in fields()]
+    assert len(paths) > 60
+    for path, info in fields():
+        assert info.description and info.description.endswith("."), path
+        assert "a value" not in expected(path), path
+
+
+def test_every_number_has_a_bound() -> None:
+    for path, info in fields():
+        if info.annotation in (int, float, int | None, float | None):
+            assert any(hasattr(rule, "ge") or hasattr(rule, "gt") for rule in info.metadata), path
+
+
+def test_the_trainer_section_is_the_trainers_settings() -> None:
+    shared = {"policy_mini_batch_size", "temperature", "seed"}
+    ours = {name: info.default for name, info in TrainerSection.model_fields.items()}
+    theirs = {f.name: f.default for f in dataclasses.fields(TrainerSettings) if f.name not in shared}
+    assert {name: ours.get(name) for name in theirs} == theirs
+    assert set(ours) - set(theirs) == {"checkpoint_every", "keep_checkpoints"}
+
+
+def test_the_section_of_a_made_model_is_its_makers_settings() -> None:
+    assert ArithmeticSection().quickstart(0) == Quickstart()
+    fields_there = [f.name for kind in (Quickstart, Division) for f in dataclasses.fields(kind)]
+    assert set(ArithmeticSection.model_fields) == set(fields_there) - {"seed", "family"}
+
+
+def test_the_heads_offered_instead_hold() -> None:
+    with pytest.raises(ConfigError, match="4 would hold") as caught:
+        parse_config({"model": {"make": "arithmetic", "arithmetic": {"heads": 5}}})
+    assert caught.value.details["field"] == "model.arithmetic.heads"
+
+
+def test_what_trainer_and_rollout_share_comes_from_one_place() -> None:
+    config = parse_config(
+        {
+            **MADE,
+            "run": {"seed": 5},
+            "scheduler": {"train_batch_size": 8, "policy_mini_batch_size": 4},
+            "rollout": {"temperature": 0.5, "max_tokens": 77},
+            "trainer": {"aggregation": "constant", "loss": "decoupled_ppo"},
+        }
+    )
+    settings = config.trainer_settings()
+    assert (settings.seed, settings.policy_mini_batch_size, settings.temperature) == (5, 4, 0.5)
+    assert settings.aggregation_tokens == 77
+    assert config.limits().scoring_tasks == ("old_logprobs",)
+    assert parse_config(MADE).limits().scoring_tasks == ()
+
+
+def test_a_configuration_does_not_change_after_loading() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse_config(MADE).run.seed = 3  # type: ignore[misc]
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "field", "says"),
+    [
+        ({"train_batch_size": 8, "max_concurrent_groups": 7}, "max_concurrent_groups", "8 to 16 would hold"),
+        ({"train_batch_size": 8, "max_concurrent_groups": 17}, "max_concurrent_groups", "8 to 16 would hold"),
+        ({"train_batch_size": 8, "policy_mini_batch_size": 3}, "policy_mini_batch_size", "2 would hold"),
+        ({"train_batch_size": 8, "policy_mini_batch_size": 16}, "policy_mini_batch_size", "8 would hold"),
+        ({"max_staleness_steps": 1, "sync_every": 3}, "max_staleness_steps", "2 would hold"),
+        ({"samples_per_prompt": 1}, "samples_per_prompt", "2 or more would hold"),
+    ],
+)
+def test_a_broken_law_names_field_value_law_and_cure(scheduler: dict[str, int], field: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(**scheduler)
+    details = caught.value.details
+    assert details["field"] == f"scheduler.{field}"
+    assert details["value"] == repr(scheduler[field])
+    assert says in details["would_hold"]
+
+
+batches = st.integers(1, 64)
+
+
+@given(
+    batch=batches,
+    stale=st.integers(0, 4),
+    workers=st.integers(1, 400),
+    every=st.integers(1, 6),
+    mini=st.integers(1, 64),
+)
+def test_the_laws_decide_and_nothing_else(batch: int, stale: int, workers: int, every: int, mini: int) -> None:
+    lawful = batch % mini == 0 and stale >= every - 1 and batch <= workers <= batch * (stale + 1)
+    figures = {
+        "train_batch_size": batch,
+        "max_staleness_steps": stale,
+        "max_concurrent_groups": workers,
+        "sync_every": every,
+        "policy_mini_batch_size": mini,
+    }
+    if not lawful:
+        with pytest.raises(ConfigError, match="would hold") as caught:
+            configured(**figures)
+        assert caught.value.details["field"].removeprefix("scheduler.") in figures
+        return
+    config = configured(**figures)
+    assert isinstance(config.limits(), Limits)
+    said = check_config(config)
+    assert any(f"({batch} <= {workers} <= {batch * (stale + 1)})" in line for line in said)
+
+
+@given(batch=batches, stale=st.integers(0, 4))
+def test_left_out_figures_follow_from_the_others(batch: int, stale: int) -> None:
+    limits = configured(train_batch_size=batch, max_staleness_steps=stale).limits()
+    assert limits.max_concurrent_groups == batch * (stale + 1)
+
+
+@given(batch=batches, mini=st.integers(1, 80))
+def test_the_minibatch_offered_instead_holds(batch: int, mini: int) -> None:
+    try:
+        configured(train_batch_size=batch, policy_mini_batch_size=mini)
+    except ConfigError as error:
+        configured(train_batch_size=batch, policy_mini_batch_size=int(error.details["would_hold"].split()[0]))
+    else:
+        assert batch % mini == 0
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(path=st.sampled_from([path for path, _ in fields()]), value=json_values)
+def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: str, value: Any) -> None:
+    tree: dict[str, Any] = {"model": {"make": "arithmetic"}}
+    inner = tree
+    *sections, key = path.split(".")
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = value
+    try:
+        parse_config(tree)
+    except ConfigError as error:
+        assert "\n" not in error.details["law"]
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"scheduler": {"train_batch_size": 40}},
+            "16 slots hold less than B = 40 groups: a step needs several rounds, 3",
+        ),
+        ({"scheduler": {"train_batch_size": 12}}, "K = 24 cannot be reached: 16 slots"),
+        ({"rollout": {"slots": 20}}, "K = 16 leaves 24 of 40 slots empty"),
+        ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
+        ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 a step waits"),
+        ({"rollout": {"sync_mode": "wait"}}, "idles every replica"),
+        ({"run": {"max_steps": 5}, "validation": {"every": 6}}, "never comes"),
+        ({"rollout": {"max_tokens": 50}}, "cuts the longest right answers, which take 97 tokens"),
+        ({"trainer": {"checkpoint_every": 0}}, "a crash starts over"),
+    ],
+)
+def test_check_reports_what_may_surprise_with_figures(changed: dict[str, Any], says: str) -> None:
+    assert any(line.startswith("note: ") and says in line for line in check_config(parse_config({**MADE, **changed})))
+
+
+def test_check_refuses_a_policy_that_nobody_registered() -> None:
+    config = configured(policies={"batching": "deadline-frist"})
+    with pytest.raises(ConfigError, match="did you mean 'deadline-first'"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(("own", "built"), [(None, "rolling"), ("together", "together")])
+def test_the_order_of_installs_is_the_rollouts_unless_a_policy_is_named(own: str | None, built: str) -> None:
+    config = parse_config({**MADE, "rollout": {"sync_order": "rolling"}, "scheduler": {"policies": {"sync": own}}})
+    assert config.policies().names["sync"] == built
+
+
+def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
+    said = check_config(parse_config(MADE))
+    assert len(said) == 6
+    assert all(line.startswith("ok: ") for line in said)
