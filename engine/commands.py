@@ -88,7 +88,8 @@ class DiscardGroups(Command):
 class StageWeights(Command):
     """Bring a version into the replica's host memory while it generates → `WeightsStaged` or `SyncFailed`.
 
-    Begins a sync of the replica; `attempt` numbers its syncs, and the pause, install and resume that follow carry the same.
+    Begins a sync of the replica; `attempt` numbers its syncs, and the pause, install and resume that follow carry
+    the same.
     """
 
     tag: ClassVar[int] = 7

@@ -82,11 +82,11 @@ class SyncScheduling:
     def _current(self, event: SyncEvent, *states: str) -> Replica | None:
         """The replica an answer is about, if it answers the sync under way there; None, counted, for an echo."""
         replica = self.state.fleet.replicas.get(event.replica)
-        current = replica is not None and (replica.incarnation, replica.sync_attempt) == (
-            event.incarnation,
-            event.attempt,
-        )
-        if current and replica.state in states:
+        if (
+            replica is not None
+            and replica.state in states
+            and (replica.incarnation, replica.sync_attempt) == (event.incarnation, event.attempt)
+        ):
             return replica
         self.state.stale_echoes += 1
         return None

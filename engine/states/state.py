@@ -236,5 +236,9 @@ class State:
         return digest(2, numbers)
 
     def _other_records(self) -> tuple[int, ...]:
-        records = [*self.steps.values(), *self.fleet.replicas.values(), *self.versions.values()]
+        records: list[Step | Replica | WeightsVersion] = [
+            *self.steps.values(),
+            *self.fleet.replicas.values(),
+            *self.versions.values(),
+        ]
         return tuple(number for record in records for number in record.identity())
