@@ -17,9 +17,18 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.commands import Command, DrawPrompts, InstallWeights, PauseReplica, PublishWeights,
-StageWeights, StartGroup, TrainStep from engine.driver import
-Driver from engine.events import (
+from engine.commands import (
+    Command,
+    DrawPrompts,
+    InstallWeights,
+    PauseReplica,
+    PublishWeights,
+    StageWeights,
+    StartGroup,
+    TrainStep,
+)
+from engine.driver import Driver
+from engine.events import (
     Event,
     GroupGenerated,
     PromptsDrawn,
@@ -134,18 +143,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
     base = None
-    print("live groups   groups/s   events/s  us/group cost ratio bytes/group")
-    ratio':>10} {'bytes/group':>11}")
+    print("live groups   groups/s   events/s  us/group  cost ratio  bytes/group")
     for live in args.live:
-        results =
-        [] for _ in range(args.runs if live < 1_000_000 else
-        1):
+        results = []
+        for _ in range(args.runs if live < 1_000_000 else 1):
             with tempfile.TemporaryDirectory() as directory:
                 results.append(measure(live, args.groups, Path(directory) / "schedule"))
         rate, events, size = (statistics.median(column) for column in zip(*results, strict=True))
         base = base or rate
-        print(f"{live:>12} {rate:>10.0f} {events:>10.0f} {1e6 / rate:>9.1f} {base / rate:>10.2f} {size:>11.0f}",
-        flush=True)
+        figures = f"{live:>11} {rate:>10.0f} {events:>10.0f} {1e6 / rate:>9.1f} {base / rate:>11.2f} {size:>12.0f}"
+        print(figures, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""The control plane through Ray with work that takes no time: groups per second, calls per group, and how long a
+replica waits.
+
+    python benchmarks/control_plane.py [--seconds 10] [--replicas 2]
+
+Runs over the same actors as in production, recording on. Saturated: generation takes nothing, so all that is measured
+is ours; else it takes a while. `decision` is the time from a report's arrival at the scheduler until the orders that
+it leads to are on their way, decided and recorded; `refill` that from the end of a group on a replica to the start of
+the one that takes its slot: store, report, decision, order, three calls through Ray. Compare with DESIGN 11; figures
+are in `benchmarks/README.md`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.actors.plan import Plan, Rollout
+from engine.actors.run import connect, start
+from engine.hosts.prompts import CountedPrompts, Prompts
+from engine.ids import ReplicaId
+from engine.local import SimpleGenerator, SimpleTrainer, response
+from engine.roles import Batch, GroupWork
+from engine.states.limits import Limits
+from engine.trajectory import Prompt, Trajectory
+
+GROUPS_PER_S, WAKE_UP_MS = 5000, 2.0
+"""What DESIGN 11 asks for."""
+
+
+class Idle(SimpleGenerator):
+    """Generates one token after `seconds`; notes when groups begin and end, and writes that down when it is closed."""
+
+    def __init__(self, seconds: float, slots: int, notes: str) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.slots = slots
+        self.notes = notes
+        self.begun: list[float] = []
+        self.ended: list[float] = []
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        self.begun.append(time.perf_counter())
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        self.ended.append(time.perf_counter())
+        return [response([1], reward=1.0, version=version)]
+
+    async def close(self) -> None:
+        """The i-th slot to become free is the i-th to be filled again."""
+        waits = [begun - ended for begun, ended in zip(self.begun[self.slots :], self.ended, strict=False)]
+        Path(self.notes).write_text(json.dumps(waits), encoding="utf-8")
+
+
+class Absent(SimpleTrainer):
+    """Trains nothing."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def weights(self) -> int:
+        return 0
+
+
+def make_rollout(directory: str, slots: int, seconds: float, replica: ReplicaId) -> Rollout:
+    return Rollout(generator=Idle(seconds, slots, os.path.join(directory, f"waits-{replica}.json")))
+
+
+def make_prompts() -> Prompts:
+    return CountedPrompts(None, lambda group: Prompt(row=group, text="What is 1 + 1?", fields={"answer": "2"}))
+
+
+def measure(name: str, *, seconds: float, generation_s: float, replicas: int, slots: int, batch: int) -> float:
+    """Run for a while, print a row of figures; groups consumed per second."""
+    directory = Path(tempfile.mkdtemp(prefix="control-plane-"))
+    limits = Limits(
+        train_batch_size=batch,
+        max_staleness_steps=1_000_000,
+        max_concurrent_groups=replicas * slots,
+        sync_every=1_000_000,  # no weights move: what a replica waits for is the control plane alone
+    )
+    plan = Plan(
+        limits=limits,
+        samples=1,
+        replicas=replicas,
+        slots=slots,
+        make_rollout=partial(make_rollout, str(directory), slots, generation_s),
+        make_trainer=Absent,
+        make_prompts=make_prompts,
+        run_dir=directory,
+    )
+    with start(plan) as run:
+        before, began = run.traffic(), time.perf_counter()
+        for status in run.updates():
+            groups = status.step * batch
+            if time.perf_counter() - began >= seconds:
+                break
+        elapsed, after = time.perf_counter() - began, run.traffic()
+    waits = sorted(
+        1000 * wait for path in directory.glob("waits-*.json") for wait in json.loads(path.read_text("utf-8"))
+    )
+    decisions = sorted(1000 * wait for wait in after.decisions_s)
+    events = after.events - before.events
+    calls = after.calls + after.reports - before.calls - before.reports
+    print(
+        f"{name:<10} {groups / elapsed:9.0f} groups/s  {events / elapsed:9.0f} events/s"
+        f"  {calls / groups:6.3f} calls/group"
+        f"  decision p50 {at(decisions, 0.5):5.2f} p99 {at(decisions, 0.99):6.2f} ms"
+        f"  refill p50 {at(waits, 0.5):6.2f} p99 {at(waits, 0.99):7.2f} ms"
+        f"  ({groups} groups, {replicas} replicas of {slots} slots)",
+        flush=True,
+    )
+    return groups / elapsed
+
+
+def at(ordered: Sequence[float], share: float) -> float:
+    """A percentile of sorted figures."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=512)
+    arguments = parser.parse_args()
+    connect()
+    options = {"seconds": arguments.seconds, "replicas": arguments.replicas}
+    rate = measure("saturated", generation_s=0.0, slots=arguments.slots, batch=256, **options)
+    slots = 64
+    measure("half load", generation_s=2 * slots * arguments.replicas / rate, slots=slots, batch=64, **options)
+    measure("light", generation_s=0.1, slots=8, batch=8, **options)
+    print(f"targets: {GROUPS_PER_S} groups/s saturated; decision p99 {WAKE_UP_MS} ms under load")
+
+
+if __name__ == "__main__":
+    main()
