@@ -1,7 +1,7 @@
-"""Makes the quickstart's model: a small Qwen2, trained on worked solutions until it is right now and then, but not often.
+"""Makes the quickstart's model: a small Qwen2, trained on worked solutions until it has learned to follow them.
 
-Called by `tasks.quickstart` alone, in the process that prepares a run. One thread and seeded, so that the same parameters give
-the same model on any number of cores. Never reads the held-out questions: how good the model is it asks of training ones.
+Called by `tasks.quickstart` alone, in the process that prepares a run. One thread and seeded, so that the same
+parameters give the same model on any number of cores. Never sees a held-out question.
 """
 
 import time
@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 Example: TypeAlias = tuple[str, str]
-"""A prompt and its worked solution."""
+"""A prompt and what to say: a worked solution with its end token, or the beginning of one."""
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Told how much is done, from 0 to 1, and what is going on."""
@@ -43,17 +44,17 @@ class WarmUp:
     examples_per_step: int = 32
     learning_rate: float = 6e-3
     rise_steps: int = 50
-    long_every: int = 5
-    """Every so many steps, `long_examples` of any length take the place of short ones."""
-    long_examples: int = 8
+    whole_every: int = 5
+    """Every so many steps, `whole_examples` of any length take the place of short ones."""
+    whole_examples: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """What to learn from: endless worked examples, mostly short ones, since a long one costs many times as much."""
+    """What to learn from, endlessly: mostly short examples, since a long one costs many times as much."""
 
     short: Iterator[Example]
-    any_length: Iterator[Example]
+    whole: Iterator[Example]
 
 
 def make_model(
@@ -68,10 +69,21 @@ def make_model(
             tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
             model = new_model(shape, tokenizer)
             measured = _train(model, tokenizer, warm_up, material, progress)
-            model.save_pretrained(directory)
+            _save(model, directory)
             return measured
     finally:
         torch.set_num_threads(threads)
+
+
+def _save(model: Qwen2ForCausalLM, directory: str) -> None:
+    """Without transformers' progress bar: the caller has its own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
@@ -106,15 +118,18 @@ def _train(
     for step in range(warm_up.steps):
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(warm_up, step)
-        long = (step + 1) % warm_up.long_every == 0
-        source, count = (material.any_length, warm_up.long_examples) if long else (material.short, warm_up.examples_per_step)
+        whole = (step + 1) % warm_up.whole_every == 0
+        source, count = material.short, warm_up.examples_per_step
+        if whole:
+            source, count = material.whole, warm_up.whole_examples
         loss = _loss(model, tokenizer, [next(source) for _ in range(count)])
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % PROGRESS_EVERY == 0:
-            progress(step / warm_up.steps, f"supervised warm-up: step {step} of {warm_up.steps}, loss {loss.item():.3f}")
+            told = f"supervised warm-up: step {step} of {warm_up.steps}, loss {loss.item():.3f}"
+            progress(step / warm_up.steps, told)
     return {"steps": warm_up.steps, "loss": round(loss.item(), 4), "seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -124,12 +139,9 @@ def _learning_rate(warm_up: WarmUp, step: int) -> float:
 
 
 def _loss(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> torch.Tensor:
-    """Mean cross entropy over the solutions' tokens, end token included."""
+    """Mean cross entropy over the tokens of what to say."""
     prompts = [tokenizer.encode(prompt) for prompt, _ in examples]
-    rows = [
-        ids + tokenizer.encode(text) + [tokenizer.eos_token_id]
-        for ids, (_, text) in zip(prompts, examples, strict=True)
-    ]
+    rows = [ids + tokenizer.encode(text) for ids, (_, text) in zip(prompts, examples, strict=True)]
     width = max(map(len, rows))
     inputs = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), IGNORED)

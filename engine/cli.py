@@ -1,0 +1,340 @@
+"""`engine`: the command line. Reads arguments, calls what does the work, says what came of it.
+
+Exit codes: 0 done; 1 the run failed or the replay differs; 2 bad input, with the field or file, its value and what
+would hold; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
+answer at once.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from engine import __version__
+from engine.errors import ConfigError, EngineError, RecordError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.config import Config
+    from engine.metrics.status import Status
+    from engine.rundir import RunDirectory
+    from engine.states.machine import Table
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Never raises, and never lets a traceback be the only message."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader left; what is still buffered must not be complained about at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt as error:
+        _complain("; ".join(["interrupted", *_notes(error)]))
+        return INTERRUPTED
+    except Exception as error:
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    """Say what went wrong, and whose fault it is by the exit code."""
+    own = _own_error(error)
+    if own is not None:
+        bad_input = isinstance(own, ConfigError | RecordError)
+        _complain(str(own) if bad_input else f"{type(own).__name__}: {own}")
+        for note in _notes(error):
+            _complain(note)
+        return BAD_INPUT if bad_input else FAILED
+    _complain(f"unexpected {type(error).__name__}: {error}")
+    traceback.print_exception(error, file=sys.stderr)
+    return FAILED
+
+
+def _own_error(error: BaseException | None) -> EngineError | None:
+    """The engine's error in a chain of causes; errors that crossed Ray are wrapped in its own."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, EngineError):
+            return error
+        seen.append(error)
+        cause = getattr(error, "cause", None)
+        error = cause if isinstance(cause, BaseException) else error.__cause__
+    return None
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))
+
+
+def _complain(text: str) -> None:
+    print(f"engine: {text}", file=sys.stderr)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="engine", description="Asynchronous RL post-training of language models as explicit, recorded steps."
+    )
+    parser.add_argument("--version", action="version", version=f"step-engine {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = commands.add_parser("run", help="train a model by a configuration")
+    _takes_config(run)
+    run.add_argument("--run-dir", metavar="D", help="where the run is kept; must hold no run (default: runs/<id>)")
+    run.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
+    run.set_defaults(run=_run)
+
+    replay = commands.add_parser("replay", help="replay a recorded schedule, or look into it")
+    replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    replay.add_argument(
+        "--at", type=_event_number, metavar="N", help="show the state at event N, the event, its commands"
+    )
+    replay.add_argument("--group", type=int, metavar="G", help="with --at: the whole story of a prompt group")
+    replay.set_defaults(run=_replay)
+
+    check = commands.add_parser("check", help="say whether a configuration can run")
+    _takes_config(check)
+    check.set_defaults(run=_check)
+
+    states = commands.add_parser("states", help="draw the state machines")
+    states.add_argument("--format", choices=("mermaid", "table", "both"), default="both", help="default: both")
+    states.set_defaults(run=_states)
+    return parser
+
+
+def _takes_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field; may be repeated"
+    )
+
+
+def _event_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an event: 0 or more would hold")
+    return int(text)
+
+
+# -- engine check ------------------------------------------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    config, lines = _read_config(arguments)
+    for line in lines:
+        print(line)
+    for line in _check_inputs(config):
+        print(line)
+    return DONE
+
+
+def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
+    from engine.config import check_config, load_config
+
+    config = load_config(arguments.config, arguments.set)
+    return config, check_config(config)
+
+
+def _check_inputs(config: "Config") -> Iterator[str]:
+    """What the configuration names outside itself: the model's directory, prompts, reward. Raises: ConfigError."""
+    from engine.tasks.dataset import Dataset
+    from engine.tasks.rewards import load_reward
+
+    path = config.model.path
+    if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        raise ConfigError("model.path", path, "no such directory", "a model in Hugging Face format, or a hub name")
+    if config.model.make is None:
+        files = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
+        for field, file in files.items():
+            if file is not None:
+                data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
+                yield f"ok: {field} holds {len(data)} prompts"
+    if config.reward.function is not None:
+        load_reward(config.reward.function)
+        yield f"ok: reward.function {config.reward.function} is importable"
+
+
+# -- engine replay -----------------------------------------------------------------------------------------------------
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from engine.inspect import at_text, replay_text
+    from engine.rundir import open_run
+
+    if arguments.group is not None and arguments.at is None:
+        raise ConfigError("--group", arguments.group, "is a story up to an event", "give the event with --at N")
+    directory = open_run(arguments.directory).path
+    if arguments.at is not None:
+        print(at_text(directory, arguments.at, arguments.group))
+        return DONE
+    text, code = replay_text(directory)
+    print(text)
+    return code
+
+
+# -- engine states -----------------------------------------------------------------------------------------------------
+
+
+def _states(arguments: argparse.Namespace) -> int:
+    from engine.states.group import GROUP
+    from engine.states.replica import REPLICA
+    from engine.states.step import STEP
+    from engine.states.version import VERSION
+
+    parts: list[str] = []
+    for table in (GROUP, STEP, REPLICA, VERSION):
+        parts.append(f"## {table.name}\n")
+        if arguments.format != "table":
+            parts.append(f"```mermaid\n{mermaid(table)}\n```\n")
+        if arguments.format != "mermaid":
+            parts.append(markdown(table) + "\n")
+    print("\n".join(parts).rstrip())
+    return DONE
+
+
+def mermaid(table: "Table") -> str:
+    """The diagram of a machine."""
+    lines = ["stateDiagram-v2", f"    [*] --> {table.initial}"]
+    for transition in table.transitions:
+        lines += [f"    {source} --> {transition.target} : {transition.trigger}" for source in transition.sources]
+    lines += [f"    {state} --> [*]" for state in table.terminal]
+    return "\n".join(lines)
+
+
+def markdown(table: "Table") -> str:
+    """A machine as a table: a row for everything that may happen in a state."""
+    phases = table.phases
+    rows = [("state", *(("phase",) if phases else ()), "trigger", "next state", "when")]
+    for state in table.states:
+        phase = (phases[state].name.lower(),) if phases else ()
+        leaving = [t for t in table.transitions if state in t.sources]
+        rows += [(state, *phase, t.trigger, t.target, t.why) for t in leaving]
+        if not leaving:
+            rows.append((state, *phase, "", "", "it is over"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+# -- engine run --------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from engine import rundir
+
+    config, lines = _read_config(arguments)
+    for line in (*(line for line in lines if not line.startswith("ok:")), *_check_inputs(config)):
+        if not line.startswith("ok:"):
+            print(line)
+    directory = rundir.create(
+        config.run.dir, _run_name(config, arguments.config), config_yaml=config.dump_yaml(), chosen=arguments.run_dir
+    )
+    return _train(config, directory, plain=arguments.plain)
+
+
+def _run_name(config: "Config", path: str) -> str:
+    """`run.name` where it is given, else the name of the configuration file."""
+    if "name" in config.run.model_fields_set:
+        return config.run.name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
+
+
+def _train(config: "Config", directory: "RunDirectory", *, plain: bool) -> int:
+    """Carry a run out and show it, from making its model to the table at its end."""
+    from rich.console import Console
+
+    from engine.live import summary
+
+    console = Console(highlight=False)
+    began = time.monotonic()
+    where = directory.shown
+    print(f"run: {where}", flush=True)
+    try:
+        status, interrupted = _watch(config, directory, console, plain=plain)
+    except BaseException as error:
+        error.add_note(f"what there is of the run is in {where}")
+        raise
+    if status is not None:
+        console.print(summary(status, where=where, wall_s=time.monotonic() - began))
+        for line in _next_commands(where, status.events):
+            print(line)
+    if interrupted:
+        _complain(f"interrupted; the run is in {where}")
+        return INTERRUPTED
+    if status is None or status.outcome != "finished":
+        reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
+        _complain(f"the run did not finish, {reason}; what there is of it is in {where}")
+        return FAILED
+    return DONE
+
+
+def _watch(
+    config: "Config", directory: "RunDirectory", console: "Console", *, plain: bool
+) -> tuple["Status | None", bool]:
+    """Launch a run and show it to its end: the last status, and whether the user stopped it."""
+    from engine.actors.run import launch
+    from engine.live import Preparing, view_for
+
+    status, interrupted = None, False
+    with Preparing(console, plain=plain) as preparing:
+        handle = launch(config, directory.path, progress=preparing.show)
+    try:
+        with _interrupts(), view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
+            if handle.metrics_url is not None:
+                view.note(f"metrics: {handle.metrics_url}")
+            try:
+                for status in handle.updates():
+                    view.show(status)
+            except KeyboardInterrupt:
+                interrupted = True
+                view.note("stopping; interrupt again to end at once")
+                handle.stop("interrupted by the user")
+                for status in handle.updates():
+                    view.show(status)
+    finally:
+        handle.close()
+    return status, interrupted
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """A request to terminate is an interrupt too: the run stops cleanly."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _next_commands(where: str, events: int) -> Iterator[str]:
+    place = shlex.quote(where)
+    yield "next:"
+    yield f"  engine replay {place}"
+    yield f"  engine replay {place} --at {min(100, max(0, events - 1))} --group 0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

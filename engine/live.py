@@ -1,0 +1,275 @@
+"""What a run looks like: a live view on a terminal, a line per train step anywhere else, one table at the end.
+
+Used by the CLI. It draws `Status` snapshots and knows nothing of where they come from. Everything fits 80 columns.
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from engine.metrics.status import Status
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 24
+VERSIONS_SHOWN = 8
+PLAIN_SHARE = 0.25
+"""Plain lines while something is being made come at least so far apart."""
+
+
+class View(Protocol):
+    """Something that shows a run. To be used in a `with` statement; `show` once for each snapshot."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def show(self, status: Status) -> None: ...
+    def note(self, text: str) -> None:
+        """Say something that stays on the screen."""
+
+
+def view_for(console: Console, *, title: str, plain: bool = False) -> View:
+    """The live view on a terminal, plain lines anywhere else or where `plain` asks for them."""
+    if plain or not console.is_terminal:
+        return PlainView(console.file)
+    return LiveView(console, title)
+
+
+class Preparing:
+    """Shows that something is being made before a run: a spinner on a terminal, now and then a line anywhere else."""
+
+    def __init__(self, console: Console, *, plain: bool = False) -> None:
+        self.console = console
+        self._spinner = console.status("starting") if console.is_terminal and not plain else None
+        self._next_share = 0.0
+
+    def __enter__(self) -> Self:
+        if self._spinner is not None:
+            self._spinner.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+
+    def show(self, share: float, text: str) -> None:
+        """What is being done, and how much of it is done: from 0 to 1."""
+        done = share >= 1.0
+        if self._spinner is not None:
+            self._spinner.update(Text("starting replicas and trainer" if done else text, overflow="ellipsis"))
+        if done or (self._spinner is None and share >= self._next_share):
+            self._next_share = share + PLAIN_SHARE
+            self.console.print(Text(text), soft_wrap=True)
+
+
+class LiveView:
+    """Redraws one panel in place."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.console = console
+        self.title = title
+        self._live = Live(console=console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, status: Status) -> None:
+        self._live.update(panel(status, self.title), refresh=True)
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+class PlainView:
+    """One line of `key=value` fields per train step, in order, none twice: made to be grepped."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stdout
+        self._shown = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.flush()
+
+    def show(self, status: Status) -> None:
+        for row in status.recent:
+            if row["step"] > self._shown:
+                self._shown = row["step"]
+                self.note(step_line(row, status))
+
+    def note(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+
+def step_line(row: Mapping[str, Any], status: Status) -> str:
+    """The plain line of a train step; a figure that does not exist is `-`."""
+    total = status.max_steps if status.max_steps is not None else "-"
+    stale = "/".join(figure(row.get(f"staleness_{key}"), ".3g") for key in ("min", "mean", "max"))
+    fields = {
+        "step": row["step"],
+        "done": f"{row['step'] + 1}/{total}",
+        "version": row.get("version", "-"),
+        "reward": figure(row.get("reward_mean"), ".4f"),
+        "accuracy": figure(row.get("accuracy") if row.get("accuracy") is not None else status.accuracy, ".4f"),
+        "loss": figure(row.get("loss"), ".4g"),
+        "staleness": stale,
+        "tokens": row.get("tokens", "-"),
+        "tokens_s": figure(status.tokens_per_s, ".0f"),
+        "busy": f"{status.slots_busy}/{status.slots}",
+        "elapsed_s": figure(row.get("elapsed_s"), ".1f"),
+        "eta_s": figure(status.eta_s, ".0f"),
+    }
+    return " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+def panel(status: Status, title: str) -> RenderableType:
+    """The whole live view."""
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="bold", no_wrap=True, width=9)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_row("step", _progress(status))
+    grid.add_row("reward", _reward(status))
+    grid.add_row("staleness", _staleness(status))
+    grid.add_row("rollout", _rollout(status))
+    grid.add_row("replicas", _replicas(status))
+    grid.add_row("trainer", f"version {status.version}, idle {percent(status.trainer_idle_share)}")
+    now = Table.grid(padding=(0, 1), expand=True)
+    now.add_column(style="dim", no_wrap=True, width=9)
+    now.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+    now.add_row("trainer", status.trainer_now)
+    now.add_row("rollout", status.rollout_now)
+    return Panel(Group(grid, now), title=Text(title, overflow="ellipsis"), title_align="left", padding=(0, 1))
+
+
+def _progress(status: Status) -> RenderableType:
+    done = f"{status.step}/{status.max_steps if status.max_steps is not None else '?'}"
+    left = (
+        f"{clock(status.elapsed_s)}, {clock(status.eta_s)} left"
+        if status.eta_s is not None
+        else clock(status.elapsed_s)
+    )
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    total = status.max_steps or 1
+    bar: RenderableType = ProgressBar(total=total, completed=min(status.step, total)) if status.max_steps else ""
+    row.add_row(done, bar, left)
+    return row
+
+
+def _reward(status: Status) -> Text:
+    text = Text(f"{figure(status.reward, '.3f')} ")
+    text.append(sparkline(status.rewards, SPARK_WIDTH), style="cyan")
+    text.append(f" first {figure(status.reward_first, '.3f')}")
+    if status.accuracy is not None:
+        text.append(f"  held out {figure(status.accuracy, '.3f')}")
+    return text
+
+
+def _staleness(status: Status) -> str:
+    low, mean, high = (
+        figure(value, ".2g") for value in (status.staleness_min, status.staleness_mean, status.staleness_max)
+    )
+    return f"min {low}, mean {mean}, max {high}; bound {status.max_staleness_steps}"
+
+
+def _rollout(status: Status) -> str:
+    return (
+        f"{status.slots_busy}/{status.slots} slots busy, {status.ready} ready, {status.parked} parked, "
+        f"{status.tokens_per_s:.0f} tokens/s, idle {percent(status.rollout_idle_share)}"
+    )
+
+
+def _replicas(status: Status) -> str:
+    shown = list(status.replica_versions.items())[:VERSIONS_SHOWN]
+    parts = []
+    for id, version in shown:
+        state = status.replica_states.get(id, "")
+        parts.append(f"{id}: v{version}" + (f" {state}" if state not in ("ready", "") else ""))
+    more = len(status.replica_versions) - len(shown)
+    return "  ".join(parts) + (f"  and {more} more" if more else "") or "none is up"
+
+
+def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table:
+    """What is shown when a run has ended."""
+    table = Table(
+        show_header=False, title=f"run {status.outcome or 'interrupted'}", title_justify="left", title_style="bold"
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    steps = f"{status.step}" + (f" of {status.max_steps}" if status.max_steps is not None else "")
+    if status.outcome == "finished" and status.max_steps is not None and status.step < status.max_steps:
+        steps += "  (the prompts are used up)"
+    stale = (status.staleness_min, status.staleness_mean, status.staleness_max)
+    table.add_row("train steps", steps)
+    table.add_row("reward first / last", f"{figure(status.reward_first, '.3f')} / {figure(status.reward, '.3f')}")
+    accuracy = f"{figure(status.accuracy_first, '.3f')} / {figure(status.accuracy_last, '.3f')}"
+    table.add_row("held-out accuracy before / after", accuracy)
+    table.add_row(
+        "staleness min / mean / max",
+        " / ".join(figure(value, ".3g") for value in stale) + f"  (bound {status.max_staleness_steps})",
+    )
+    table.add_row("rollout idle", percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s))
+    table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s))
+    table.add_row("tokens generated / trained", f"{status.tokens_generated:,} / {status.tokens_trained:,}")
+    table.add_row("wall seconds", f"{status.elapsed_s if wall_s is None else wall_s:.1f}")
+    table.add_row("run directory", where)
+    return table
+
+
+def _main_cause(seconds: Mapping[str, float]) -> str:
+    if not seconds:
+        return ""
+    cause = max(seconds, key=lambda name: seconds[name])
+    return f"  (mostly {cause.replace('_', ' ')})"
+
+
+def sparkline(values: tuple[float | None, ...], width: int) -> str:
+    """The newest values as bars from the smallest to the largest of them."""
+    newest = [value for value in values if value is not None and math.isfinite(value)][-width:]
+    if not newest:
+        return ""
+    low, high = min(newest), max(newest)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in newest)
+
+
+def figure(value: float | None, form: str) -> str:
+    """A number, or `-` for one that does not exist."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def clock(seconds: float | None) -> str:
+    """`m:ss`, or `h:mm:ss` from an hour on."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,255 @@
+"""`RunMetrics`: counts what a run does, one event at a time, beside the driver.
+
+    transitions = Transitions()
+    scheduler = Scheduler(limits, policies, observe=transitions)
+    metrics = RunMetrics(scheduler, transitions, journal=Journal(path))
+    driver = Driver(..., observe=metrics.observe)
+
+`observe` costs O(1) an event and must never change the scheduler. What is only a figure of the present state is read
+when it is asked for, by `status` and by the exporter (`export.py`), which may run on other threads.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from engine.commands import Command, PauseReplica, TrainStep
+from engine.events import (
+    CheckpointFailed,
+    Event,
+    GroupFailed,
+    GroupGenerated,
+    PublishFailed,
+    ReplicaLost,
+    StepFailed,
+    SyncFailed,
+    WeightsInstalled,
+)
+from engine.ids import ReplicaId, StepId
+from engine.metrics.histogram import Histogram
+from engine.metrics.idle import IdleTime
+from engine.metrics.journal import Journal
+from engine.metrics.names import LIVE_GROUP_STATES, RETRY_CAUSES, STALENESS_BUCKETS, SYNC_BUCKETS
+from engine.metrics.status import Status, describe
+from engine.metrics.steps import Row, StepRows
+from engine.states.limits import SYNC_MODES
+from engine.states.state import State
+
+TOKEN_RATE_WINDOW_S = 15.0
+TOKEN_SAMPLE_S = 0.25
+
+
+class HasState(Protocol):
+    """The scheduler, as far as metrics look into it."""
+
+    @property
+    def state(self) -> State: ...
+
+
+class Transitions:
+    """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`."""
+
+    __slots__ = ("count", "replica_changed", "steps")
+
+    def __init__(self) -> None:
+        self.count: dict[tuple[str, str, str], int] = {}
+        """By (machine, state left, state entered)."""
+        self.steps: list[tuple[StepId, str]] = []
+        """(step, state entered) since the last `RunMetrics.observe`."""
+        self.replica_changed = False
+
+    def __call__(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        key = (machine, source, record.state)
+        self.count[key] = self.count.get(key, 0) + 1
+        if machine == "step":
+            self.steps.append((record.id, record.state))
+        elif machine == "replica":
+            self.replica_changed = True
+
+    def entered(self, machine: str, state: str) -> int:
+        """How often any record entered a state."""
+        return sum(n for (name, _, target), n in list(self.count.items()) if name == machine and target == state)
+
+    def net(self, machine: str, state: str) -> int:
+        """Records that entered a state minus those that left it."""
+        counts = list(self.count.items())
+        return sum(
+            n * ((target == state) - (source == state)) for (name, source, target), n in counts if name == machine
+        )
+
+
+class RunMetrics:
+    """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
+
+    def __init__(self, scheduler: HasState, transitions: Transitions, journal: Journal | None = None) -> None:
+        self.state = scheduler.state
+        self.transitions = transitions
+        self.idle = IdleTime(self.state)
+        self.events: Counter[str] = Counter()
+        self.retries = dict.fromkeys(RETRY_CAUSES, 0)
+        self.staleness = Histogram(STALENESS_BUCKETS)
+        self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
+        self.tokens_generated = 0
+        self.tokens_trained = 0
+        self.at = 0.0
+        """Time of the newest event, seconds since the run began."""
+        self.rewards: list[float | None] = []
+        """Mean reward of each finished step of this run, in order."""
+        self.accuracies: list[tuple[int, float]] = []
+        """(train steps, accuracy) of every validation reported."""
+        self.steps = StepRows(self._emit)
+        self._journal = journal
+        self._stale_before = self.state.stale_echoes
+        self._drawn_before = self.state.ledger.drawn
+        self._groups_before = self._group_counts()
+        self._pausing: dict[ReplicaId, tuple[float, str]] = {}
+        self._finished_at: deque[float] = deque(maxlen=11)
+        self._token_samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
+        self._counted: dict[type[Event], Callable[[Any], None]] = {
+            GroupGenerated: self._group_generated,
+            GroupFailed: self._group_failed,
+            ReplicaLost: self._replica_lost,
+            WeightsInstalled: self._weights_installed,
+            SyncFailed: self._sync_failed,
+            StepFailed: lambda event: self._retry("train_step"),
+            PublishFailed: lambda event: self._retry("publish"),
+            CheckpointFailed: lambda event: self._retry("checkpoint"),
+        }
+
+    # what is fed in
+
+    def observe(self, event: Event, commands: Sequence[Command]) -> None:
+        """Count an event that the scheduler has handled, and what it ordered."""
+        self.at = event.at
+        self.idle.advance(event.at)
+        kind = type(event)
+        self.events[kind.__name__] += 1
+        counted = self._counted.get(kind)
+        stale = self.state.stale_echoes != self._stale_before
+        self._stale_before = self.state.stale_echoes
+        if counted is not None and not stale:
+            counted(event)
+        if self.transitions.steps:
+            self._steps_changed(event.at)
+        for command in commands:
+            if type(command) is PauseReplica:
+                self._pausing[command.replica] = (event.at, command.mode)
+            elif type(command) is TrainStep:
+                self._batch_ordered(command)
+        if self.transitions.replica_changed:
+            self.transitions.replica_changed = False
+            self.idle.replicas_changed()
+        self.idle.measure()
+        if self.state.outcome is not None:
+            self.steps.flush()
+
+    def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
+        """What the trainer says of a step it trained; names become keys of its line in `metrics.jsonl`.
+
+        Where it says no `accuracy`, the newest one on held-out prompts stands there.
+        """
+        newest = {"accuracy": self.accuracies[-1][1]} if self.accuracies else {}
+        self.steps.report(step, newest | dict(metrics))
+
+    def validated(self, steps: int, accuracy: float) -> None:
+        """Accuracy on held-out prompts, of the weights after `steps` train steps."""
+        self.accuracies.append((steps, accuracy))
+
+    def close(self) -> None:
+        """Write what waits to be written."""
+        self.steps.flush()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    # what is read out
+
+    def status(self, now: float | None = None) -> Status:
+        """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
+        return describe(self, self.at if now is None else max(now, self.at))
+
+    def groups_by_state(self) -> dict[str, int]:
+        """Groups that have not ended, by state. Safe to call from another thread: reads counters, never the records."""
+        drawn = self.state.ledger.drawn - self._drawn_before
+        counts = {
+            state: self._groups_before[state] + self.transitions.net("group", state) for state in LIVE_GROUP_STATES
+        }
+        counts["queued"] += drawn
+        return {state: max(0, count) for state, count in counts.items()}
+
+    def tokens_per_s(self, now: float) -> float:
+        """Response tokens of generated groups per second, over the newest seconds; 0 before the first."""
+        samples = self._token_samples
+        while len(samples) > 2 and samples[1][0] < now - TOKEN_RATE_WINDOW_S:
+            samples.popleft()
+        if now <= samples[0][0]:
+            return 0.0
+        return (self.tokens_generated - samples[0][1]) / (now - samples[0][0])
+
+    def eta_s(self, now: float) -> float | None:
+        """Seconds to the last step at the pace of the newest ones; None where the last step or the pace is unknown."""
+        last, done = self.state.limits.max_steps, self.state.steps_trained
+        over = self.state.outcome is not None and done != last
+        if last is None or over or not self._finished_at:
+            return None
+        times = self._finished_at
+        pace = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else times[-1] / max(1, done)
+        return max(0.0, (last - done) * pace - (now - times[-1])) if done < last else 0.0
+
+    # counting
+
+    def _group_counts(self) -> dict[str, int]:
+        """By state at this moment, less what `transitions` has counted already."""
+        counts = Counter(group.state for group in self.state.groups.values())
+        return {state: counts[state] - self.transitions.net("group", state) for state in LIVE_GROUP_STATES}
+
+    def _group_generated(self, event: GroupGenerated) -> None:
+        self.tokens_generated += event.tokens
+        if event.at - self._token_samples[-1][0] >= TOKEN_SAMPLE_S:
+            self._token_samples.append((event.at, self.tokens_generated))
+
+    def _group_failed(self, event: GroupFailed) -> None:
+        self._retry("group_data" if event.cause == "data" else "group_infrastructure")
+
+    def _replica_lost(self, event: ReplicaLost) -> None:
+        self._pausing.pop(event.replica, None)
+        self._retry("replica_lost")
+
+    def _weights_installed(self, event: WeightsInstalled) -> None:
+        began = self._pausing.pop(event.replica, None)
+        if began is not None:
+            self.sync_s[began[1]].observe(event.at - began[0])
+
+    def _sync_failed(self, event: SyncFailed) -> None:
+        self._pausing.pop(event.replica, None)
+        self._retry("weight_sync")
+
+    def _retry(self, cause: str) -> None:
+        self.retries[cause] += 1
+
+    def _batch_ordered(self, command: TrainStep) -> None:
+        groups = [self.state.groups[id] for id in command.groups if id in self.state.groups]
+        self.steps.formed(command.step, groups, command.staleness)
+
+    def _steps_changed(self, at: float) -> None:
+        for step, state in self.transitions.steps:
+            self.steps.changed(step, state, at)
+            if state == "finished":
+                entered = self.transitions.entered
+                counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
+                self.steps.finished(step, self.state.latest_version, at, counts)
+                self._finished_at.append(at)
+            elif state == "trained":
+                self._step_trained(step)
+        self.transitions.steps.clear()
+
+    def _step_trained(self, step: StepId) -> None:
+        staleness, tokens = self.steps.batch(step)
+        for steps_behind in staleness:
+            self.staleness.observe(steps_behind)
+        self.tokens_trained += tokens
+
+    def _emit(self, row: Row) -> None:
+        self.rewards.append(row.get("reward_mean"))
+        if self._journal is not None:
+            self._journal.write(row)

@@ -1,0 +1,53 @@
+"""`metrics.jsonl`: a line of JSON per train step, whole or not there at all.
+
+Written by `collector.RunMetrics`, read by the user's own tools. Every line is valid JSON as the standard has it: a
+figure that is not finite is written as null.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends rows to a file; each is flushed before `write` returns. A torn last line of an earlier life is cut."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def plain(value: Any) -> Any:
+    """The same value as JSON has it: mappings with text keys, lists, null for what is not finite, numbers from array
+    scalars."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    item = getattr(value, "item", None)
+    return plain(item()) if callable(item) else str(value)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        os.truncate(path, whole)

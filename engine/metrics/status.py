@@ -1,0 +1,184 @@
+"""`Status`: what a run is doing at one moment, small enough to send anywhere and plain enough to pickle.
+
+Made by `RunMetrics.status` beside the scheduler, drawn by the live view in another process. The two sentences say why
+the trainer and the rollout do what they do, from the same figures the scheduler decides by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.ids import ReplicaId, Version
+
+if TYPE_CHECKING:
+    from engine.metrics.collector import RunMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One snapshot. Times in seconds; shares from 0 to 1; None where a figure does not exist yet."""
+
+    outcome: str | None
+    """None while the run goes on; then `finished`, `stopped` or `failed`."""
+    reason: str
+    step: int
+    """Train steps trained."""
+    max_steps: int | None
+    batch_size: int
+    elapsed_s: float
+    eta_s: float | None
+    reward: float | None
+    """Mean over the newest step."""
+    rewards: tuple[float | None, ...]
+    """The newest steps, oldest first."""
+    reward_first: float | None
+    accuracies: tuple[tuple[int, float], ...]
+    """(train steps, accuracy on held-out prompts) of every measurement, oldest first."""
+    staleness_min: float | None
+    """Over every group trained on so far, in train steps; so are the mean and the largest."""
+    staleness_mean: float | None
+    staleness_max: float | None
+    max_staleness_steps: int
+    slots_busy: int
+    slots: int
+    running: int
+    max_concurrent_groups: int
+    ready: int
+    parked: int
+    version: Version
+    """Newest published by the trainer."""
+    replica_versions: dict[ReplicaId, Version]
+    """Of replicas that are not lost."""
+    replica_states: dict[ReplicaId, str]
+    tokens_generated: int
+    tokens_trained: int
+    tokens_per_s: float
+    rollout_idle_share: float
+    trainer_idle_share: float
+    rollout_idle_s: dict[str, float]
+    """Slot seconds by cause, where there are any."""
+    trainer_idle_s: dict[str, float]
+    trainer_now: str
+    """What the trainer does or waits for, and why."""
+    rollout_now: str
+    events: int
+    recent: tuple[dict[str, Any], ...]
+    """The newest lines of `metrics.jsonl`, oldest first."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """On held-out prompts, newest."""
+        return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def accuracy_first(self) -> float | None:
+        """Of the initial weights."""
+        return self.accuracies[0][1] if self.accuracies and self.accuracies[0][0] == 0 else None
+
+    @property
+    def accuracy_last(self) -> float | None:
+        """Of the weights after the newest train step."""
+        return self.accuracy if self.step and self.accuracies and self.accuracies[-1][0] == self.step else None
+
+
+SPARK_STEPS = 60
+
+
+def describe(metrics: RunMetrics, now: float) -> Status:
+    """The snapshot of a run at `now` seconds since it began."""
+    state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
+    replicas = sorted((r for r in state.fleet.replicas.values() if r.state != "lost"), key=lambda r: r.id)
+    rewards, limits = metrics.rewards, state.limits
+    return Status(
+        outcome=state.outcome.outcome if state.outcome else None,
+        reason=state.outcome.reason if state.outcome else "",
+        step=state.steps_trained,
+        max_steps=limits.max_steps,
+        batch_size=limits.train_batch_size,
+        elapsed_s=now,
+        eta_s=metrics.eta_s(now),
+        reward=rewards[-1] if rewards else None,
+        rewards=tuple(rewards[-SPARK_STEPS:]),
+        reward_first=rewards[0] if rewards else None,
+        accuracies=tuple(metrics.accuracies),
+        staleness_min=staleness.smallest,
+        staleness_mean=staleness.mean,
+        staleness_max=staleness.largest,
+        max_staleness_steps=limits.max_staleness_steps,
+        slots_busy=idle.busy,
+        slots=idle.slots,
+        running=state.ledger.running,
+        max_concurrent_groups=limits.max_concurrent_groups,
+        ready=state.ledger.ready,
+        parked=state.ledger.parked,
+        version=state.latest_version,
+        replica_versions={r.id: r.version for r in replicas},
+        replica_states={r.id: r.state for r in replicas},
+        tokens_generated=metrics.tokens_generated,
+        tokens_trained=metrics.tokens_trained,
+        tokens_per_s=metrics.tokens_per_s(now),
+        rollout_idle_share=idle.rollout_idle_share,
+        trainer_idle_share=idle.trainer_idle_share,
+        rollout_idle_s={cause: s for cause, s in idle.rollout_idle_s.items() if s > 0},
+        trainer_idle_s={cause: s for cause, s in idle.trainer_idle_s.items() if s > 0},
+        trainer_now=_trainer_now(metrics),
+        rollout_now=_rollout_now(metrics),
+        events=sum(metrics.events.values()),
+        recent=tuple(metrics.steps.recent),
+    )
+
+
+def _trainer_now(metrics: RunMetrics) -> str:
+    state, idle = metrics.state, metrics.idle
+    if state.outcome is not None:
+        return f"run {state.outcome.outcome}"
+    step, size = state.steps_batched, state.limits.train_batch_size
+    ready, running = state.ledger.ready, state.ledger.running
+    if idle.trainer_task is not None:
+        batch = state.training_step.groups if state.training_step is not None else ()
+        return f"{idle.trainer_task} step {step - 1} on {_groups(len(batch))}"
+    cause = idle.trainer_cause
+    if cause == "publishing":
+        return f"publishing version {state.latest_version + 1}, after step {step - 1}"
+    if cause == "starting":
+        return "the run is starting"
+    if cause == "waiting_for_replicas":
+        return f"step {step} waits for a replica: none is alive"
+    if cause == "no_prompts":
+        return "the prompts are used up"
+    if cause == "waiting_for_stragglers":
+        binding = state.deadlines.binding(step, size)
+        missing = f"{_groups(binding[1])} due by step {binding[0]}" if binding else "its stragglers"
+        return f"step {step} waits for {missing}; {ready} ready, {running} running"
+    return f"step {step} waits for {_groups(max(0, size - ready))}; {ready} of {size} ready, {running} running"
+
+
+def _rollout_now(metrics: RunMetrics) -> str:
+    state, idle, limits = metrics.state, metrics.idle, metrics.state.limits
+    if state.outcome is not None:
+        return "stopped"
+    syncing = [r.id for r in state.fleet.replicas.values() if r.state in ("pausing", "paused", "installing")]
+    if syncing:
+        names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
+        return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
+    free = idle.slots - idle.busy
+    if not idle.slots:
+        return "no replica is up"
+    if free <= 0:
+        return f"every slot is busy: {_groups(idle.busy)} generating"
+    why = {
+        "worker_bound": f"K = {limits.max_concurrent_groups} groups run",
+        "staleness_bound": f"S = {limits.max_staleness_steps}: no place before version {state.latest_version + 1}",
+        "run_ending": "the run needs no more groups",
+        "no_prompts": "the prompts are used up",
+        "waiting_for_prompts": "prompts are being drawn",
+        "waiting_for_weights": "what could go on needs newer weights",
+        "starting": "the run is starting",
+        "other": "the policies hold them",
+    }[idle.rollout_cause]
+    return f"{free} of {idle.slots} slots free: {why}"
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'s' * (count != 1)}"

@@ -1,0 +1,120 @@
+"""One row per train step: what it was trained on, how stale that was, how long each phase took, what came of it.
+
+Fed by `collector.RunMetrics`; the rows become `metrics.jsonl` and the lines of the live view. A row is complete when
+its step is finished and the trainer has reported; one that the trainer never reports is written when the next step is
+finished, or at the end.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.ids import StepId
+from engine.states.group import Group
+
+PHASES = ("collecting", "scoring", "training", "publishing")
+TRAINER_SECONDS = "seconds_"
+"""What the trainer's own timings begin with; in a row they stand together under `trainer_seconds`."""
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A step whose batch is formed and whose row is not written."""
+
+    fields: Row
+    staleness: tuple[int, ...] = ()
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    entered_at: float = 0.0
+    phase: str = "scoring"
+    finished: bool = False
+
+
+class StepRows:
+    """Rows of the steps under way; finished ones go to `emit` in order of steps."""
+
+    def __init__(self, emit: Callable[[Row], None], recent: int = 32) -> None:
+        self.recent: deque[Row] = deque(maxlen=recent)
+        """The newest rows, oldest first."""
+        self._emit = emit
+        self._open: dict[StepId, _Open] = {}
+        self._reported: dict[StepId, Row] = {}
+        self._collecting_since = 0.0
+        self._counts: dict[str, int] = {}
+
+    def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
+        """A batch is ordered to be trained. A repeat of the order changes nothing: a batch never changes."""
+        entry = self._open.get(step)
+        if entry is None or "groups" in entry.fields:
+            return
+        entry.staleness = staleness
+        rewards = [group.reward_mean for group in groups]
+        entry.fields.update(
+            groups=len(groups),
+            reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            accuracy=None,
+            loss=None,
+            staleness_min=min(staleness, default=0),
+            staleness_mean=sum(staleness) / max(1, len(staleness)),
+            staleness_max=max(staleness, default=0),
+            tokens=sum(group.tokens for group in groups),
+        )
+
+    def changed(self, step: StepId, state: str, at: float) -> None:
+        """A step entered a state of its machine."""
+        if state == "collecting":
+            self._collecting_since = at
+            return
+        entry = self._open.get(step)
+        if entry is None:
+            entry = self._open[step] = _Open({"step": step}, entered_at=at)
+            entry.seconds["collecting"] = at - self._collecting_since
+        entry.seconds[entry.phase] += at - entry.entered_at
+        entry.entered_at = at
+        entry.phase = {"trained": "publishing", "finished": "publishing"}.get(state, state)
+
+    def batch(self, step: StepId) -> tuple[tuple[int, ...], int]:
+        """Staleness of each group of a step under way, and their response tokens."""
+        entry = self._open.get(step)
+        return (entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), 0)
+
+    def finished(self, step: StepId, version: int, at: float, counts: Mapping[str, int]) -> None:
+        """A step is over. `counts`: groups aborted, resumed and filtered since the run began."""
+        entry = self._open.get(step)
+        if entry is None:
+            return
+        for earlier in [id for id, other in self._open.items() if other.finished and id != step]:
+            self._write(earlier)
+        entry.finished = True
+        entry.fields.update(
+            version=version, elapsed_s=at, seconds={**entry.seconds, "total": sum(entry.seconds.values())}
+        )
+        entry.fields.update({name: count - self._counts.get(name, 0) for name, count in counts.items()})
+        self._counts = dict(counts)
+        if step in self._reported:
+            self._write(step)
+
+    def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
+        """What the trainer says of a step; before or after the step is finished."""
+        self._reported[step] = dict(metrics)
+        if step in self._open and self._open[step].finished:
+            self._write(step)
+
+    def flush(self) -> None:
+        """Write the finished steps that the trainer never reported."""
+        for step in [id for id, entry in self._open.items() if entry.finished]:
+            self._write(step)
+
+    def _write(self, step: StepId) -> None:
+        fields = self._open.pop(step).fields
+        reported = self._reported.pop(step, {})
+        row: Row = {key: fields[key] for key in ("step", "version", "groups") if key in fields} | fields
+        own = {name: value for name, value in reported.items() if not name.startswith(TRAINER_SECONDS)}
+        row |= {name: value for name, value in own.items() if row.get(name) is None}
+        seconds = {name.removeprefix(TRAINER_SECONDS): value for name, value in reported.items() if name not in own}
+        if seconds:
+            row["trainer_seconds"] = seconds
+        self.recent.append(row)
+        self._emit(row)

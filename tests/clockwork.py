@@ -1,0 +1,142 @@
+"""A run on a virtual clock, with latencies chosen by the test: the real scheduler, driver and metrics."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+from engine import commands as order
+from engine import events as fact
+from engine.commands import Command
+from engine.driver import Driver
+from engine.events import Event
+from engine.ids import ReplicaId, Version
+from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.journal import Journal
+from engine.ports import Recorder
+from engine.scheduler import Scheduler
+from engine.states.limits import Limits
+
+
+class NoRecord:
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
+    def reject(self, event: Event, reason: str) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Clockwork:
+    """Every command's answer comes after a fixed time; `run(until)` plays the answers in order of time."""
+
+    limits: Limits
+    replicas: int = 2
+    slots: int = 2
+    generation_s: Callable[[int], float] = lambda group: 1.0
+    training_s: float = 0.5
+    publishing_s: float = 0.25
+    install_s: float = 0.125
+    reports: bool = True
+    journal: Path | None = None
+    recorder: Recorder | None = None
+    at: float = 0.0
+    drawn: int = 0
+    prompts: int = 10_000
+    queue: list[tuple[float, int, Event]] = field(default_factory=list)
+    versions: dict[ReplicaId, Version] = field(default_factory=dict)
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        transitions = Transitions()
+        self.scheduler = Scheduler(self.limits, observe=transitions)
+        journal = None if self.journal is None else Journal(self.journal)
+        self.metrics = RunMetrics(self.scheduler, transitions, journal)
+        self.driver = Driver(self.scheduler, self, self.recorder or NoRecord(), self, observe=self.metrics.observe)
+        for id in range(self.replicas):
+            self.versions[id] = 0
+            self.after(0.0, fact.ReplicaJoined(replica=id, incarnation=1, slots=self.slots, version=0))
+        self.after(0.0, fact.RunStarted())
+
+    def now(self) -> float:
+        return self.at
+
+    def after(self, seconds: float, event: Event) -> None:
+        heappush(self.queue, (self.at + seconds, self.sent, event))
+        self.sent += 1
+
+    def run(self, until: Callable[["Clockwork"], bool] = lambda world: False) -> "Clockwork":
+        while self.queue and not until(self):
+            self.at, _, event = heappop(self.queue)
+            self.driver.deliver(event)
+        return self
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self.carry_out(command)
+
+    def carry_out(self, command: Command) -> None:
+        match command:
+            case order.DrawPrompts(count=count):
+                given = min(count, self.prompts - self.drawn)
+                self.after(0.0, fact.PromptsDrawn(first=self.drawn, count=given, exhausted=given < count))
+                self.drawn += given
+            case order.StartGroup() | order.ResumeGroup():
+                self.after(self.generation_s(command.group), self.generated(command))
+            case order.StageWeights():
+                self.after(0.0, fact.WeightsStaged(version=command.version, **self.sync(command)))
+            case order.PauseReplica():
+                if command.mode == "abort":
+                    self.abort_all(command.replica)
+                self.after(0.0, fact.ReplicaPaused(**self.sync(command)))
+            case order.InstallWeights():
+                self.versions[command.replica] = command.version
+                self.after(self.install_s, fact.WeightsInstalled(version=command.version, **self.sync(command)))
+            case order.TrainStep(step=step, attempt=attempt):
+                if self.reports:
+                    self.metrics.report(step, {"loss": 0.5 / (step + 1), "seconds_pack": 0.1, "ess": float("nan")})
+                self.after(self.training_s, fact.StepTrained(step=step, attempt=attempt))
+            case order.PublishWeights(version=version, attempt=attempt):
+                self.after(self.publishing_s, fact.WeightsPublished(version=version, attempt=attempt))
+            case _:
+                pass
+
+    def sync(self, command: order.StageWeights | order.PauseReplica | order.InstallWeights) -> dict[str, int]:
+        """The fields that every answer to an order about weights repeats."""
+        return {name: getattr(command, name) for name in ("replica", "incarnation", "attempt")}
+
+    def abort_all(self, replica: ReplicaId) -> None:
+        """Each running group comes back without a token; what was on its way is an echo by then."""
+        for id in self.scheduler.state.fleet.replicas[replica].groups:
+            group = self.scheduler.state.groups[id]
+            attempt = {"group": id, "attempt": group.attempt, "replica": replica, "incarnation": 1}
+            self.after(0.0, fact.GroupAborted(**attempt, tokens=0, oldest_version=-1, newest_version=-1))
+
+    def generated(self, command: order.StartGroup | order.ResumeGroup) -> Event:
+        version = self.versions[command.replica]
+        return fact.GroupGenerated(
+            group=command.group,
+            attempt=command.attempt,
+            replica=command.replica,
+            incarnation=command.incarnation,
+            tokens=10,
+            oldest_version=version,
+            newest_version=version,
+            live=4,
+            reward_mean=min(1.0, command.group / 16),
+            reward_spread=1.0,
+        )
+
+
+def clockwork(
+    batch: int = 2, stale: int = 1, workers: int = 4, steps: int | None = 4, mode: str = "keep", **others: Any
+) -> Clockwork:
+    """A small run; `others` are fields of `Clockwork`."""
+    limits = Limits(
+        train_batch_size=batch,
+        max_staleness_steps=stale,
+        max_concurrent_groups=workers,
+        max_steps=steps,
+        sync_mode=mode,
+    )
+    return Clockwork(limits, **others)

@@ -1,0 +1,140 @@
+"""The names of `names.py` are exactly those exported, scraped over HTTP and written in the docs."""
+
+import re
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+from clockwork import clockwork
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.errors import ConfigError
+from engine.metrics.document import markdown
+from engine.metrics.export import registry
+from engine.metrics.names import METRICS
+from engine.metrics.server import MetricsServer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def scrape(server: MetricsServer) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Samples of a real scrape over HTTP, by sample name and labels."""
+    with urllib.request.urlopen(server.url, timeout=10) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def test_names_follow_the_conventions() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"engine_[a-z]+(_[a-z]+)*", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert metric.help.endswith(".") and metric.unit
+        assert "seconds" not in metric.unit or "seconds" in metric.name
+
+
+def test_exactly_these_names_are_scraped_over_http() -> None:
+    world = clockwork().run()
+    world.metrics.validated(4, 0.5)
+    with_suffix = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
+    server = MetricsServer(registry(world.metrics))
+    try:
+        assert server.port > 0
+        assert set(scrape(server)) == {m.name + suffix for m in METRICS for suffix in with_suffix[m.kind]}
+    finally:
+        server.close()
+
+
+def test_labels_are_those_documented() -> None:
+    world = clockwork().run()
+    for metric in METRICS:
+        (family,) = [f for f in registry(world.metrics).collect() if f.name == metric.family]
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "le"}
+            assert set(labels) == set(metric.labels), metric.name
+            for label, value in labels.items():
+                assert not metric.labels[label] or value in metric.labels[label], (metric.name, label, value)
+
+
+def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
+    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 3)
+    server = MetricsServer(registry(world.metrics, now=lambda: 77.0))
+    try:
+        found = scrape(server)
+    finally:
+        server.close()
+    state = world.scheduler.state
+    assert found["engine_train_steps_total"][()] == 3
+    assert found["engine_uptime_seconds"][()] == 77.0
+    assert found["engine_groups_running"][()] == state.ledger.running
+    counted = {labels[0][1]: value for labels, value in found["engine_groups"].items()}
+    records = list(state.groups.values())
+    assert counted == {name: sum(group.state == name for group in records) for name in counted}
+    assert found["engine_groups_ended_total"][(("state", "consumed"),)] == state.ledger.consumed
+    assert found["engine_staleness_steps_count"][()] == 6
+    assert found["engine_staleness_steps_bucket"][(("le", "1.0"),)] == 6, "none is staler than S = 1"
+    assert found["engine_tokens_trained_total"][()] == 60
+    moves = found["engine_transitions_total"]
+    assert moves[(("from", "batched"), ("machine", "group"), ("to", "consumed"))] == 6
+
+
+def test_capacity_shrinks_as_groups_are_admitted() -> None:
+    world = clockwork(batch=2, stale=1, workers=3)
+    assert world.metrics.idle.capacity == (3, 4)
+    world.run(lambda world: world.scheduler.state.ledger.running == 3)
+    assert world.metrics.idle.capacity == (0, 1)
+
+
+def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
+    world = clockwork(batch=4, stale=2, workers=12, steps=300, replicas=4, slots=4)
+    own, over, failures = registry(world.metrics), threading.Event(), []
+
+    def keep_scraping() -> None:
+        while not over.is_set():
+            try:
+                for family in own.collect():
+                    assert all(sample.value >= 0 for sample in family.samples), family.name
+            except Exception as error:
+                failures.append(error)
+                return
+
+    thread = threading.Thread(target=keep_scraping)
+    thread.start()
+    world.run()
+    over.set()
+    thread.join()
+    assert not failures
+
+
+def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
+    one, two = clockwork(steps=1).run(), clockwork(steps=2).run()
+    assert registry(one.metrics).get_sample_value("engine_train_steps_total") == 1
+    assert registry(two.metrics).get_sample_value("engine_train_steps_total") == 2
+
+
+def test_a_port_in_use_is_told() -> None:
+    first = MetricsServer(registry(clockwork().metrics))
+    try:
+        with pytest.raises(ConfigError, match=rf"metrics.port = {first.port}.*0 takes any free port"):
+            MetricsServer(registry(clockwork().metrics), port=first.port)
+    finally:
+        first.close()
+    again = MetricsServer(registry(clockwork().metrics), port=first.port)
+    again.close()
+    again.close()
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    assert written == markdown(), "run: python -m engine.metrics.document > docs/METRICS.md"
+
+
+def test_every_name_on_the_page_exists() -> None:
+    known = {metric.name for metric in METRICS}
+    mentioned = set(re.findall(r"\bengine_[a-z_]+", markdown()))
+    assert mentioned <= known, mentioned - known

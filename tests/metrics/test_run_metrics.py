@@ -1,0 +1,253 @@
+"""What `RunMetrics` counts, against runs whose times are known exactly."""
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clockwork import Clockwork, clockwork
+
+from engine import events as fact
+from engine.metrics.journal import Journal
+from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text("utf-8").splitlines()]
+
+
+# -- the journal -------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_per_train_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    world = clockwork(steps=4, journal=path).run()
+    rows = rows_of(path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["version"] for row in rows] == [1, 2, 3, 4]
+    wanted = {
+        "step", "version", "groups", "reward_mean", "accuracy", "loss", "staleness_min", "staleness_mean",
+        "staleness_max", "tokens", "elapsed_s", "seconds", "groups_aborted", "groups_resumed", "groups_filtered",
+    }  # fmt: skip
+    for row in rows:
+        assert wanted <= set(row)
+        assert row["groups"] == 2 and row["tokens"] == 20
+        assert row["staleness_min"] <= row["staleness_mean"] <= row["staleness_max"] <= 1
+        assert row["seconds"]["training"] == world.training_s
+        assert row["seconds"]["publishing"] == world.publishing_s
+        assert row["seconds"]["total"] == pytest.approx(sum(row["seconds"].values()) - row["seconds"]["total"])
+        assert row["loss"] == 0.5 / (row["step"] + 1)
+        assert row["trainer_seconds"] == {"pack": 0.1}
+    assert sum(row["seconds"]["total"] for row in rows) == pytest.approx(world.at)
+    assert rows[0]["reward_mean"] == pytest.approx((0 / 16 + 1 / 16) / 2)
+
+
+def test_figures_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    clockwork(steps=1, journal=path).run()
+    (row,) = rows_of(path)
+    assert row["ess"] is None
+    journal = Journal(tmp_path / "more.jsonl")
+    journal.write({"a": math.inf, "b": [math.nan, 1.0], "c": {"d": -math.inf, 2: (1, None, True)}})
+    journal.close()
+    assert rows_of(tmp_path / "more.jsonl") == [{"a": None, "b": [None, 1.0], "c": {"d": None, "2": [1, None, True]}}]
+
+
+def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    clockwork(steps=None, journal=path).run(lambda world: len(world.metrics.rewards) == 2)
+    assert len(rows_of(path)) == 2
+
+
+def test_a_torn_line_of_an_earlier_life_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "rew')
+    journal = Journal(path)
+    journal.write({"step": 1})
+    journal.close()
+    assert rows_of(path) == [{"step": 0}, {"step": 1}]
+
+
+def test_steps_that_the_trainer_never_reports_are_written_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    clockwork(steps=3, journal=path, reports=False).run()
+    rows = rows_of(path)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["loss"] is None for row in rows)
+
+
+def test_a_report_after_the_step_is_finished_still_reaches_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    world = clockwork(steps=None, journal=path, reports=False)
+    world.run(lambda world: world.scheduler.state.latest_version == 1)
+    assert rows_of(path) == []
+    world.metrics.report(0, {"loss": 2.0, "accuracy": 0.25, "step": 99})
+    (row,) = rows_of(path)
+    assert (row["step"], row["loss"], row["accuracy"]) == (0, 2.0, 0.25)
+
+
+def test_accuracy_is_the_trainers_or_the_newest_on_held_out_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    world = clockwork(steps=3, journal=path, reports=False)
+    world.metrics.validated(0, 0.5)
+    world.metrics.report(0, {"accuracy": 0.25})
+    world.metrics.report(1, {})
+    world.run()
+    assert [row["accuracy"] for row in rows_of(path)] == [0.25, 0.5, None]
+
+
+def test_groups_aborted_and_resumed_are_those_since_the_line_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    world = clockwork(steps=4, journal=path, mode="abort", generation_s=lambda group: 1.0 + group % 3)
+    world.run()
+    rows = rows_of(path)
+    assert sum(row["groups_aborted"] for row in rows) > 0
+    entered = world.metrics.transitions.entered
+    assert sum(row["groups_aborted"] for row in rows) == entered("group", "aborted")
+    assert sum(row["groups_resumed"] for row in rows) == entered("group", "resumed")
+
+
+# -- idle time ---------------------------------------------------------------------------------------------------------
+
+
+def test_slot_time_is_busy_or_idle_by_one_cause_to_the_second() -> None:
+    world = clockwork(steps=6, generation_s=lambda group: 0.5 + group % 3).run()
+    idle = world.metrics.idle
+    assert tuple(idle.rollout_idle_s) == ROLLOUT_IDLE_CAUSES and tuple(idle.trainer_idle_s) == TRAINER_IDLE_CAUSES
+    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert slot_seconds == pytest.approx(world.at * world.replicas * world.slots)
+    trainer_seconds = sum(idle.trainer_busy_s.values()) + sum(idle.trainer_idle_s.values())
+    assert trainer_seconds == pytest.approx(world.at)
+    assert idle.trainer_busy_s["training"] == pytest.approx(6 * world.training_s)
+    assert idle.trainer_idle_s["publishing"] == pytest.approx(6 * world.publishing_s)
+
+
+def test_synchronous_training_waits_for_groups_and_the_rollout_for_staleness() -> None:
+    world = clockwork(stale=0, batch=2, workers=2, steps=4, replicas=1, slots=2, install_s=0.0).run()
+    idle = world.metrics.idle
+    assert idle.trainer_idle_s["waiting_for_groups"] == pytest.approx(4 * 1.0)
+    assert idle.rollout_busy_s == pytest.approx(4 * 2 * 1.0)
+    assert idle.rollout_idle_s["staleness_bound"] == pytest.approx(3 * 2 * (world.training_s + world.publishing_s))
+    assert idle.rollout_idle_s["run_ending"] == pytest.approx(2 * (world.training_s + world.publishing_s))
+
+
+def test_more_slots_than_workers_idle_by_the_worker_bound() -> None:
+    world = clockwork(batch=1, stale=3, workers=1, steps=4, replicas=1, slots=4).run()
+    assert world.metrics.idle.rollout_idle_s["worker_bound"] > 0
+
+
+def test_a_deadline_that_binds_is_told_as_waiting_for_stragglers() -> None:
+    world = clockwork(batch=2, stale=1, workers=4, steps=8, generation_s=lambda group: 20.0 if group == 1 else 1.0)
+    seen: list[str] = []
+
+    def straggling(world: Clockwork) -> bool:
+        if world.metrics.idle.trainer_cause == "waiting_for_stragglers" and world.metrics.idle.trainer_task is None:
+            seen.append(world.metrics.status().trainer_now)
+        return False
+
+    world.run(straggling)
+    assert world.metrics.idle.trainer_idle_s["waiting_for_stragglers"] > 0
+    assert any("waits for 1 group due by step 1" in text for text in seen), seen
+
+
+def test_used_up_prompts_idle_slots() -> None:
+    world = clockwork(steps=None, prompts=5, replicas=2, slots=2).run()
+    assert world.scheduler.state.ledger.consumed == 5
+    assert world.metrics.idle.rollout_idle_s["no_prompts"] > 0
+
+
+def test_weight_sync_is_timed_by_its_mode() -> None:
+    world = clockwork(steps=4, install_s=0.25).run()
+    histogram = world.metrics.sync_s["keep"]
+    assert histogram.count == 2 * 3, "both replicas take every version but the last"
+    assert histogram.smallest == histogram.largest == pytest.approx(0.25)
+    assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.25)
+
+
+# -- retries and stale echoes ------------------------------------------------------------------------------------------
+
+
+def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
+    world = clockwork(steps=None).run(lambda world: world.scheduler.state.ledger.running == 4)
+    group = next(iter(world.scheduler.state.groups.values()))
+    failed = fact.GroupFailed(
+        group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
+    )
+    echo = fact.GroupFailed(
+        group=group.id, attempt=group.attempt, replica=group.replica, incarnation=1, cause="data", reason="bad reward"
+    )
+    world.driver.deliver(failed)
+    world.driver.deliver(echo)
+    world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=True, reason="killed"))
+    assert world.metrics.retries["group_data"] == 1
+    assert world.metrics.retries["replica_lost"] == 1
+    assert world.scheduler.state.stale_echoes == 1
+    assert world.metrics.idle.slots == 2
+
+
+def test_tokens_of_a_stale_echo_are_not_counted() -> None:
+    world = clockwork(steps=None).run(lambda world: world.metrics.tokens_generated == 10)
+    before = world.metrics.tokens_generated
+    world.driver.deliver(
+        fact.GroupGenerated(
+            group=0, attempt=9, replica=0, incarnation=1, tokens=5, oldest_version=0, newest_version=0, live=1,
+            reward_mean=0.0, reward_spread=0.0,
+        )
+    )  # fmt: skip
+    assert world.metrics.tokens_generated == before
+
+
+# -- the status --------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_of_a_finished_run() -> None:
+    world = clockwork(steps=4).run()
+    world.metrics.validated(0, 0.25)
+    world.metrics.validated(4, 0.75)
+    status = world.metrics.status()
+    assert (status.outcome, status.step, status.max_steps, status.eta_s) == ("finished", 4, 4, 0.0)
+    assert (status.accuracy_first, status.accuracy) == (0.25, 0.75)
+    assert status.reward_first is not None and status.reward is not None and status.reward_first < status.reward
+    assert status.staleness_min == 0 and status.staleness_max == 1
+    assert status.tokens_trained == 80
+    assert status.replica_versions == {0: 3, 1: 3}
+    assert len(status.recent) == 4
+    assert 0 < status.rollout_idle_share < 1 and 0 < status.trainer_idle_share < 1
+    assert pickle.loads(pickle.dumps(status)) == status or any(
+        isinstance(value, float) and math.isnan(value) for row in status.recent for value in row.values()
+    )
+
+
+def test_the_status_before_anything_happened() -> None:
+    status = clockwork().metrics.status()
+    assert status.step == 0 and status.reward is None and status.eta_s is None and status.tokens_per_s == 0.0
+    assert status.trainer_now == "the run is starting"
+    assert status.rollout_now == "no replica is up"
+
+
+def test_the_status_estimates_what_is_left_from_the_newest_steps() -> None:
+    world = clockwork(steps=20).run(lambda world: world.scheduler.state.latest_version == 10)
+    finished = world.at
+    left = world.metrics.status(finished).eta_s
+    assert left is not None
+    world.run()
+    assert left == pytest.approx(world.at - finished, rel=0.35)
+    assert world.metrics.status(world.at).tokens_per_s > 0
+
+
+def test_sentences_say_what_happens_now() -> None:
+    world = clockwork(steps=6, generation_s=lambda group: 1.0 + group % 3)
+    seen: set[str] = set()
+    world.run(lambda world: seen.update((world.metrics.status().trainer_now, world.metrics.status().rollout_now)))
+    assert any(text.startswith("training step 0 on 2 groups") for text in seen)
+    assert any(text.startswith("publishing version 1, after step 0") for text in seen)
+    assert any("waits for 2 groups; 0 of 2 ready" in text for text in seen)
+    assert any("taking new weights" in text for text in seen)
+    assert any("every slot is busy: 4 groups generating" in text for text in seen)
+    assert any("slots free: S = 1: no place before version" in text for text in seen)
+    assert all(len(text) <= 68 for text in seen), "each fits a line of the live view"

@@ -1,0 +1,554 @@
+"""The command line: what it prints, where, and its exit codes; above all for bad input."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from clockwork import Clockwork, clockwork
+
+from engine import cli, rundir
+from engine.config import Config, load_config
+from engine.errors import ConfigError, EngineError, InvariantViolated, RecordError
+from engine.metrics.status import Status
+from engine.schedule import Header, Recorder
+from engine.states.group import GROUP
+from engine.states.machine import Table
+from engine.states.replica import REPLICA
+from engine.states.step import STEP
+from engine.states.version import VERSION
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = (GROUP, STEP, REPLICA, VERSION)
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_config(path: str = "tiny.yaml", **sections: dict[str, Any]) -> str:
+    """A configuration that holds, but for what the test puts in."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"max_steps": 4},
+        "model": {"make": "arithmetic"},
+        "scheduler": {
+            "train_batch_size": 4,
+            "policy_mini_batch_size": 2,
+            "samples_per_prompt": 4,
+            "max_staleness_steps": 2,
+            "max_concurrent_groups": 8,
+        },
+    }
+    for name, fields in sections.items():
+        tree[name] = {**tree.get(name, {}), **fields}
+    Path(path).write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def own_data(**data: Any) -> dict[str, dict[str, Any]]:
+    """Sections of a run on a model, data and reward of the user's own."""
+    return {
+        "model": {"make": None, "path": "someone/model"},
+        "data": {"path": "prompts.jsonl", **data},
+        "reward": {"function": "my_reward:score"},
+    }
+
+
+def write_data() -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n', encoding="utf-8")
+    Path("my_reward.py").write_text("def score(prompt, trajectory):\n    return 1.0\n", encoding="utf-8")
+
+
+def refused(capture: Capture, *arguments: str) -> str:
+    """What is said of bad input: on stderr, exit 2, without a traceback."""
+    assert cli.main(arguments) == 2
+    said = capture.readouterr()
+    assert "Traceback" not in said.err
+    assert said.err.startswith("engine: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+# -- bad configurations ------------------------------------------------------------------------------------------------
+
+BAD_FIELDS: dict[str, tuple[str, str, list[str]]] = {
+    "K below B": ("scheduler.max_concurrent_groups", "3", ["= 3", "B <= K <= B", "from 4 to 12"]),
+    "K above B(S+1)": ("scheduler.max_concurrent_groups", "13", ["= 13", "B <= K <= B", "from 4 to 12"]),
+    "mini does not divide B": ("scheduler.policy_mini_batch_size", "3", ["= 3", "divide", "= 4", "would hold"]),
+    "S < k - 1": ("scheduler.sync_every", "4", ["max_staleness_steps", "S >= sync_every - 1", "3 would hold"]),
+    "unknown key": ("scheduler.train_batch_sise", "4", ["unknown", "scheduler.train_batch_size"]),
+    "unknown section": ("schedular.train_batch_size", "4", ["unknown", "scheduler"]),
+    "wrong type": ("scheduler.train_batch_size", "four", ["'four'", "whole number"]),
+    "out of bounds": ("metrics.port", "70000", ["70000", "65535"]),
+    "not a choice": ("rollout.sync_mode", "later", ["'later'", "keep"]),
+    "not registered": ("scheduler.policies.deadline", "never", ["never", "wait"]),
+}
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("case", BAD_FIELDS)
+def test_a_field_out_of_law_is_named_with_its_value_and_what_would_hold(
+    capsys: Capture, case: str, command: str
+) -> None:
+    path, value, words = BAD_FIELDS[case]
+    said = refused(capsys, command, write_config(), "--set", f"{path}={value}")
+    section = path.split(".")[0]
+    assert section in said
+    for word in words:
+        assert word in said, (word, said)
+    assert not Path("runs").exists(), "nothing is left behind"
+
+
+def test_a_missing_file_is_named_with_the_nearest(capsys: Capture) -> None:
+    write_config("quickstart.yaml")
+    said = refused(capsys, "run", "quickstrat.yaml")
+    assert "quickstrat.yaml" in said and "no such file" in said and "did you mean quickstart.yaml" in said
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "run: {seed: 1, seed: 2}", ""])
+def test_a_file_that_is_no_configuration_is_refused(capsys: Capture, text: str) -> None:
+    Path("broken.yaml").write_text(text, encoding="utf-8")
+    assert "broken.yaml" in refused(capsys, "check", "broken.yaml")
+
+
+@pytest.mark.parametrize("override", ["scheduler.train_batch_size", "=4", "run.seed.more=4"])
+def test_an_override_that_is_none_is_refused(capsys: Capture, override: str) -> None:
+    said = refused(capsys, "check", write_config(run={"seed": 1}), "--set", override)
+    assert "--set" in said or "run.seed" in said
+
+
+def test_an_override_wins(capsys: Capture) -> None:
+    assert cli.main(["check", write_config(), "--set", "scheduler.max_concurrent_groups=12"]) == 0
+    assert "(4 <= 12 <= 12)" in capsys.readouterr().out
+
+
+# -- bad data and rewards ----------------------------------------------------------------------------------------------
+
+
+def spoil_data(text: str | None) -> Callable[[], None]:
+    def spoil() -> None:
+        path = Path("prompts.jsonl")
+        path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+
+    return spoil
+
+
+def spoil_reward(text: str | None) -> Callable[[], None]:
+    def spoil() -> None:
+        path = Path("my_reward.py")
+        path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+
+    return spoil
+
+
+BAD_INPUTS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "no data": (spoil_data(None), ["data.path", "prompts.jsonl", "no such file"]),
+    "empty data": (spoil_data(""), ["data.path", "prompts.jsonl", "holds no rows", "at least one row"]),
+    "no prompt": (spoil_data('{"question": "?"}\n'), ["data.path", "line 1", "'question'"]),
+    "not JSON": (spoil_data('{"prompt": "?"}\n{"prompt"\n'), ["data.path", "line 2"]),
+    "no reward module": (spoil_reward(None), ["reward.function", "my_reward:score", "no module named"]),
+    "no reward function": (spoil_reward("def skore(p, t): return 1.0\n"), ["reward.function", "did you mean 'skore'"]),
+    "reward does not import": (spoil_reward("1 / 0\n"), ["reward.function", "ZeroDivisionError"]),
+    "reward takes nothing": (spoil_reward("def score(): return 1.0\n"), ["reward.function", "(prompt, trajectory)"]),
+}
+
+
+@pytest.fixture
+def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a `my_reward` of its own, or none."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    sys.modules.pop("my_reward", None)
+    yield
+    sys.modules.pop("my_reward", None)
+
+
+@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_data_and_rewards_are_refused_before_anything_starts(capsys: Capture, case: str, command: str) -> None:
+    spoil, words = BAD_INPUTS[case]
+    write_data()
+    spoil()
+    said = refused(capsys, command, write_config(**own_data()))
+    for word in words:
+        assert word in said, (word, said)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("fresh_imports")
+def test_a_missing_model_directory_is_refused(capsys: Capture) -> None:
+    write_data()
+    sections = own_data()
+    sections["model"]["path"] = "./no/such/model"
+    assert "model.path = './no/such/model': no such directory" in refused(capsys, "check", write_config(**sections))
+
+
+@pytest.mark.usefixtures("fresh_imports")
+def test_what_holds_is_said(capsys: Capture) -> None:
+    write_data()
+    assert cli.main(["check", write_config(**own_data())]) == 0
+    said = capsys.readouterr()
+    assert "ok: data.path holds 2 prompts" in said.out
+    assert "ok: reward.function my_reward:score is importable" in said.out
+    assert "S >= k - 1" in said.out and "B <= K <= B*(S+1)" in said.out
+    assert said.err == ""
+
+
+# -- the run directory -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_has_its_place_and_latest_points_at_it() -> None:
+    first = rundir.create("runs", "quick", config_yaml="a: 1\n")
+    second = rundir.create("runs", "quick", config_yaml="a: 2\n")
+    assert first.path != second.path, "two runs in one second"
+    assert re.fullmatch(r"\d{8}-\d{6}-quick(-2)?", first.path.name)
+    assert first.config.read_text() == "a: 1\n" and first.schedule.is_dir() and first.checkpoints.is_dir()
+    assert Path("runs/latest").resolve() == second.path.resolve()
+    assert rundir.open_run("latest").path == Path("runs/latest")
+    assert rundir.open_run("runs/latest/schedule").path == Path("runs/latest")
+    assert second.shown == f"runs/{second.path.name}"
+
+
+def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) -> None:
+    Path("chosen").mkdir()
+    chosen = rundir.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
+    assert chosen.path == Path("chosen")
+    assert Path("runs/latest").resolve() == (tmp_path / "chosen").resolve()
+    with pytest.raises(ConfigError, match=r"--run-dir = 'chosen': already holds a run \(config.yaml\)"):
+        rundir.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
+    assert chosen.config.read_text() == "a: 1\n"
+
+
+def test_a_directory_that_cannot_be_made_is_bad_input(capsys: Capture) -> None:
+    Path("file").write_text("")
+    said = refused(capsys, "run", write_config(), "--run-dir", "file/run")
+    assert "--run-dir = 'file/run'" in said
+    assert "run.dir" in refused(capsys, "run", write_config(), "--set", "run.dir=file")
+
+
+# -- engine run --------------------------------------------------------------------------------------------------------
+
+
+class FakeHandle:
+    """A run on a virtual clock behind the interface of `actors.run.RunHandle`."""
+
+    metrics_url = "http://127.0.0.1:12345/metrics"
+
+    def __init__(self, world: Clockwork, fail: Exception | None = None, interrupt_after: int | None = None) -> None:
+        self.world = world
+        self.fail = fail
+        self.interrupt_after = interrupt_after
+        self.stopped: str | None = None
+        self.closed = False
+
+    def updates(self) -> Iterator[Status]:
+        world = self.world
+        while True:
+            done = world.scheduler.state.steps_trained
+            world.run(lambda world, done=done: world.scheduler.state.steps_trained > done)
+            yield world.metrics.status()
+            if world.driver.outcome is not None:
+                return
+            if self.fail is not None and done >= 1:
+                raise self.fail
+            if self.interrupt_after is not None and done >= self.interrupt_after:
+                self.interrupt_after = None
+                raise KeyboardInterrupt
+
+    def stop(self, reason: str) -> None:
+        from engine.events import StopRequested
+
+        self.stopped = reason
+        self.world.driver.deliver(StopRequested(reason=reason))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+Launch = Callable[..., list[FakeHandle]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Puts a fake in place of the Ray actors; what it launches is appended to the list it returns."""
+
+    def install(**options: Any) -> list[FakeHandle]:
+        handles: list[FakeHandle] = []
+
+        def launch(config: Config, run_dir: Path, *, progress: Callable[[float, str], None]) -> FakeHandle:
+            progress(0.0, "making data")
+            progress(0.1, "supervised warm-up: step 1 of 10")
+            progress(1.0, "model ready")
+            header = Header(run=run_dir.name, limits=config.limits().to_plain(), policies={})
+            world = clockwork(
+                batch=4,
+                stale=2,
+                workers=8,
+                steps=4,
+                replicas=2,
+                slots=4,
+                journal=run_dir / "metrics.jsonl",
+                recorder=Recorder(run_dir / "schedule", header),
+            )
+            handles.append(FakeHandle(world, **options))
+            return handles[-1]
+
+        fake = ModuleType("engine.actors.run")
+        fake.launch = launch  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "engine.actors.run", fake)
+        return handles
+
+    return install
+
+
+def test_a_run_prints_lines_one_table_and_what_to_type_next(capsys: Capture, launched: Launch) -> None:
+    (handles, config) = launched(), write_config("my config.yaml")
+    assert cli.main(["run", config]) == 0
+    out = capsys.readouterr().out
+    (where,) = re.findall(r"^run: (runs/\d{8}-\d{6}-my-config)$", out, re.MULTILINE)
+    assert "metrics: http://127.0.0.1:12345/metrics" in out
+    assert "making data\nmodel ready\n" in out, "not a line for every step of the warm-up"
+    assert re.findall(r"^step=(\d) done=\d/4 ", out, re.MULTILINE) == ["0", "1", "2", "3"]
+    assert "run finished" in out and "staleness min / mean / max" in out
+    assert f"  engine replay {where}\n" in out
+    assert max(map(len, (line for line in out.splitlines() if not line.startswith("step=")))) <= 80
+    assert handles[0].closed
+    rows = [json.loads(line) for line in Path(where, "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert load_config(f"{where}/config.yaml") == load_config(config)
+
+
+def test_warnings_are_printed_and_what_holds_is_not(capsys: Capture, launched: Launch) -> None:
+    launched()
+    assert cli.main(["run", write_config(trainer={"checkpoint_every": 0})]) == 0
+    out = capsys.readouterr().out
+    assert "note: checkpoint_every 0" in out and "ok:" not in out
+
+
+def test_run_dir_chooses_the_place_once(capsys: Capture, launched: Launch) -> None:
+    launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
+    assert Path("here/config.yaml").is_file() and Path("here/schedule").is_dir()
+    capsys.readouterr()
+    assert "already holds a run" in refused(capsys, "run", write_config(), "--run-dir", "here")
+
+
+def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launched: Launch) -> None:
+    handles = launched(interrupt_after=1)
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    said = capsys.readouterr()
+    assert handles[0].stopped == "interrupted by the user" and handles[0].closed
+    assert "interrupted; the run is in here" in said.err
+    assert "run stopped" in said.out and "engine replay here" in said.out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigError("model.path", "x", "no such model"), 2, "model.path = 'x': no such model"),
+        (InvariantViolated("law 4: too stale"), 1, "InvariantViolated: law 4: too stale"),
+        (EngineError("the trainer is gone"), 1, "the trainer is gone"),
+    ],
+)
+def test_an_error_of_the_run_is_told_without_a_traceback(
+    capsys: Capture, launched: Launch, error: EngineError, code: int, words: str
+) -> None:
+    handles = launched(fail=error)
+    assert cli.main(["run", write_config()]) == code
+    said = capsys.readouterr()
+    assert words in said.err and "Traceback" not in said.err
+    assert "what there is of the run is in runs/" in said.err
+    assert handles[0].closed
+
+
+def test_an_error_nobody_foresaw_has_a_message_and_a_traceback(capsys: Capture, launched: Launch) -> None:
+    launched(fail=ZeroDivisionError("division by zero"))
+    assert cli.main(["run", write_config()]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("engine: unexpected ZeroDivisionError: division by zero\n") and "Traceback" in said
+
+
+def test_an_error_wrapped_on_its_way_is_still_known(capsys: Capture, launched: Launch) -> None:
+    wrapped = RuntimeError("task failed")
+    wrapped.cause = RecordError("schedule/000.seg", 17, "bad checksum")  # type: ignore[attr-defined]
+    launched(fail=wrapped)
+    assert cli.main(["run", write_config()]) == 2
+    assert "schedule/000.seg: at byte 17: bad checksum" in capsys.readouterr().err
+
+
+def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.events import ReplicaLost
+
+    class Doomed(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            yield from ()
+            for replica in (0, 1):
+                self.world.run(lambda world: world.scheduler.state.steps_trained > 0)
+                self.world.driver.deliver(ReplicaLost(replica=replica, incarnation=1, returns=False, reason="burnt"))
+            yield self.world.metrics.status()
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Doomed)
+    launched()
+    assert cli.main(["run", write_config()]) == 1
+    said = capsys.readouterr()
+    assert "failed: no replica is left" in said.err and "burnt" in said.err
+    assert "run failed" in said.out
+
+
+# -- engine replay -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded() -> Path:
+    """A run directory with the record of a small run."""
+    world = clockwork(steps=3)
+    directory = rundir.create("runs", "small", config_yaml="").path
+    header = Header(run="small", limits=world.limits.to_plain(), policies=dict(world.scheduler.policies.names))
+    recorder = Recorder(directory / "schedule", header)
+    clockwork(steps=3, recorder=recorder).run()
+    recorder.close()
+    return directory
+
+
+def segment(run: Path) -> Path:
+    (found,) = [path for path in (run / "schedule").iterdir() if path.is_file()]
+    return found
+
+
+def test_a_replay_says_that_it_is_identical(capsys: Capture, recorded: Path) -> None:
+    assert cli.main(["replay", str(recorded)]) == 0
+    assert re.search(r"identical: \d+ events, \d+ commands", capsys.readouterr().out)
+    assert cli.main(["replay", "latest"]) == 0, "a name under runs/"
+
+
+def test_a_replay_that_diverges_exits_1(capsys: Capture, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.scheduling.rollout import RolloutScheduling
+
+    monkeypatch.setattr(RolloutScheduling, "advance", lambda self: None)
+    assert cli.main(["replay", str(recorded)]) == 1
+    said = capsys.readouterr().out
+    assert "diverged at event" in said and "expected" in said and "got" in said
+
+
+def test_a_corrupted_schedule_is_refused_with_file_and_offset(capsys: Capture, recorded: Path) -> None:
+    path = segment(recorded)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    said = refused(capsys, "replay", str(recorded))
+    assert path.name in said and re.search(r"at byte \d+", said)
+
+
+def test_a_torn_tail_is_cut_and_said(capsys: Capture, recorded: Path) -> None:
+    path = segment(recorded)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert cli.main(["replay", str(recorded)]) == 0
+    assert "cut" in capsys.readouterr().out
+
+
+def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: Path) -> None:
+    assert cli.main(["replay", str(recorded), "--at", "6", "--group", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "event 6" in said and "story of group 0" in said
+    assert cli.main(["replay", str(recorded), "--at", "6"]) == 0
+    assert "story of group" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "RUN = 'nowhere': no such run"),
+        (["file"], "RUN = 'file': is not a directory"),
+        (["bare"], "RUN = 'bare': holds no schedule/"),
+        (["latest", "--group", "0"], "give the event with --at N"),
+        (["latest", "--at", "100000"], "--at = 100000"),
+        (["latest", "--at", "3", "--group", "100000"], "--group = 100000"),
+    ],
+)
+def test_a_replay_of_what_is_not_there_is_refused(
+    capsys: Capture, recorded: Path, arguments: list[str], words: str
+) -> None:
+    Path("bare").mkdir()
+    Path("file").write_text("")
+    assert words in refused(capsys, "replay", *arguments)
+
+
+# -- engine states -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_the_diagram_has_every_state_and_every_trigger(capsys: Capture, table: Table) -> None:
+    assert cli.main(["states", "--format", "mermaid"]) == 0
+    (part,) = [part for part in capsys.readouterr().out.split("## ")[1:] if part.startswith(table.name + "\n")]
+    lines = [line.strip() for line in part.splitlines()]
+    assert f"[*] --> {table.initial}" in lines
+    for transition in table.transitions:
+        for source in transition.sources:
+            assert f"{source} --> {transition.target} : {transition.trigger}" in lines
+    for state in table.states:
+        assert any(re.search(rf"\b{state}\b", line) for line in lines), state
+    assert {f"{state} --> [*]" for state in table.terminal} <= set(lines)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_the_table_has_every_state_and_every_trigger(capsys: Capture, table: Table) -> None:
+    assert cli.main(["states", "--format", "table"]) == 0
+    (part,) = [part for part in capsys.readouterr().out.split("## ")[1:] if part.startswith(table.name + "\n")]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in part.splitlines() if "|" in line]
+    assert {row[0] for row in rows[2:]} == set(table.states)
+    trigger = rows[0].index("trigger")
+    assert {row[trigger] for row in rows[2:]} - {""} == {t.trigger for t in table.transitions}
+    assert len({len(line) for line in part.splitlines() if "|" in line}) == 1, "columns are aligned"
+
+
+def test_both_are_shown_by_default(capsys: Capture) -> None:
+    assert cli.main(["states"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("stateDiagram-v2") == 4 and out.count("| next state") == 4
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def engine(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "engine.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+
+
+def test_the_process_ends_with_the_code() -> None:
+    assert engine("--version").stdout == "step-engine 0.1.0\n"
+    assert engine("check", "nothing.yaml").returncode == 2
+    assert engine("replay", "nothing").returncode == 2
+    assert engine("fly").returncode == 2
+    assert engine("replay", "x", "--at", "-3").returncode == 2
+
+
+def test_light_commands_load_nothing_heavy() -> None:
+    config = write_config()
+    code = (
+        f"import sys; from engine import cli; cli.main(['check', {config!r}]); cli.main(['states']); "
+        "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = f"{sys.executable} -m engine.cli states | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=environment)
+    assert done.stdout == "## group\n" and done.stderr == "" and done.returncode == 0

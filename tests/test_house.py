@@ -1,0 +1,425 @@
+"""The house rules, read off the sources: who imports whom, what the pure core may not touch, sizes, names, addresses.
+
+Every rule is a function from a source to complaints. It is run on the sources, where it must find something to look at
+and nothing to complain of, and on a sample that breaks it, where it must complain: a check that cannot fail is none.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = ROOT / "engine"
+
+# -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
+
+BOTTOM = {"ids", "errors", "trajectory", "roles"}
+EVENTS = {*BOTTOM, "events", "commands"}
+STATES = {*EVENTS, "states"}
+POLICIES = {*STATES, "policies"}
+SCHEDULER = {*POLICIES, "scheduling", "scheduler"}
+SCHEDULE = {*SCHEDULER, "schedule", "ports"}
+DRIVER = {*SCHEDULE, "driver"}
+WORK = {"rollout", "training", "tasks"}
+
+ALLOWED: dict[str, set[str]] = {
+    # the bottom: names, failures, and the data that a user's own code meets
+    "ids": BOTTOM,
+    "errors": BOTTOM,
+    "trajectory": BOTTOM,
+    "roles": BOTTOM,
+    # the pure core, each layer on those before it
+    "events": BOTTOM,
+    "commands": BOTTOM,
+    "states": EVENTS,
+    "policies": STATES,
+    "scheduling": POLICIES,
+    "scheduler": {*POLICIES, "scheduling"},
+    # the record, and the one loop
+    "ports": EVENTS,
+    "schedule": {*SCHEDULER, "ports"},
+    "driver": SCHEDULE,
+    # what stands around the driver: siblings, never each other
+    "simulation": DRIVER,
+    "gateway": DRIVER,
+    "control": DRIVER,
+    # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
+    "hosts": EVENTS,
+    "local": {*DRIVER, "hosts", "metrics"},
+    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir"},
+    # the work itself, which knows nothing of the scheduler
+    "rollout": BOTTOM,
+    "training": BOTTOM,
+    "tasks": BOTTOM,
+    # readers, and where a run's files are
+    "rundir": BOTTOM,
+    "live": {*STATES, "metrics"},
+    "metrics": STATES,
+    "inspect": SCHEDULE,
+    # data about all of the above, and the wiring
+    "config": {*POLICIES, *WORK},
+    "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
+    | {"config", "rundir", "live"},
+    "__init__": {*POLICIES},
+    "__main__": {"cli"},
+}
+
+EXCEPTIONS: dict[str, set[str]] = {
+    # Making the quickstart's model means training one; torch comes with it, late.
+    "engine/tasks/quickstart.py": {"training"},
+}
+
+PURE = (*BOTTOM, "events", "commands", "states", "policies", "scheduling", "scheduler")
+IMPURE = {"time", "random", "asyncio", "uuid", "os", "logging", "datetime", "secrets", "threading"}
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """One module of the engine. `path` is relative to the root of the project."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path = path
+        self.text = text
+        self.tree = ast.parse(text, path)
+
+    @property
+    def unit(self) -> str:
+        """The layer: first part of the path under engine/."""
+        return Path(self.path).parts[1].removesuffix(".py")
+
+    @property
+    def package(self) -> list[str]:
+        return list(Path(self.path).parent.parts)
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted module) of every import, late and type-checking ones included."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                up = self.package[: len(self.package) - node.level + 1] if node.level else []
+                base = ".".join([*up, *([node.module] if node.module else [])])
+                # `from engine import policies` imports engine.policies.
+                yield from ((node.lineno, f"engine.{a.name}" if base == "engine" else base) for a in node.names)
+
+
+def sources() -> list[Source]:
+    return [Source(str(p.relative_to(ROOT)), p.read_text(encoding="utf-8")) for p in sorted(ENGINE.rglob("*.py"))]
+
+
+def pure_sources() -> list[Source]:
+    return [source for source in sources() if source.unit in PURE]
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Source], Iterator[str]]
+
+
+def imports_downwards(source: Source) -> Iterator[str]:
+    """A layer imports itself and those below it."""
+    if source.unit not in ALLOWED:
+        yield f"{source.path}: {source.unit} is in no layer; give it a place in ALLOWED"
+        return
+    allowed = ALLOWED[source.unit] | EXCEPTIONS.get(source.path, set()) | {source.unit}
+    for line, module in source.imports():
+        parts = module.split(".")
+        # `from engine import __version__` imports the package itself, which every import of a part of it does.
+        if parts[0] == "engine" and len(parts) > 1 and not parts[1].startswith("__") and parts[1] not in allowed:
+            yield f"{source.path}:{line}: {source.unit} may not import {module}"
+
+
+def heavy_packages_stay_home(source: Source) -> Iterator[str]:
+    """Ray, torch and vLLM are imported where they belong only."""
+    homes: dict[str, bool] = {
+        "ray": source.unit in {"actors", "cli"},
+        "torch": source.unit in {"training", "rollout", "actors"},
+        "vllm": source.path == "engine/rollout/vllm.py",
+    }
+    for line, module in source.imports():
+        if not homes.get(module.split(".")[0], True):
+            yield f"{source.path}:{line}: {module} is not for {source.unit}"
+
+
+def core_is_pure(source: Source) -> Iterator[str]:
+    """Time, chance and the world reach the core as events only."""
+    for line, module in source.imports():
+        if module.split(".")[0] in IMPURE:
+            yield f"{source.path}:{line}: the pure core may not import {module}"
+
+
+def sizes_are_kept(source: Source) -> Iterator[str]:
+    """Files of at most 400 lines, functions of at most 70."""
+    lines = source.text.count("\n")
+    if lines > 400:
+        yield f"{source.path}: {lines} lines, 400 are the roof"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > 70:
+                yield f"{source.path}:{node.lineno}: {node.name} has {length} lines, 70 are the roof"
+
+
+def nothing_sleeps(source: Source) -> Iterator[str]:
+    """Every wait ends by an event or a timer of its own."""
+    for node in ast.walk(source.tree):
+        named = isinstance(node, ast.Name) and node.id == "sleep"
+        if named or (isinstance(node, ast.Attribute) and node.attr == "sleep"):
+            yield f"{source.path}:{node.lineno}: sleeps"
+
+
+def names_say_something(source: Source) -> Iterator[str]:
+    """No module is called after nothing in particular."""
+    empty = {"utils", "util", "helpers", "helper", "manager", "managers", "misc", "common"}
+    for part in Path(source.path).with_suffix("").parts:
+        if empty & set(part.split("_")):
+            yield f"{source.path}: {part!r} does not say what is in it"
+
+
+def _is_set(node: ast.expr | None, known: set[str]) -> bool:
+    """Whether an expression is a set as far as this file shows. `known` holds names and attributes that hold sets."""
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    if isinstance(node, ast.Call):
+        made = isinstance(node.func, ast.Name) and node.func.id in {"set", "frozenset"}
+        derived = {"difference", "union", "intersection", "symmetric_difference"}
+        return made or (isinstance(node.func, ast.Attribute) and node.func.attr in derived)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub | ast.BitOr | ast.BitAnd | ast.BitXor):
+        return _is_set(node.left, known) or _is_set(node.right, known)
+    return ast.unparse(node).rpartition(".")[2] in known if isinstance(node, ast.Name | ast.Attribute) else False
+
+
+def _set_names(tree: ast.Module) -> set[str]:
+    """Names and attributes that are annotated as sets or assigned one."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign | ast.arg) and node.annotation is not None:
+            target = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            if re.match(r"(typing\.)?(set|frozenset|Set|AbstractSet|MutableSet)\b", ast.unparse(node.annotation)):
+                names.add(target.rpartition(".")[2])
+        elif isinstance(node, ast.Assign) and _is_set(node.value, set()):
+            names |= {ast.unparse(target).rpartition(".")[2] for target in node.targets}
+    return names
+
+
+def loops_are_ordered(source: Source) -> Iterator[str]:
+    """A set is for membership, never for a loop: its order is not the same in the next process."""
+    known = _set_names(source.tree)
+    for node in ast.walk(source.tree):
+        looped: list[ast.expr] = []
+        if isinstance(node, ast.For | ast.comprehension):
+            looped = [node.iter]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            # sorted, len, min, max, sum, any and all do not depend on the order.
+            looped = node.args if node.func.id in {"list", "tuple", "iter", "enumerate", "map", "filter", "zip"} else []
+        for expression in looped:
+            if _is_set(expression, known):
+                yield f"{source.path}:{expression.lineno}: loops over a set: {ast.unparse(expression)}"
+
+
+EVERYWHERE: list[tuple[Rule, str, str]] = [
+    (imports_downwards, "engine/states/group.py", "from engine.policies import registry"),
+    (imports_downwards, "engine/states/group.py", "from ..driver import Driver"),
+    (imports_downwards, "engine/simulation/world.py", "def late():\n    from engine import actors"),
+    (imports_downwards, "engine/rollout/torch.py", "import engine.training.losses"),
+    (imports_downwards, "engine/novel/thing.py", "import engine.ids"),
+    (heavy_packages_stay_home, "engine/driver.py", "import ray.util"),
+    (heavy_packages_stay_home, "engine/tasks/rewards.py", "from torch.nn import Linear"),
+    (heavy_packages_stay_home, "engine/rollout/torch.py", "import vllm"),
+    (sizes_are_kept, "engine/driver.py", "x = 1\n" * 401),
+    (sizes_are_kept, "engine/driver.py", "def f():\n" + "    x = 1\n" * 70),
+    (nothing_sleeps, "engine/driver.py", "import time\ntime.sleep(1)"),
+    (nothing_sleeps, "engine/driver.py", "from asyncio import sleep\nasync def f():\n    await sleep(0)"),
+    (names_say_something, "engine/utils.py", ""),
+    (names_say_something, "engine/rollout/weight_manager.py", ""),
+]
+IN_THE_CORE: list[tuple[Rule, str, str]] = [
+    (core_is_pure, "engine/scheduler.py", "import time"),
+    (core_is_pure, "engine/policies/retry.py", "from random import random"),
+    (core_is_pure, "engine/states/ledger.py", "import os.path"),
+    (loops_are_ordered, "engine/scheduler.py", "for x in {1, 2}: pass"),
+    (loops_are_ordered, "engine/scheduler.py", "a = [x for x in set(b)]"),
+    (loops_are_ordered, "engine/scheduler.py", "for x in a.difference(b): pass"),
+    (loops_are_ordered, "engine/scheduler.py", "for x in set(a) - b: pass"),
+    (
+        loops_are_ordered,
+        "engine/scheduler.py",
+        "class A:\n    late: set[int]\n    def f(self):\n        return list(self.late)",
+    ),
+]
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _, _ in EVERYWHERE), ids=lambda rule: rule.__name__)
+def test_rule_of_the_engine(rule: Rule) -> None:
+    everything = sources()
+    assert len(everything) > 20, "found too little to check"
+    assert [complaint for source in everything for complaint in rule(source)] == []
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _, _ in IN_THE_CORE), ids=lambda rule: rule.__name__)
+def test_rule_of_the_pure_core(rule: Rule) -> None:
+    core = pure_sources()
+    missing = set(PURE) - {source.unit for source in core}
+    assert not missing, f"found nothing to check in {sorted(missing)}"
+    assert [complaint for source in core for complaint in rule(source)] == []
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), [*EVERYWHERE, *IN_THE_CORE])
+def test_a_broken_rule_is_noticed(rule: Rule, path: str, text: str) -> None:
+    assert list(rule(Source(path, text)))
+
+
+def test_ordered_loops_are_let_by() -> None:
+    text = (
+        "seen: set[int] = set()\nfor x in sorted(seen): pass\nfor y in {1: 2}: pass\nok = 3 in seen and len(seen) > 1"
+    )
+    assert list(loops_are_ordered(Source("engine/scheduler.py", text))) == []
+
+
+def test_the_layers_have_no_circle() -> None:
+    def below(unit: str, above: tuple[str, ...] = ()) -> None:
+        assert unit not in above, f"{unit} is below itself: {above}"
+        for lower in ALLOWED[unit] - BOTTOM - {unit}:
+            below(lower, (*above, unit))
+
+    for unit in ("cli", "__init__"):
+        below(unit)
+
+
+# -- what an import brings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["engine", "engine.driver", "engine.policies", "engine.config", "engine.local"])
+def test_a_light_import_brings_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+# -- configs and documents ---------------------------------------------------------------------------------------------
+
+
+def test_every_shipped_config_loads() -> None:
+    shipped = sorted((ROOT / "configs").glob("*.yaml"))
+    assert shipped, "found no config to check"
+    for path in shipped:
+        load_config(path)
+
+
+def test_the_config_that_the_readme_shows_loads(tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert blocks, "found no config to check"
+    for block in blocks:
+        (tmp_path / "shown.yaml").write_text(block, encoding="utf-8")
+        load_config(tmp_path / "shown.yaml")
+
+
+def test_the_readme_shows_the_commands_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    shown = re.findall(r"^make ([a-z]+)", readme, re.MULTILINE)
+    assert {"run", "test"} <= set(shown)
+    for target in shown:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target} is shown and does not exist"
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    links = [
+        (page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    ]
+    assert links, "found no link to check"
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+# Written in pieces, so that this file holds none of them.
+REGISTRY = re.compile(
+    "|".join(
+        (
+            "py" + r"pi\.(org|python\.org)",
+            "python" + r"hosted\.org",
+            "download" + r"\.pytorch\.org",
+            "index" + r"[-_]url",
+            "find" + r"-links",
+            r"https?://\S*/" + r"simple\b",
+            "registry" + r"\.npmjs",
+            r"^[\w.-]+ @ (file|https?):",
+        )
+    ),
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def tracked_files() -> list[Path]:
+    """Files of the repository, new ones included; of a plain copy, every file that is not hidden or made."""
+    asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+    made = {"runs", "build", "dist", "__pycache__"}
+    found: list[Path] = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in made and not name.startswith(".")]
+        found += [Path(folder) / name for name in names]
+    return found
+
+
+def test_no_file_holds_the_address_of_a_package_registry() -> None:
+    files = tracked_files()
+    assert {ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / "Makefile"} <= set(files)
+    complaints: list[str] = []
+    for path in files:
+        found = REGISTRY.search(path.read_text(encoding="utf-8", errors="replace"))
+        if found:
+            complaints.append(f"{path.relative_to(ROOT)}: {found.group()}")
+    assert complaints == []
+
+
+@pytest.mark.parametrize("text", ["--extra-index" + "-url x", "https://py" + "pi.org/p", "six @" + " file:///x"])
+def test_the_address_of_a_registry_is_noticed(text: str) -> None:
+    assert REGISTRY.search(text)
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", pin) for pin in pins), (
+        "exact, without local versions"
+    )
+    pinned = {re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins}
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = {
+        re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r'^    "([A-Za-z-]+)[>=<]', project, re.MULTILINE)
+    }
+    assert len(wanted) > 15
+    assert wanted <= pinned
+
+
+# -- the runner --------------------------------------------------------------------------------------------------------
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize(("arguments", "outcome"), [([], 0), (["--fail-on-skip"], 1)])
+def test_a_skip_fails_where_none_may_be(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: list[str], outcome: int
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    pytester.makepyfile("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no such program')")
+    assert pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments).ret == outcome
