@@ -132,7 +132,7 @@ def step_line(row: Mapping[str, Any], status: Status) -> str:
         "done": f"{row['step'] + 1}/{total}",
         "version": row.get("version", "-"),
         "reward": figure(row.get("reward_mean"), ".4f"),
-        "accuracy": figure(row.get("accuracy") if row.get("accuracy") is not None else status.accuracy, ".4f"),
+        "accuracy": figure(row.get("accuracy"), ".4f"),
         "loss": figure(row.get("loss"), ".4g"),
         "staleness": stale,
         "tokens": row.get("tokens", "-"),

@@ -46,8 +46,6 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield f"at S = k - 1 = {stale} a refill binds at once: after max_drops = {s.max_drops} a step waits"
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
-    if config.run.max_steps is not None and config.run.max_steps < config.validation.every:
-        yield f"validation.every = {config.validation.every} never comes: run.max_steps = {config.run.max_steps}"
     if config.model.path is not None and config.data.validation_path is None:
         yield "no data.validation_path: nothing is measured on held-out prompts"
     if config.model.make is not None:

@@ -33,7 +33,11 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where a run lives and when it ends."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="First part of the run's id.")
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Last part of the run's id; `run`: the config's file name.",
+    )
     dir: str = Field("runs", min_length=1, description="Directory that holds the run directories.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds data order, sampling and made models.")
     max_steps: int | None = Field(
@@ -58,19 +62,19 @@ class ArithmeticSection(Section):
     heads: int = Field(_MADE.heads, ge=1, le=64, description="Attention heads; hidden_size is an even multiple.")
     train_prompts: int = Field(_MADE.train_prompts, ge=1, description="Prompts in the training set.")
     validation_prompts: int = Field(_MADE.validation_prompts, ge=1, description="Held-out prompts.")
-    warmup_steps: int = Field(_MADE.warmup_steps, ge=0, description="Supervised steps before the run, at most.")
+    warmup_steps: int = Field(_MADE.warmup_steps, ge=0, description="Supervised steps before the run.")
     warmup_batch: int = Field(_MADE.warmup_batch, ge=1, description="Worked solutions a supervised step.")
     warmup_learning_rate: float = Field(
         _MADE.warmup_learning_rate, gt=0, le=1, description="Learning rate of the supervised steps."
     )
     short_steps: int = Field(
-        _MADE.short_steps, ge=1, le=24, description="Supervised steps are mostly on answers of at most so many."
+        _MADE.short_steps, ge=1, le=24, description="Supervised steps are mostly on the first so many of an answer."
     )
     carelessness: float = Field(
         _MADE.carelessness, ge=0, le=1, description="How often those answers slip: to be unlearned."
     )
     largest_divisor: int = Field(
-        _MADE.family.largest_divisor, ge=3, le=40, description="Questions divide by at most this."
+        _MADE.family.largest_divisor, ge=2, le=9, description="Questions divide by at most this, a digit."
     )
     median_steps: float = Field(
         _MADE.family.median_steps, ge=1, le=24, description="Median number of subtractions that an answer takes."
@@ -82,7 +86,7 @@ class ArithmeticSection(Section):
         description="Log-normal spread of that number: p99 / median = exp(2.33 spread).",
     )
     most_steps: int = Field(
-        _MADE.family.most_steps, ge=1, le=24, description="Subtractions of the longest answer; each is 4 tokens."
+        _MADE.family.most_steps, ge=1, le=24, description="Subtractions of the longest answer; each is 6 tokens."
     )
 
     @model_validator(mode="after")
@@ -254,7 +258,6 @@ class TrainerSection(Section):
 class ValidationSection(Section):
     """How the model is measured on held-out prompts."""
 
-    every: int = Field(0, ge=0, description="Train steps between validations; 0: none between start and end.")
     at_start: bool = Field(True, description="Measure the initial weights.")
     at_end: bool = Field(True, description="Measure the final weights.")
     prompts: int = Field(128, ge=1, description="Held-out prompts used, at most.")

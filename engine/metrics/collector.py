@@ -144,12 +144,8 @@ class RunMetrics:
             self.steps.flush()
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
-        """What the trainer says of a step it trained; names become keys of its line in `metrics.jsonl`.
-
-        Where it says no `accuracy`, the newest one on held-out prompts stands there.
-        """
-        newest = {"accuracy": self.accuracies[-1][1]} if self.accuracies else {}
-        self.steps.report(step, newest | dict(metrics))
+        """What the trainer says of a step it trained; names become keys of its line in `metrics.jsonl`."""
+        self.steps.report(step, metrics)
 
     def validated(self, steps: int, accuracy: float) -> None:
         """Accuracy on held-out prompts, of the weights after `steps` train steps."""

@@ -46,7 +46,7 @@ since the line before.
 | `version` | newest weights version published when the step was finished |
 | `groups` | prompt groups trained on |
 | `reward_mean` | mean reward over them |
-| `accuracy` | as the trainer reports it; else the newest on held-out prompts; null before there is one |
+| `accuracy` | share of trajectories with a reward of at least 1, as the trainer reports it |
 | `loss` | as the trainer reports it |
 | `staleness_min`, `staleness_mean`, `staleness_max` | of the groups, in train steps |
 | `tokens` | response tokens of the groups |

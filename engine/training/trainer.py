@@ -61,6 +61,10 @@ class StepTally:
             self.seconds[name] += time.perf_counter() - started
 
 
+RIGHT = 1.0
+"""Reward from which a response counts as right in `accuracy`."""
+
+
 class ModelTrainer:
     """Trains the causal language model at `model_path` (a directory, or a name that transformers resolves).
 
@@ -99,8 +103,9 @@ class ModelTrainer:
 
         Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
         (before clipping); over their tokens, `clip_share_low`, `clip_share_high`, `approx_kl`, `entropy` (nats),
-        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch, `reward_mean`, `reward_std`, `response_tokens`
-        (trained ones), `zero_advantage_groups`; `lr` of the last minibatch, `optimizer_steps`,
+        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch, `reward_mean`, `reward_std`, `accuracy` (share of
+        rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`; `lr` of the last minibatch,
+        `optimizer_steps`,
         `nonfinite_minibatches`, and `seconds_*`.
         """
         tally = StepTally()
@@ -231,6 +236,7 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, 
         "lr": tally.learning_rate,
         **tally.diagnostics.metrics(),
         "reward_mean": fmean(rewards) if rewards else 0.0,
+        "accuracy": fmean(reward >= RIGHT for reward in rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "response_tokens": float(sum(sample.tokens for sample in samples)),
         "zero_advantage_groups": float(sum(all(sample.advantage == 0.0 for sample in group) for group in groups)),

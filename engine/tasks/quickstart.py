@@ -1,0 +1,162 @@
+"""Makes what the quickstart runs on, on the spot and without a download: model, tokenizer, training and held-out data.
+
+Called once at the start of a run whose config asks for it, in the preparing process. What was made is kept and found
+again by a hash of its parameters. A directory is there only when it is complete; nothing half-made is ever used.
+
+The solutions that the model first learns from are careless: more often than not, a step across a ten comes out one too
+small. So the model has the skill and a bad habit, as one that has read the web has, and the run has something to do
+that a reward can teach in minutes: long answers, which cross many tens, are nearly all wrong before and right after.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from engine.tasks.arithmetic import ALPHABET, STEP_TOKENS, Division, Question, QuestionPool
+from engine.tasks.tokenizer import END, save_character_tokenizer
+
+Progress: TypeAlias = Callable[[float, str], None]
+
+RECIPE = 5
+"""Raised when the same parameters make something else than they used to."""
+
+MARKER = "complete.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quickstart:
+    """Parameters of the quickstart. Field names are those of the config section `model.arithmetic`."""
+
+    seed: int = 0
+    layers: int = 2
+    hidden_size: int = 64
+    heads: int = 4
+    train_prompts: int = 4096
+    validation_prompts: int = 128
+    warmup_steps: int = 800
+    warmup_batch: int = 32
+    warmup_learning_rate: float = 6e-3
+    short_steps: int = 6
+    """Warm-up is mostly on the first so many steps of a solution."""
+    carelessness: float = 0.55
+    """How often the worked solutions of the warm-up slip where they may: what the run then has to unlearn."""
+    family: Division = field(default_factory=Division)
+
+    def key(self) -> str:
+        """Changes with every parameter."""
+        text = json.dumps({"recipe": RECIPE, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Where things are, and what the warm-up measured when they were made."""
+
+    model_path: str
+    training_path: str
+    validation_path: str
+    reward: str
+    most_tokens: int
+    """Response tokens that the longest right answer takes."""
+    warm_up: dict[str, Any]
+    reused: bool
+
+
+def prepare(directory: str | Path, parameters: Quickstart | None = None, progress: Progress | None = None) -> Prepared:
+    """Make, or find again, the quickstart under `directory`. Safe to call from several processes at once."""
+    wanted = parameters or Quickstart()
+    target = Path(directory).expanduser().resolve() / f"arithmetic-{wanted.key()}"
+    reused = (target / MARKER).is_file()
+    if not reused:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        workplace = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+        try:
+            _make(workplace, wanted, progress or _silent)
+            _put(workplace, target)
+        finally:
+            shutil.rmtree(workplace, ignore_errors=True)
+    return Prepared(
+        model_path=str(target / "model"),
+        training_path=str(target / "train.jsonl"),
+        validation_path=str(target / "validation.jsonl"),
+        reward="engine.tasks.arithmetic:reward",
+        most_tokens=wanted.family.most_tokens,
+        warm_up=json.loads((target / MARKER).read_text(encoding="utf-8"))["warm_up"],
+        reused=reused,
+    )
+
+
+def _put(workplace: Path, target: Path) -> None:
+    """Rename into place. Another process may have been first: then what it made is as good."""
+    for path in workplace.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+    workplace.chmod(0o755)
+    try:
+        os.rename(workplace, target)
+    except OSError:
+        if not (target / MARKER).is_file():
+            raise
+
+
+def _silent(done: float, text: str) -> None:
+    pass
+
+
+def _make(workplace: Path, wanted: Quickstart, progress: Progress) -> None:
+    progress(0.0, "making data")
+    pool = QuestionPool(wanted.family, wanted.seed)
+    _write_rows(workplace / "train.jsonl", islice(pool.training("rows"), wanted.train_prompts))
+    _write_rows(workplace / "validation.jsonl", pool.held_out("rows", wanted.validation_prompts))
+    model_directory = workplace / "model"
+    model_directory.mkdir()
+    save_character_tokenizer(model_directory, ALPHABET)
+    measured = _warm_up(model_directory, wanted, pool, progress)
+    marker = {"recipe": RECIPE, "parameters": asdict(wanted), "warm_up": measured}
+    (workplace / MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
+    progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
+
+
+def _warm_up(directory: Path, wanted: Quickstart, pool: QuestionPool, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "loading torch")
+    from engine.training import warmup  # Brings torch, which only the preparing process needs.
+
+    shape = warmup.ModelShape(
+        hidden_size=wanted.hidden_size,
+        layers=wanted.layers,
+        heads=wanted.heads,
+        positions=max(512, 2 * wanted.family.most_tokens),
+    )
+    settings = warmup.WarmUp(
+        steps=wanted.warmup_steps,
+        examples_per_step=wanted.warmup_batch,
+        learning_rate=wanted.warmup_learning_rate,
+    )
+    slips = random.Random(f"slips {wanted.seed}")
+    material = warmup.Material(
+        short=_worked(pool.evenly("short"), wanted, slips, STEP_TOKENS * wanted.short_steps),
+        whole=_worked(pool.training("whole"), wanted, slips, wanted.family.most_tokens),
+    )
+    return warmup.make_model(str(directory), shape, settings, material, wanted.seed, progress)
+
+
+def _worked(
+    questions: Iterator[Question], wanted: Quickstart, slips: random.Random, most_tokens: int
+) -> Iterator[tuple[str, str]]:
+    """Prompts with their worked solutions; of a long one its first tokens."""
+    for question in questions:
+        text = question.careless_solution(wanted.carelessness, slips)
+        yield question.prompt, text[:most_tokens] if len(text) >= most_tokens else text + END
+
+
+def _write_rows(path: Path, questions: Iterable[Question]) -> None:
+    path.write_text("".join(json.dumps(question.row()) + "\n" for question in questions), encoding="utf-8")
