@@ -155,6 +155,8 @@ def panel(status: Status, title: str) -> RenderableType:
     grid.add_row("rollout", _rollout(status))
     grid.add_row("replicas", _replicas(status))
     grid.add_row("trainer", f"version {status.version}, idle {percent(status.trainer_idle_share)}")
+    if status.failures:
+        grid.add_row("failures", Text(_failures(status), style="yellow"))
     now = Table.grid(padding=(0, 1), expand=True)
     now.add_column(style="dim", no_wrap=True, width=9)
     now.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -203,6 +205,11 @@ def _rollout(status: Status) -> str:
     )
 
 
+def _failures(status: Status) -> str:
+    """How many attempts failed, and what the last one was."""
+    return f"{sum(status.failures.values())} attempts; the last: {status.last_failure}"
+
+
 def _replicas(status: Status) -> str:
     shown = list(status.replica_versions.items())[:VERSIONS_SHOWN]
     parts = []
@@ -232,6 +239,10 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
         "staleness min / mean / max",
         " / ".join(figure(value, ".3g") for value in stale) + f"  (bound {status.max_staleness_steps})",
     )
+    table.add_row("groups", ", ".join(f"{count} {end}" for end, count in status.groups_ended.items()))
+    if status.failures:
+        counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in status.failures.items())
+        table.add_row("failed attempts", Text(f"{counts}; the last: {status.last_failure}"))
     table.add_row("rollout idle", percent(status.rollout_idle_share) + _main_cause(status.rollout_idle_s))
     table.add_row("trainer idle", percent(status.trainer_idle_share) + _main_cause(status.trainer_idle_s))
     table.add_row("tokens generated / trained", f"{status.tokens_generated:,} / {status.tokens_trained:,}")

@@ -48,6 +48,8 @@ def crowded() -> Status:
         version=123_456,
         replica_versions={n: 123_456 for n in range(64)},
         replica_states=dict.fromkeys(range(64), "installing"),
+        failures={"group_data": 123_456},
+        last_failure="[bold]z[/bold]" * 30,
         trainer_now="x" * 200,
         rollout_now="y" * 200,
     )
@@ -64,7 +66,8 @@ def drawn(status: Status, title: str = "Step Engine  runs/20260131-235959-quicks
 )
 def test_the_live_view_fits_80_columns_and_never_wraps(status: Status) -> None:
     lines = drawn(status)
-    assert len(lines) == 10, "a line for each of eight rows and the frame"
+    rows = 8 + bool(status.failures)
+    assert len(lines) == rows + 2, "a line for each row and the frame"
     assert {cell_len(line) for line in lines} == {80}
 
 
@@ -117,6 +120,7 @@ def test_the_table_at_the_end_has_every_figure() -> None:
         r"reward first / last +│ 0\.031 / 0\.4\d\d",
         r"held-out accuracy before / after +│ 0\.250 / 0\.875",
         r"staleness min / mean / max +│ 0 / 0\.75 / 1  \(bound 1\)",
+        r"groups +│ \d+ consumed, 0 filtered, \d+ dropped, 0 +│",
         r"rollout idle +│ \d+ %",
         r"trainer idle +│ \d+ %",
         r"tokens generated / trained +│ 80 / 80",
@@ -125,6 +129,18 @@ def test_the_table_at_the_end_has_every_figure() -> None:
     ):
         assert re.search(row, text), (row, text)
     assert max(cell_len(line) for line in text.splitlines()) <= 80
+
+
+def test_failures_are_counted_and_the_last_one_is_told() -> None:
+    status = replace(
+        middle(), failures={"group_data": 3, "replica_lost": 1}, last_failure="group 7: my_rewards:[score]"
+    )
+    assert any("4 attempts; the last: group 7: my_rewards:[score]" in line for line in drawn(status))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(status, where="runs/here"))
+    text = " ".join(re.sub("[│]", " ", console.export_text()).split())
+    assert "3 group data, 1 replica lost" in text and "my_rewards:[score]" in text
+    assert not any("attempts" in line for line in drawn(middle()))
 
 
 def test_a_terminal_gets_the_live_view_and_a_pipe_plain_lines() -> None:

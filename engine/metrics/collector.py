@@ -87,6 +87,8 @@ class RunMetrics:
         self.idle = IdleTime(self.state)
         self.events: Counter[str] = Counter()
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
+        self.last_failure = ""
+        """What failed last and why."""
         self.staleness = Histogram(STALENESS_BUCKETS)
         self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
         self.tokens_generated = 0
@@ -111,9 +113,9 @@ class RunMetrics:
             ReplicaLost: self._replica_lost,
             WeightsInstalled: self._weights_installed,
             SyncFailed: self._sync_failed,
-            StepFailed: lambda event: self._retry("train_step"),
-            PublishFailed: lambda event: self._retry("publish"),
-            CheckpointFailed: lambda event: self._retry("checkpoint"),
+            StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
+            PublishFailed: lambda event: self._retry("publish", f"version {event.version}: {event.reason}"),
+            CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
         }
 
     # what is fed in
@@ -205,11 +207,12 @@ class RunMetrics:
             self._token_samples.append((event.at, self.tokens_generated))
 
     def _group_failed(self, event: GroupFailed) -> None:
-        self._retry("group_data" if event.cause == "data" else "group_infrastructure")
+        cause = "group_data" if event.cause == "data" else "group_infrastructure"
+        self._retry(cause, f"group {event.group}: {event.reason}")
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         self._pausing.pop(event.replica, None)
-        self._retry("replica_lost")
+        self._retry("replica_lost", f"replica {event.replica}: {event.reason}")
 
     def _weights_installed(self, event: WeightsInstalled) -> None:
         began = self._pausing.pop(event.replica, None)
@@ -218,10 +221,11 @@ class RunMetrics:
 
     def _sync_failed(self, event: SyncFailed) -> None:
         self._pausing.pop(event.replica, None)
-        self._retry("weight_sync")
+        self._retry("weight_sync", f"replica {event.replica}, version {event.version}: {event.reason}")
 
-    def _retry(self, cause: str) -> None:
+    def _retry(self, cause: str, story: str) -> None:
         self.retries[cause] += 1
+        self.last_failure = story
 
     def _batch_ordered(self, command: TrainStep) -> None:
         groups = [self.state.groups[id] for id in command.groups if id in self.state.groups]

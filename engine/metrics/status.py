@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.ids import ReplicaId, Version
+from engine.states.group import GROUP
 
 if TYPE_CHECKING:
     from engine.metrics.collector import RunMetrics
@@ -51,6 +52,12 @@ class Status:
     replica_versions: dict[ReplicaId, Version]
     """Of replicas that are not lost."""
     replica_states: dict[ReplicaId, str]
+    groups_ended: dict[str, int]
+    """Prompt groups by the state they ended in."""
+    failures: dict[str, int]
+    """Attempts that failed, by what failed, where there are any."""
+    last_failure: str
+    """What failed last and why; empty while nothing has."""
     tokens_generated: int
     tokens_trained: int
     tokens_per_s: float
@@ -115,6 +122,9 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         version=state.latest_version,
         replica_versions={r.id: r.version for r in replicas},
         replica_states={r.id: r.state for r in replicas},
+        groups_ended={state: metrics.transitions.entered("group", state) for state in GROUP.terminal},
+        failures={cause: count for cause, count in metrics.retries.items() if count},
+        last_failure=metrics.last_failure,
         tokens_generated=metrics.tokens_generated,
         tokens_trained=metrics.tokens_trained,
         tokens_per_s=metrics.tokens_per_s(now),
