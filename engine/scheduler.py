@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.commands import Command, FinishRun
+from engine.errors import PolicyError
 from engine.events import (
     BatchScored,
     CheckpointFailed,
@@ -115,6 +116,7 @@ class Scheduler:
                 self.sync.advance()
                 state.disturbed = False
             self.rollout.advance()
+            self.training.watch()
             self._finish_when_done()
         state.outcome = self._stop
         state.settle()
@@ -128,10 +130,13 @@ class Scheduler:
         self._stop = FinishRun(outcome="stopped", reason=event.reason, cause=event.id)
 
     def _finish_when_done(self) -> None:
-        """End the run once no step can follow: what no version holds is published, a last checkpoint written, the
-        rest let go."""
+        """End the run once no step can follow: what no version holds is published, a last checkpoint written, the rest
+        let go."""
         state = self.state
-        if not state.started or not self.training.nothing_left() or state.training_step is not None or state.publishing:
+        if not state.started or state.training_step is not None or state.publishing:
+            return
+        if not self.training.nothing_left():
+            self._require_progress()
             return
         if state.steps_trained > state.steps_in[state.latest_version]:
             self.training.publish()
@@ -143,6 +148,31 @@ class Scheduler:
         for group in list(state.groups.values()):
             self.rollout.drop(group)
         state.waiting.clear()
-        self._stop = FinishRun(
-            outcome="finished", reason=f"{state.steps_trained} train steps", cause=self._orders.cause
+        if not state.steps_trained and state.last_failure:
+            reason = f"no group could be trained on; the last that failed: {state.last_failure}"
+            self._stop = FinishRun(outcome="failed", reason=reason, cause=self._orders.cause)
+        else:
+            reason = f"{state.steps_trained} train steps"
+            self._stop = FinishRun(outcome="finished", reason=reason, cause=self._orders.cause)
+
+    def _require_progress(self) -> None:
+        """Law 7: something is under way whose end will be an event, or the run ends here with a named cause."""
+        state = self.state
+        if state.ledger.running or state.asked or state.checkpoint_pending:
+            return
+        if self.sync.none_left:
+            self._stop = FinishRun(outcome="failed", reason=self.sync.none_left, cause=self._orders.cause)
+            return
+        replicas = state.fleet.replicas.values()
+        under_way = any(
+            r.returns if r.state == "lost" else r.state != "ready" or r.staging is not None for r in replicas
+        )
+        step = state.steps.get(state.steps_batched)
+        if under_way or not state.fleet.alive or (step is not None and step.timer is not None):
+            return
+        raise PolicyError(
+            "nothing is under way and the policies start nothing: "
+            f"{state.ledger.waiting} groups wait, {state.ledger.parked} are parked, {state.ledger.ready} are ready for "
+            f"step {state.steps_batched}, {state.capacity} could start",
+            policies=str(dict(self.policies.names)),
         )

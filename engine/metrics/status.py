@@ -158,8 +158,8 @@ def _trainer_now(metrics: RunMetrics) -> str:
     if cause == "no_prompts":
         return "the prompts are used up"
     if cause == "waiting_for_stragglers":
-        binding = state.deadlines.binding(step, size)
-        missing = f"{_groups(binding[1])} due by step {binding[0]}" if binding else "its stragglers"
+        needs = state.deadlines.needs(step, size)
+        missing = f"{_groups(sum(n for _, n in needs))} due by step {needs[-1][0]}" if needs else "its stragglers"
         return f"step {step} waits for {missing}; {ready} ready, {running} running"
     return f"step {step} waits for {_groups(max(0, size - ready))}; {ready} of {size} ready, {running} running"
 

@@ -7,10 +7,10 @@ from engine.states.view import View
 
 @register("dispatch", "least-loaded")
 class LeastLoaded:
-    """The replica with the smallest share of busy slots; a tie goes to the smallest id."""
+    """The replica with the smallest share of busy slots, if possible not the one it failed on, then the smallest id."""
 
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
-        return view.least_loaded(oldest)
+        return view.least_loaded(oldest, avoid=view.failed_on(group))
 
 
 @register("dispatch", "newest-weights")
@@ -19,4 +19,8 @@ class NewestWeights:
 
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
         fit = [r for r in view.replicas() if r.state == "ready" and r.running < r.slots and r.version >= oldest]
-        return min(fit, key=lambda r: (-r.version, r.running / r.slots, r.id)).id if fit else None
+        return (
+            min(fit, key=lambda r: (r.id == view.failed_on(group), -r.version, r.running / r.slots, r.id)).id
+            if fit
+            else None
+        )

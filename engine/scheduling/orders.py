@@ -1,14 +1,12 @@
 """The commands of one event as they come up, and how a policy is asked for a decision."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.commands import Command, DiscardGroups
-from engine.errors import EngineError, PolicyError
+from engine.errors import PolicyError
 from engine.ids import EventId, GroupId
 from engine.policies.registry import PolicySet
-
-Answer = TypeVar("Answer")
 
 
 class Orders:
@@ -41,18 +39,24 @@ class Orders:
         return tuple(self._commands)
 
 
-def ask(policies: PolicySet, decision: str, question: Callable[[], Answer]) -> Answer:
-    """Put a question to a policy. What it raises becomes a `PolicyError` that names it; nothing has been changed
-    yet."""
+def ask(policies: PolicySet, decision: str, question: Callable[[], Any], kinds: tuple[type, ...]) -> Any:
+    """Put a question to a policy. The answer is of one of `kinds` exactly.
+
+    Raises `PolicyError`, which names the policy, for an answer of another kind and for whatever the policy raised.
+    """
     try:
-        return question()
-    except EngineError:
+        answer = question()
+    except PolicyError:
         raise
     except Exception as error:
+        name = policies.names[decision]
         raise PolicyError(
-            f"the {decision} policy {policies.names[decision]!r} raised {type(error).__name__}: {error}",
-            decision=decision, policy=policies.names[decision],
-        ) from error  # fmt: skip
+            f"the {decision} policy {name!r} raised {type(error).__name__}: {error}", decision=decision, policy=name
+        ) from error
+    if type(answer) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise refuse(policies, decision, answer, f"it must answer with {expected}")
+    return answer
 
 
 def refuse(policies: PolicySet, decision: str, answer: Any, law: str) -> PolicyError:

@@ -5,7 +5,7 @@ only through
 `State`'s operations.
 """
 
-from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup
+from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
 from engine.events import NO_VERSION, GroupAborted, GroupFailed, GroupGenerated, PromptsDrawn
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.policies.registry import PolicySet
@@ -15,6 +15,9 @@ from engine.states.invariants import require
 from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.view import View, view_group
+
+REASON_LENGTH = 1000
+"""Characters of a reason that go into the record."""
 
 
 class RolloutScheduling:
@@ -30,7 +33,7 @@ class RolloutScheduling:
 
     def on_prompts_drawn(self, event: PromptsDrawn) -> None:
         state = self.state
-        if event.first != state.ledger.drawn or not 0 <= event.count <= state.asked:
+        if not state.asked or event.first != state.ledger.drawn or not 0 <= event.count <= state.asked:
             state.stale_echoes += 1
             return
         state.asked = 0
@@ -43,9 +46,14 @@ class RolloutScheduling:
         if group is None:
             return
         self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+        replica = self.state.fleet.replicas[event.replica]
+        if replica.failed_groups:
+            replica.failed_groups = 0
+            self.state.disturb()
+        group.failed_on = -1
         group.reward_mean = event.reward_mean
         group.ready_at = event.at
-        keep = ask(self.policies, "filter", lambda: self.policies.filter.keep(self.view, event))
+        keep = ask(self.policies, "filter", lambda: self.policies.filter.keep(self.view, event), (bool,))
         self.state.unseat(group)
         self.state.fire_group(group, "generate")
         if not keep:
@@ -58,7 +66,11 @@ class RolloutScheduling:
         if event.tokens:
             self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
             group.kept = True
+        unasked = self.state.fleet.replicas[event.replica].state == "ready"
         self.state.unseat(group)
+        if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
+            self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
+            return
         self.state.fire_group(group, "abort")
         if group.truncate and not group.kept:
             self.release(group, "drop")
@@ -71,18 +83,50 @@ class RolloutScheduling:
             group.kept = False
             group.tokens = 0
             group.oldest_version = group.newest_version = NO_VERSION
-            self.orders.discard(group.id)
+        group.failed_on = event.replica
         self.state.unseat(group)
-        self.park_after_failure(group, event.cause)
+        self.park_after_failure(group, event.cause, event.reason)
+        if event.cause == "infrastructure":
+            self._blame(self.state.fleet.replicas[event.replica], event)
 
-    def park_after_failure(self, group: Group, cause: str) -> None:
+    def _blame(self, replica: Replica, event: GroupFailed) -> None:
+        """A replica on which different groups fail one after another is sick: another life may be better."""
+        if replica.failed_group != event.group:
+            replica.failed_group = event.group
+            replica.failed_groups += 1
+            self.state.disturb()
+        if replica.failed_groups >= self.state.limits.infrastructure_attempts:
+            self.stop_replica(replica, f"{replica.failed_groups} groups in a row failed on it, at last: {event.reason}")
+
+    def stop_replica(self, replica: Replica, reason: str) -> None:
+        """Give a replica up; whoever runs it says whether another one comes."""
+        replica.returns = True
+        self.lose_replica(replica, reason)
+        told = reason[:REASON_LENGTH]
+        self.orders.add(
+            StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=told, cause=self.orders.cause)
+        )
+
+    def lose_replica(self, replica: Replica, reason: str) -> None:
+        """Park what ran there: each group loses an attempt of the infrastructure budget, not its place."""
+        state = self.state
+        replica.staged = replica.staging = None
+        replica.failed_groups = 0
+        state.fire_replica(replica, "lose")
+        for id in list(replica.groups):
+            group = state.groups[id]
+            state.unseat(group)
+            self.park_after_failure(group, "infrastructure", reason)
+
+    def park_after_failure(self, group: Group, cause: str, reason: str) -> None:
         """An attempt was lost: park the group for another one, or fail it. Its slot has been taken back already."""
+        self.state.last_failure = reason
         if cause == "data":
             group.data_failures += 1
         else:
             group.infrastructure_failures += 1
         snapshot = view_group(group)
-        again = ask(self.policies, "retry", lambda: self.policies.retry.retry(self.view, snapshot, cause))
+        again = ask(self.policies, "retry", lambda: self.policies.retry.retry(self.view, snapshot, cause), (bool,))
         self.state.fire_group(group, "abort")
         if not again:
             self.release(group, "fail")
@@ -169,12 +213,11 @@ class RolloutScheduling:
     def _admit(self) -> None:
         state = self.state
         limits = state.limits
-        places = min(state.places(state.latest_version) - state.held, len(state.waiting))
-        legal = min(limits.max_concurrent_groups - state.ledger.running, places)
+        legal = min(state.capacity, len(state.waiting))
         if legal <= 0:
             return
-        count = ask(self.policies, "admission", lambda: self.policies.admission.admit(self.view, legal))
-        if not isinstance(count, int) or not 0 <= count <= legal:
+        count = ask(self.policies, "admission", lambda: self.policies.admission.admit(self.view, legal), (int,))
+        if not 0 <= count <= legal:
             raise refuse(self.policies, "admission", count, f"it must be an integer from 0 to {legal}")
         for _ in range(count):
             oldest = self._oldest_admissible()
@@ -207,7 +250,12 @@ class RolloutScheduling:
 
     def _dispatch(self, group: Group, oldest: Version) -> Replica | None:
         state = self.state
-        id = ask(self.policies, "dispatch", lambda: self.policies.dispatch.choose(self.view, oldest, group.id))
+        id = ask(
+            self.policies,
+            "dispatch",
+            lambda: self.policies.dispatch.choose(self.view, oldest, group.id),
+            (int, type(None)),
+        )
         if id is None:
             return None
         replica = state.fleet.replicas.get(id)
@@ -221,9 +269,7 @@ class RolloutScheduling:
         """Ask for prompts while fewer wait than could start now; ahead by a batch, never beyond what the run needs."""
         state = self.state
         limits = state.limits
-        room = max(
-            0, min(limits.max_concurrent_groups - state.ledger.running, state.places(state.latest_version) - state.held)
-        )
+        room = state.capacity
         waiting = len(state.waiting)
         if waiting > room:
             return

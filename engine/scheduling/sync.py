@@ -4,12 +4,13 @@ A replica always works towards the newest version: stage its bytes while it gene
 go on. Any failure on the way puts it back to generating with its old weights.
 """
 
-from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireWeights, StageWeights, StopReplica
+from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireWeights, StageWeights
 from engine.events import ReplicaJoined, ReplicaLost, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import Version
 from engine.policies.registry import PolicySet
 from engine.scheduling.orders import Orders, ask, refuse
 from engine.scheduling.rollout import RolloutScheduling
+from engine.states.invariants import require
 from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.view import View
@@ -30,11 +31,19 @@ class SyncScheduling:
         self.view = view
         self.rollout = rollout
         self.failure: str | None = None
+        """Why the run cannot go on; the scheduler ends it."""
+        self.none_left = ""
+        """Why the last replica is gone for good; ends the run once it needs one."""
 
     # replicas come and go
 
     def on_replica_joined(self, event: ReplicaJoined) -> None:
         state = self.state
+        require(
+            0 <= event.version <= state.latest_version and event.slots > 0,
+            "law 6: a replica joins with a version that was never published, or without slots",
+            replica=event.replica, version=event.version, latest=state.latest_version, slots=event.slots,
+        )  # fmt: skip
         replica = state.fleet.replicas.get(event.replica)
         if replica is None:
             replica = state.fleet.replicas[event.replica] = Replica(event.replica)
@@ -42,10 +51,11 @@ class SyncScheduling:
             state.stale_echoes += 1
             return
         elif replica.state != "lost":
-            self._lose(replica)
+            self.rollout.lose_replica(replica, "another incarnation joined in its place")
             state.fire_replica(replica, "return")
         else:
             state.fire_replica(replica, "return")
+        self.none_left = ""
         replica.incarnation = event.incarnation
         replica.slots = event.slots
         replica.version = event.version
@@ -63,19 +73,9 @@ class SyncScheduling:
         replica.incarnation = event.incarnation
         replica.returns = event.returns
         if replica.state != "lost":
-            self._lose(replica)
+            self.rollout.lose_replica(replica, event.reason)
         if not self.state.fleet.alive and not any(r.returns for r in self.state.fleet.replicas.values()):
-            self.failure = f"no replica is left; the last was lost because: {event.reason}"
-
-    def _lose(self, replica: Replica) -> None:
-        """Park what ran there: each group loses an attempt of the infrastructure budget, not its place."""
-        state = self.state
-        replica.staged = replica.staging = None
-        state.fire_replica(replica, "lose")
-        for id in list(replica.groups):
-            group = state.groups[id]
-            state.unseat(group)
-            self.rollout.park_after_failure(group, "infrastructure")
+            self.none_left = f"no replica is left; the last was lost because: {event.reason}"
 
     # one replica's way to a version
 
@@ -93,21 +93,27 @@ class SyncScheduling:
 
     def on_weights_staged(self, event: WeightsStaged) -> None:
         replica = self._current(event, "ready")
-        if replica is not None and replica.staging is not None:
-            replica.staged, replica.staging = replica.staging, None
+        if replica is None:
+            return
+        if replica.staging is None:
+            self.state.stale_echoes += 1
+            return
+        replica.staged, replica.staging = replica.staging, None
 
     def on_replica_paused(self, event: ReplicaPaused) -> None:
         replica = self._current(event, "pausing")
-        if replica is None or replica.staged is None:
+        if replica is None:
             return
+        assert replica.staged is not None  # it was paused for what is staged
         self.state.fire_replica(replica, "paused")
         self.state.fire_replica(replica, "install")
         self.orders.add(InstallWeights(**self._address(replica), version=replica.staged))
 
     def on_weights_installed(self, event: WeightsInstalled) -> None:
         replica = self._current(event, "installing")
-        if replica is None or replica.staged is None:
+        if replica is None:
             return
+        assert replica.staged is not None  # it was ordered to install what is staged
         replica.version, replica.staged = replica.staged, None
         replica.sync_failures = 0
         self.state.fire_replica(replica, "installed")
@@ -115,20 +121,32 @@ class SyncScheduling:
 
     def on_sync_failed(self, event: SyncFailed) -> None:
         replica = self._current(event, "ready", *IN_SYNC)
-        if replica is None or (replica.staging is None and replica.staged is None):
+        if replica is None:
+            return
+        if replica.staging is None and replica.staged is None:
+            self.state.stale_echoes += 1
             return
         replica.staging = replica.staged = None
         replica.sync_failures += 1
-        if replica.state in IN_SYNC:
+        if replica.sync_failures >= self.state.limits.infrastructure_attempts:
+            self._give_up(replica, event)
+        elif replica.state in IN_SYNC:
             self.state.fire_replica(replica, "revert")
             self.orders.add(ResumeReplica(**self._address(replica)))
-        if replica.sync_failures >= self.state.limits.infrastructure_attempts:
-            replica.returns = True
-            self._lose(replica)
-            reason = f"version {event.version} could not be installed, at last: {event.reason}"
-            self.orders.add(
-                StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=reason, cause=self.orders.cause)
-            )
+
+    def _give_up(self, replica: Replica, event: SyncFailed) -> None:
+        """A replica has spent its install budget: another life may do. A version no replica can take ends the run."""
+        state = self.state
+        reason = f"version {event.version} could not be installed, at last: {event.reason}"
+        self.rollout.stop_replica(replica, reason)
+        version = state.versions.get(event.version)
+        if version is None:
+            return
+        version.refused += 1
+        if version.refused >= state.limits.infrastructure_attempts and all(
+            r.version < event.version for r in state.fleet.replicas.values()
+        ):
+            self.failure = f"{reason}; {version.refused} replicas were given up for it and none has taken it"
 
     def _address(self, replica: Replica) -> dict[str, int]:
         """What every order of a sync carries."""
@@ -174,8 +192,10 @@ class SyncScheduling:
         if not staged:
             return
         busy = sum(1 for r in behind if r.state in IN_SYNC)
-        chosen = ask(self.policies, "sync", lambda: tuple(self.policies.sync.pause(self.view, tuple(staged), busy)))
-        if any(id not in staged for id in chosen) or not (chosen or busy):
+        chosen = ask(
+            self.policies, "sync", lambda: tuple(self.policies.sync.pause(self.view, tuple(staged), busy)), (tuple,)
+        )
+        if any(id not in staged for id in chosen) or len(set(chosen)) < len(chosen) or not (chosen or busy):
             raise refuse(
                 self.policies,
                 "sync",

@@ -5,6 +5,7 @@ here whatever policy chose the batch.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from engine.commands import CancelTimer, PublishWeights, SaveCheckpoint, ScoreBatch, SetTimer, TrainStep, TruncateGroup
 from engine.events import (
@@ -23,11 +24,14 @@ from engine.policies.registry import PolicySet
 from engine.scheduling.orders import Orders, ask, refuse
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.group import Group
-from engine.states.invariants import check_batch, check_room
+from engine.states.invariants import check_batch, check_room, require
 from engine.states.state import State
 from engine.states.step import Step
 from engine.states.version import WeightsVersion
 from engine.states.view import View, view_group
+
+TIMER_SLACK_S = 0.001
+"""A timer this much early is in time: clocks and sums of floats are no more exact than that."""
 
 
 class TrainingScheduling:
@@ -60,12 +64,13 @@ class TrainingScheduling:
         closing = state.no_more_prompts and not state.ledger.running and not state.ledger.parked
         if ready >= full or (ready and (closing or step.short)):
             size = min(ready, full)
-            chosen = ask(self.policies, "batching", lambda: self.policies.batching.select(self.view, size))
+            chosen = ask(self.policies, "batching", lambda: self._select(size), (tuple, type(None)))
             if chosen is not None:
-                self._form(step, tuple(chosen), size)
-                return
-        if self.policies.deadline.acts:
-            self._watch_stragglers(step)
+                self._form(step, chosen, size)
+
+    def _select(self, size: int) -> tuple[GroupId, ...] | None:
+        chosen = self.policies.batching.select(self.view, size)
+        return None if chosen is None else tuple(chosen)
 
     def _form(self, step: Step, chosen: tuple[GroupId, ...], size: int) -> None:
         state = self.state
@@ -88,7 +93,7 @@ class TrainingScheduling:
 
     def _require_legal(self, chosen: tuple[GroupId, ...], size: int) -> None:
         state = self.state
-        if len(chosen) != size or any(id not in state.ready for id in chosen):
+        if len(chosen) != size or len(set(chosen)) != size or any(id not in state.ready for id in chosen):
             raise refuse(self.policies, "batching", chosen[:8], f"it must be {size} different ready groups")
         for deadline, must, _ in self.view.requirements():
             taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
@@ -103,35 +108,42 @@ class TrainingScheduling:
     # stragglers
 
     def stragglers(self) -> list[Group]:
-        """Unready groups of every binding deadline, in the order drawn."""
+        """The unready groups that keep the next step from forming: for every binding deadline as many as are missing,
+        those that started first."""
         state = self.state
-        binding = state.deadlines.binding(state.steps_batched, state.limits.train_batch_size)
-        if binding is None:
+        needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
+        if not needs:
             return []
-        return [
-            g
-            for g in state.groups.values()
-            if g.state in ("generating", "resumed", "aborted") and g.deadline <= binding[0]
-        ]
+        unready = [g for g in state.groups.values() if g.state in ("generating", "resumed", "aborted")]
+        chosen: dict[GroupId, Group] = {}
+        for deadline, missing in needs:
+            due = (g for g in unready if g.deadline <= deadline and g.id not in chosen)
+            chosen.update({g.id: g for g in islice(due, missing)})
+        return sorted(chosen.values(), key=lambda g: g.id)
 
-    def _watch_stragglers(self, step: Step) -> None:
-        """Set the deadline policy's timer as soon as only stragglers keep the batch from forming."""
+    def watch(self) -> None:
+        """Set the deadline policy's timer as soon as only stragglers keep the next batch from forming."""
         state = self.state
+        step = state.steps.get(state.steps_batched)
+        if not self.policies.deadline.acts or step is None or step.state != "collecting":
+            return
         if step.timer is not None or step.acts >= state.limits.max_drops:
             return
-        binding = state.deadlines.binding(step.id, state.limits.train_batch_size)
-        if binding is None:
+        needs = state.deadlines.needs(step.id, state.limits.train_batch_size)
+        if not needs:
             return
-        deadline, missing = binding
-        if len(state.ready) + missing < state.limits.train_batch_size:
-            unready = state.ledger.running + state.ledger.parked
-            due = [u - r for d, u, r in state.deadlines.cumulative() if d <= deadline]
-            if not state.no_more_prompts or unready > due[-1]:
-                return
+        missing = sum(count for _, count in needs)
+        unready = state.ledger.running + state.ledger.parked
+        others_come = unready > missing or not state.no_more_prompts
+        if len(state.ready) + missing >= state.limits.train_batch_size or not others_come:
+            self._set_timer(step, state.limits.deadline_timeout_s)
+
+    def _set_timer(self, step: Step, delay_s: float) -> None:
+        state = self.state
         step.timer = state.next_timer
         state.next_timer += 1
         state.disturb()
-        self.orders.add(SetTimer(timer=step.timer, delay_s=state.limits.deadline_timeout_s, cause=self.orders.cause))
+        self.orders.add(SetTimer(timer=step.timer, delay_s=delay_s, cause=self.orders.cause))
 
     def on_timer_fired(self, event: TimerFired) -> None:
         state = self.state
@@ -143,17 +155,25 @@ class TrainingScheduling:
         stragglers = self.stragglers()
         if not stragglers:
             return
-        snapshots = [view_group(group) for group in stragglers]
-        decision = ask(self.policies, "deadline", lambda: self.policies.deadline.decide(self.view, snapshots))
+        patience = state.limits.deadline_timeout_s
+        late = [group for group in stragglers if state.now - group.started_at >= patience - TIMER_SLACK_S]
+        if not late:  # they were started after the timer was set: each has its own time
+            self._set_timer(step, patience - (state.now - min(group.started_at for group in stragglers)))
+            return
+        snapshots = tuple(view_group(group) for group in late)
+        decision = ask(self.policies, "deadline", lambda: self.policies.deadline.decide(self.view, snapshots), (str,))
         if decision not in DECISIONS:
             raise refuse(self.policies, "deadline", decision, f"it must be one of {', '.join(DECISIONS)}")
+        if decision == "wait":
+            self._set_timer(step, patience)
+            return
         step.acts += 1
-        if decision == "shrink":
+        if decision == "shrink" and state.ready:
             step.short = True
         if decision == "truncate":
-            self._truncate(stragglers)
-        elif decision != "wait":
-            for group in stragglers:
+            self._truncate(late)
+        else:
+            for group in late:
                 self.rollout.drop(group)
 
     def _truncate(self, stragglers: Sequence[Group]) -> None:
@@ -279,6 +299,10 @@ class TrainingScheduling:
         if not state.publishing or event.attempt != state.publishing_attempt:
             state.stale_echoes += 1
             return
+        require(
+            event.version == state.latest_version + 1, "law 6: another version was published than was ordered",
+            version=event.version, latest=state.latest_version,
+        )  # fmt: skip
         state.publishing = False
         state.publish_failures = 0
         version = WeightsVersion(event.version, state.steps_trained)
@@ -311,5 +335,10 @@ class TrainingScheduling:
         self.orders.add(SaveCheckpoint(steps=state.steps_trained, cause=self.orders.cause))
 
     def on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
-        if event.steps == self.state.checkpoint_ordered:
-            self.state.checkpoint_pending = False
+        state = self.state
+        if not state.checkpoint_pending or event.steps != state.checkpoint_ordered:
+            state.stale_echoes += 1
+            return
+        state.checkpoint_pending = False
+        if isinstance(event, CheckpointFailed) and self.nothing_left():
+            self.failure = f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"

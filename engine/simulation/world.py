@@ -122,9 +122,8 @@ class World:
             while self.driver.outcome is None:
                 if not self._agenda or self.driver.events_handled > events:
                     state = self.scheduler.state
-                    raise Finding(
-                        f"liveness: nothing can happen any more; {state.ledger.count}, step {state.steps_batched}"
-                    )
+                    what = f"still going after {events} events" if self._agenda else "nothing can happen any more"
+                    raise Finding(f"liveness: {what}; {state.ledger.count}, step {state.steps_batched}")
                 self.time, _, action = heappop(self._agenda)
                 action()
             self.judge.close(self.scheduler.state, self.driver.outcome, self.setting.prompts)

@@ -31,29 +31,20 @@ class Fleet:
         """Replicas that can take a group now, in the order they first joined."""
         return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) < r.slots]
 
-    def least_loaded(self, oldest: Version = 0) -> Replica | None:
+    def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
-        newer."""
+        newer; `avoid` only if no other will do."""
         heap = self._heap
         while heap:
             load, id = heap[0]
             replica = self.replicas[id]
-            if (
-                replica.state == "ready"
-                and len(replica.groups) < replica.slots
-                and len(replica.groups) / replica.slots == load
-            ):
-                if replica.version >= oldest:
+            if replica.state == "ready" and len(replica.groups) / replica.slots == load < 1:
+                if replica.version >= oldest and id != avoid:
                     return replica
                 fit = [r for r in self.open() if r.version >= oldest]
-                return min(fit, key=lambda r: (len(r.groups) / r.slots, r.id)) if fit else None
+                return min(fit, key=lambda r: (r.id == avoid, len(r.groups) / r.slots, r.id)) if fit else None
             heappop(heap)
         return None
-
-    @property
-    def slots(self) -> int:
-        """Slots of all replicas that are not lost."""
-        return sum(r.slots for r in self.replicas.values() if r.state != "lost")
 
     @property
     def alive(self) -> int:

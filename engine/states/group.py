@@ -53,8 +53,24 @@ class Group:
     """What the scheduler knows of one live group. Versions are `NO_VERSION` until known."""
 
     __slots__ = (
-        "admitted_version", "attempt", "data_failures", "deadline", "digest", "id", "infrastructure_failures", "kept",
-        "newest_version", "oldest_version", "ready_at", "replica", "reward_mean", "started_at", "state", "tokens",
+        "admitted_version",
+        "attempt",
+        "data_failures",
+        "deadline",
+        "digest",
+        "failed_on",
+        "id",
+        "infrastructure_failures",
+        "kept",
+        "newest_version",
+        "oldest_version",
+        "ready_at",
+        "ready_number",
+        "replica",
+        "reward_mean",
+        "started_at",
+        "state",
+        "tokens",
         "truncate",
     )  # fmt: skip
 
@@ -77,6 +93,10 @@ class Group:
         self.infrastructure_failures = 0
         self.data_failures = 0
         self.started_at = 0.0
+        self.failed_on: ReplicaId = -1
+        """The replica its last attempt failed on; another one is preferred for the next."""
+        self.ready_number = 0
+        """Its place in the order in which groups became ready."""
         self.ready_at = 0.0
         self.reward_mean = 0.0
         self.digest = 0
@@ -87,8 +107,12 @@ class Group:
         return (
             self.id, STATE_NUMBER[self.state], self.attempt, self.replica, self.admitted_version, self.deadline,
             self.oldest_version, self.newest_version, self.tokens, self.kept, self.truncate,
-            self.infrastructure_failures, self.data_failures,
+            self.infrastructure_failures, self.data_failures, self.failed_on, self.ready_number,
         )  # fmt: skip
+
+    def figures(self) -> tuple[float, float, float]:
+        """The fields that are no integers; hashed as well, since policies see them."""
+        return (self.started_at, self.ready_at, self.reward_mean)
 
     @property
     def resumes_from(self) -> Version:

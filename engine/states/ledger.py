@@ -109,19 +109,20 @@ class Deadlines:
             if started > (deadline - step) * batch
         ]
 
-    def binding(self, step: int, batch: int) -> tuple[int, int] | None:
-        """The latest deadline whose unready groups must be acted on to free the step, and how many are missing at most.
+    def needs(self, step: int, batch: int) -> list[tuple[int, int]]:
+        """(d, how many more unready groups with deadline ≤ d must come out of the way) for each deadline that binds.
 
-        A deadline binds when it has run out of room for more groups than are ready. Deadlines are gone through in
-        order, and one that no longer binds once the unready groups before it are out of the way is left alone.
+        A deadline binds when it has run out of room for more groups than are ready. Each entry counts beyond those
+        before it, so that acting on exactly so many, none twice, frees the step.
         """
-        latest, missing, acted = -1, 0, 0
+        needs, acted = [], 0
         for deadline, started, ready in self.cumulative():
-            must = started - (deadline - step) * batch
-            missing = max(missing, must - ready)
-            if must - acted > ready:
-                latest, acted = deadline, started - ready
-        return (latest, missing) if acted else None
+            missing = started - (deadline - step) * batch - ready - acted
+            if missing > 0:
+                needs.append((deadline, missing))
+                acted += missing
+        return needs
 
-    def identity(self) -> tuple[int, ...]:
-        return tuple(n for d, started, ready in self.cumulative() for n in (d, started, ready))
+    def by_deadline(self) -> dict[int, tuple[int, int]]:
+        """deadline → (started, ready) groups."""
+        return {deadline: (self._started[deadline], self._ready[deadline]) for deadline in self._order}

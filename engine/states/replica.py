@@ -25,8 +25,8 @@ class Replica:
     """What the scheduler knows of one replica."""
 
     __slots__ = (
-        "groups", "id", "incarnation", "returns", "slots", "staged", "staging", "state", "sync_attempt",
-        "sync_failures", "version",
+        "failed_group", "failed_groups", "groups", "id", "incarnation", "returns", "slots", "staged", "staging",
+        "state", "sync_attempt", "sync_failures", "version",
     )  # fmt: skip
 
     def __init__(self, id: ReplicaId) -> None:
@@ -42,6 +42,10 @@ class Replica:
         self.sync_attempt = 0
         """Syncs begun on this incarnation; its sync orders and their answers carry it."""
         self.sync_failures = 0
+        self.failed_groups = 0
+        """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
+        self.failed_group: GroupId = -1
+        """The last of them."""
         self.returns = False
         """Lost, and another incarnation is on its way."""
         self.groups: dict[GroupId, None] = {}
@@ -56,7 +60,7 @@ class Replica:
         return (
             self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
             -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
-            self.sync_attempt, self.sync_failures, self.returns,
+            self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, self.returns,
         )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ operation keeps the ledger, the deadlines and the state hash in step with the re
 import struct
 from collections import deque
 from collections.abc import Callable
+from hashlib import blake2b
 from heapq import heappop, heappush
 from typing import Any
-from zlib import crc32
 
 from engine.commands import FinishRun
 from engine.events import NO_VERSION
@@ -27,13 +27,13 @@ Observer = Callable[[str, Any, str, str], None]
 """Called as (machine, record, source state, trigger) after every change of state."""
 
 PHASES = GROUP.phases or {}
-MIX = 0x9E3779B97F4A7C15
 MASK = 0xFFFFFFFFFFFFFFFF
 
 
-def digest(kind: int, numbers: tuple[int, ...]) -> int:
-    """64 bits of some integers; stable over processes, platforms and Python versions, unlike `hash`."""
-    return (crc32(struct.pack(f"<{len(numbers)}q", *numbers), kind) * MIX) & MASK
+def digest(numbers: tuple[int, ...], figures: tuple[float, ...] = ()) -> int:
+    """64 bits of some numbers; stable over processes, platforms and Python versions, unlike `hash`."""
+    packed = struct.pack(f"<{len(numbers)}q{len(figures)}d", *numbers, *figures)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
 
 
 class State:
@@ -71,7 +71,10 @@ class State:
         self.checkpoint_ordered = 0
         self.checkpoint_pending = False
         self.next_timer: TimerId = 0
+        self.next_ready = 0
         self.stale_echoes = 0
+        self.last_failure = ""
+        """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
         self.now = 0.0
         self._group_machine = SharedMachine(GROUP, observe)
@@ -103,11 +106,15 @@ class State:
         target = PHASES[group.state]
         self._touched.append(group)
         self.ledger.move(source, target)
+        if source is Phase.PARKED:
+            self._forget_parked(group)
         if source is Phase.READY:
             del self.ready[group.id]
             self.deadlines.leave(group.deadline, ready=True)
         elif target is Phase.READY:
             self.ready[group.id] = None
+            group.ready_number = self.next_ready
+            self.next_ready += 1
             self.deadlines.ready(group.deadline)
         elif target is Phase.PARKED:
             heappush(self.parked.setdefault(group.resumes_from, []), (group.deadline, group.id))
@@ -142,6 +149,12 @@ class State:
             elif version <= newest and (best is None or heap[0] < best):
                 best = heap[0]
         return None if best is None else self.groups[best[1]]
+
+    def _forget_parked(self, group: Group) -> None:
+        """Drop the entry of a group that resumes, the first of its heap; others are skipped when they surface."""
+        heap = self.parked.get(group.resumes_from)
+        if heap and heap[0][1] == group.id:
+            heappop(heap)
 
     def _is_parked(self, id: GroupId, version: Version) -> bool:
         group = self.groups.get(id)
@@ -186,6 +199,12 @@ class State:
         )
 
     @property
+    def capacity(self) -> int:
+        """Groups that K and the staleness bound let start now, at the newest version; slots not counted."""
+        workers = self.limits.max_concurrent_groups - self.ledger.running
+        return max(0, min(workers, self.places(self.latest_version) - self.held))
+
+    @property
     def no_more_prompts(self) -> bool:
         """Nothing waits and nothing can be drawn."""
         return self.exhausted and not self.asked and not self.waiting
@@ -209,7 +228,7 @@ class State:
     def settle(self) -> None:
         """Bring the hash up to date with the groups touched by this event."""
         for group in self._touched:
-            new = 0 if group.id not in self.groups else digest(1, group.identity())
+            new = digest(group.identity(), group.figures()) if group.id in self.groups else 0
             self._sum += new - group.digest
             group.digest = new
         self._touched.clear()
@@ -223,17 +242,17 @@ class State:
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
-        groups = sum(digest(1, g.identity()) for g in self.groups.values() if g.state != "queued")
+        groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.state != "queued")
         return (groups + self._frame_digest(self._other_records())) & MASK
 
     def _frame_digest(self, others: tuple[int, ...]) -> int:
         numbers = (
             self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
             self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures, self.publishing,
-            self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.stale_echoes,
+            self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.next_ready, self.stale_echoes,
             self.outcome is not None, *others,
         )  # fmt: skip
-        return digest(2, numbers)
+        return digest(numbers)
 
     def _other_records(self) -> tuple[int, ...]:
         records: list[Step | Replica | WeightsVersion] = [

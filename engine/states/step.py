@@ -44,7 +44,7 @@ class Step:
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
         return (
-            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, self.scored, len(self.groups),
+            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, self.scored, *self.groups, *self.staleness,
             -1 if self.timer is None else self.timer, self.acts, self.short,
         )  # fmt: skip
 

@@ -18,16 +18,18 @@ VERSION = Table(
 class WeightsVersion:
     """One publication and the train steps it contains."""
 
-    __slots__ = ("id", "state", "steps")
+    __slots__ = ("id", "refused", "state", "steps")
 
     def __init__(self, id: Version, steps: int) -> None:
         self.id = id
         self.state: str = VERSION.initial
         self.steps = steps
+        self.refused = 0
+        """Replicas lost because they could not be brought to it."""
 
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
-        return (self.id, STATE_NUMBER[self.state], self.steps)
+        return (self.id, STATE_NUMBER[self.state], self.steps, self.refused)
 
 
 STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(VERSION.states)}

@@ -127,16 +127,10 @@ class View:
         """Places there are for groups admitted on a version."""
         return self._state.places(version)
 
-    def steps_in(self, version: Version) -> int:
-        """Train steps contained in a published version."""
-        return self._state.steps_in[version]
-
     def capacity(self) -> int:
         """Groups that could be admitted now by K and by the staleness bound at the newest version; slots not
         counted."""
-        state = self._state
-        workers = state.limits.max_concurrent_groups - state.ledger.running
-        return max(0, min(workers, state.places(state.latest_version) - state.held))
+        return self._state.capacity
 
     def group(self, id: GroupId) -> GroupView | None:
         """A live group; None when it ended or was never drawn."""
@@ -146,11 +140,6 @@ class View:
     def groups(self) -> Iterator[GroupView]:
         """Every live group in the order drawn."""
         return (view_group(group) for group in self._state.groups.values())
-
-    def ready_groups(self) -> Iterator[GroupView]:
-        """Groups a step may take, first ready first."""
-        groups = self._state.groups
-        return (view_group(groups[id]) for id in self._state.ready)
 
     def ready_deadlines(self) -> Iterator[tuple[GroupId, StepId]]:
         """(group, deadline) of the groups a step may take, first ready first; cheaper than `ready_groups`."""
@@ -166,10 +155,14 @@ class View:
         0."""
         return self._state.deadlines.requirements(self._state.steps_batched, self._state.limits.train_batch_size)
 
-    def least_loaded(self, oldest: Version) -> ReplicaId | None:
+    def failed_on(self, id: GroupId) -> ReplicaId:
+        """The replica on which the last attempt of a live group failed; -1 if none did."""
+        return self._state.groups[id].failed_on
+
+    def least_loaded(self, oldest: Version, avoid: ReplicaId = -1) -> ReplicaId | None:
         """The replica with the smallest share of busy slots among those that can take a group at version `oldest` or
-        newer."""
-        replica = self._state.fleet.least_loaded(oldest)
+        newer; `avoid` only if no other will do."""
+        replica = self._state.fleet.least_loaded(oldest, avoid)
         return None if replica is None else replica.id
 
     def replicas(self) -> list[ReplicaView]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TypeVar
 
-from engine.commands import Command, DrawPrompts, PublishWeights, ResumeGroup, StartGroup, TrainStep
+from engine.commands import Command, DrawPrompts, PublishWeights, ResumeGroup, SetTimer, StartGroup, TrainStep
 from engine.events import (
     Event,
     GroupAborted,
@@ -13,6 +13,7 @@ from engine.events import (
     ReplicaPaused,
     RunStarted,
     StepTrained,
+    TimerFired,
     WeightsInstalled,
     WeightsPublished,
     WeightsStaged,
@@ -43,6 +44,7 @@ class Scripted:
         self.view = self.scheduler.view
         self.prompts = prompts
         self.events = 0
+        self.clock = 0.0
         self.orders: list[Command] = []
         """Everything ordered so far."""
         self.tell(RunStarted())
@@ -51,7 +53,8 @@ class Scripted:
 
     def tell(self, event: Event, at: float | None = None) -> list[Command]:
         """One fact; draws are answered at once. Returns what was ordered."""
-        stamp(event, self.events, float(self.events) if at is None else at)
+        self.clock = self.clock + 1.0 if at is None else at
+        stamp(event, self.events, self.clock)
         self.events += 1
         new = list(self.scheduler.handle(event))
         check_all(self.state)
@@ -113,6 +116,11 @@ class Scripted:
         if pause:
             self.tell(ReplicaPaused(**place))
             self.tell(WeightsInstalled(**place, version=self.state.latest_version))
+
+    def fire(self) -> list[Command]:
+        """The timer set last goes off in its time, counted from now."""
+        timer = self.ordered(SetTimer)[-1]
+        return self.tell(TimerFired(timer=timer.timer), at=self.clock + timer.delay_s)
 
     def running(self) -> list[int]:
         return [group.id for group in self.state.groups.values() if group.replica >= 0]

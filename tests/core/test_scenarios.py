@@ -96,7 +96,7 @@ def test_a_short_step_is_charged_in_full() -> None:
     run.install()
     run.finish(2)
     assert run.ordered(SetTimer)
-    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer))
+    run.fire()
     assert run.ordered(TrainStep)[-1].groups == (2,)
     assert run.state.held == run.state.ledger.unconsumed + 2 * 2
 
@@ -160,7 +160,7 @@ def test_dropping_stragglers_fills_the_batch_with_others() -> None:
     run = straggling("drop", deadline_timeout_s=7.0)
     timer = run.ordered(SetTimer)[-1]
     assert timer.delay_s == 7.0
-    run.tell(TimerFired(timer=timer.timer))
+    run.fire()
     assert [c.group for c in run.ordered(AbortGroup)] == [3]
     assert len(run.ordered(TrainStep)) == 1, "the batch is full again only with another group"
     run.finish(4)
@@ -169,7 +169,7 @@ def test_dropping_stragglers_fills_the_batch_with_others() -> None:
 
 def test_truncating_finishes_stragglers_with_what_they_have() -> None:
     run = straggling("truncate")
-    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer))
+    run.fire()
     assert [c.group for c in run.ordered(TruncateGroup)] == [3]
     run.finish(3)
     assert run.ordered(TrainStep)[1].groups == (2, 3)
@@ -181,7 +181,7 @@ def test_a_parked_straggler_is_truncated_when_it_resumes() -> None:
     resumed = run.ordered(ResumeGroup)[-1]
     assert not resumed.truncate
     run.abort(3)
-    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer))
+    run.fire()
     assert run.ordered(TruncateGroup) or run.ordered(ResumeGroup)[-1].truncate
 
 
