@@ -12,13 +12,17 @@ from engine.events import Event, stamp
 from engine.ports import Clock, Executor, Recorder
 from engine.scheduler import Scheduler
 
+REASON_LENGTH = 1000
+"""Characters of an error that go into the record."""
+
 
 class Driver:
     """Feeds events to a scheduler one at a time.
 
     `deliver` may be called by the executor while it carries out commands; such events wait their turn in the inbox.
     After a
-    `FinishRun` nothing is handled any more: `outcome` holds it.
+    `FinishRun` nothing is handled any more: `outcome` holds it. After an event that could not be handled nothing is
+    either: `failure` holds what was raised.
     """
 
     def __init__(
@@ -36,14 +40,18 @@ class Driver:
         self.observe = observe
         self.events_handled = 0
         self.outcome: FinishRun | None = None
+        self.failure: Exception | None = None
         self._inbox: deque[Event] = deque()
         self._draining = False
 
     def deliver(self, *events: Event) -> None:
         """Take events in; handle everything that waits unless a call further up the stack is doing so already.
 
-        Raises: whatever `Scheduler.handle` raised, after recording the event as rejected.
+        Raises: whatever `Scheduler.handle` raised, after recording the event as rejected and carrying out the commands
+        of the events before it; the same again for every later call, since the state is not to be trusted any more.
         """
+        if self.failure is not None:
+            raise self.failure
         self._inbox.extend(events)
         if self._draining:
             return
@@ -51,6 +59,8 @@ class Driver:
         try:
             while self._inbox:
                 self.executor.execute(self._handle_waiting())
+                if self.failure is not None:
+                    raise self.failure
         finally:
             self._draining = False
 
@@ -65,9 +75,9 @@ class Driver:
             try:
                 answer = self.scheduler.handle(event)
             except Exception as error:  # recorded as rejected, then raised: the run stops resumably
-                self.recorder.reject(event, f"{type(error).__name__}: {error}")
-                self.recorder.flush()
-                raise
+                self.failure = error
+                self.recorder.reject(event, f"{type(error).__name__}: {error}"[:REASON_LENGTH])
+                break
             self.events_handled += 1
             self.recorder.write(event, answer, self.scheduler.state_hash)
             if self.observe is not None:

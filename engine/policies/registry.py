@@ -60,6 +60,8 @@ def register(decision: str, name: str) -> Callable[[Kind], Kind]:
             raise ConfigError(
                 "policies.register", cls.__name__, f"has no method {METHODS[decision]}()", "see policies/protocols.py"
             )
+        if decision == "deadline" and not isinstance(getattr(cls, "acts", None), bool):
+            raise ConfigError("policies.register", cls.__name__, "does not say whether it acts", "acts = True")
         _REGISTERED[decision][name] = cls
         return cls
 

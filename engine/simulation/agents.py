@@ -80,6 +80,18 @@ class SimStore:
         self.length = length
         """Tokens a group will have, a function of the group alone."""
         self.spans: dict[GroupId, list[tuple[int, Version]]] = {}
+        self.discarded: set[GroupId] = set()
+
+    def put(self, group: GroupId, spans: list[tuple[int, Version]]) -> None:
+        """Keep a group's tokens; those of one that was discarded are nobody's."""
+        if group not in self.discarded:
+            self.spans[group] = spans
+
+    def discard(self, groups: tuple[GroupId, ...]) -> None:
+        """Forget groups for good."""
+        for group in groups:
+            self.discarded.add(group)
+            self.spans.pop(group, None)
 
 
 class SimReplica:
@@ -128,7 +140,7 @@ class SimReplica:
         self._seen[command.group] = command.attempt
         group = SimGroup(command.attempt, self.store.length(command.group))
         if isinstance(command, ResumeGroup):
-            group.spans = list(self.store.spans[command.group])
+            group.spans = list(self.store.spans.get(command.group, ()))  # dropped meanwhile: an abort is on its way
             group.progress = group.tokens
         self.groups[command.group] = group
         if isinstance(command, ResumeGroup) and command.truncate:
@@ -142,7 +154,7 @@ class SimReplica:
     def finish(self, id: GroupId, live: int = 2, spread: float = 1.0) -> None:
         """End a group with the tokens it has."""
         group = self.groups.pop(id)
-        self.store.spans[id] = group.spans
+        self.store.put(id, group.spans)
         oldest, newest = group.versions()
         self.emit(
             GroupGenerated(
@@ -191,7 +203,7 @@ class SimReplica:
     def _abort_all(self) -> None:
         for id, group in self.groups.items():
             if group.spans:
-                self.store.spans[id] = group.spans
+                self.store.put(id, group.spans)
             oldest, newest = group.versions()
             self.emit(
                 GroupAborted(

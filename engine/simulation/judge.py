@@ -49,6 +49,7 @@ class Judge:
         full = self.limits.train_batch_size
         self._expect(0 < len(command.groups) <= full, f"a step takes {len(command.groups)} groups", command)
         for group, claimed in zip(command.groups, command.staleness, strict=True):
+            self._expect(group not in self.store.discarded, f"group {group} was discarded before its step", command)
             step = self.taken.setdefault(group, command.step)
             self._expect(step == command.step, f"group {group} is trained by steps {step} and {command.step}", command)
             versions = [version for _, version in self.store.spans[group]]
@@ -70,6 +71,8 @@ class Judge:
         if self.limits.max_steps is None:
             self._expect(ledger.drawn == total, f"{ledger.drawn} of {total} prompts were drawn", outcome)
         newest = max(self.steps_in)
+        ended = len(self.store.discarded)
+        self._expect(ended == ledger.drawn, f"{ended} of {ledger.drawn} groups were discarded", outcome)
         self._expect(self.steps_in[newest] == state.steps_trained, "the last step was not published", self.steps_in)
 
     def _expect(self, holds: bool, what: str, story: object) -> None:

@@ -179,7 +179,9 @@ class World:
                     self._train(command)
                 case StopReplica():
                     self._kill(command.replica, command.incarnation)
-                case FinishRun() | DiscardGroups() | RetireWeights():
+                case DiscardGroups():
+                    self.store.discard(command.groups)
+                case FinishRun() | RetireWeights():
                     pass
                 case _:
                     self._order_replica(command)

@@ -87,6 +87,18 @@ def check_all(state: State) -> None:
             require(
                 version >= group.resumes_from, "law 3: a group runs on a replica older than its tokens", group=group.id
             )
+    books: dict[int, tuple[int, int]] = {}
+    for group in state.groups.values():
+        phase = PHASES[group.state]
+        if phase in (Phase.RUNNING, Phase.PARKED, Phase.READY):
+            started_due, ready_due = books.get(group.deadline, (0, 0))
+            books[group.deadline] = (started_due + 1, ready_due + (phase is Phase.READY))
+    require(books == state.deadlines.by_deadline(), "law 4: deadline books and records differ", records=books)
+    queued = [group.id for group in state.groups.values() if group.state == "queued"]
+    require(queued == list(state.waiting), "law 1: the waiting list and the records differ")
+    parked = {id for heap in state.parked.values() for _, id in heap}
+    aborted = {group.id for group in state.groups.values() if group.state == "aborted"}
+    require(parked >= aborted, "law 7: a parked group is forgotten")
     require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")

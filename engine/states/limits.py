@@ -42,15 +42,21 @@ class Limits:
 
     def __post_init__(self) -> None:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every
-        for field in (
-            "train_batch_size",
-            "max_concurrent_groups",
-            "sync_every",
-            "infrastructure_attempts",
-            "data_attempts",
-        ):
+        counts = ("train_batch_size", "max_concurrent_groups", "sync_every", "infrastructure_attempts", "data_attempts")
+        for field in (*counts, "max_staleness_steps", "max_drops", "checkpoint_every"):
+            if type(getattr(self, field)) is not int:
+                raise ConfigError(f"scheduler.{field}", getattr(self, field), "must be a whole number")
+        for field in counts:
             if getattr(self, field) < 1:
                 raise ConfigError(f"scheduler.{field}", getattr(self, field), "must be at least 1", "1 would hold")
+        for field in ("max_drops", "checkpoint_every"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"limits.{field}", getattr(self, field), "must not be negative", "0 would hold")
+        if not 0 <= self.deadline_timeout_s < float("inf"):
+            law = "must be a number of seconds"
+            raise ConfigError("scheduler.deadline_timeout_s", self.deadline_timeout_s, law, "60.0 would hold")
+        if len(set(self.scoring_tasks)) < len(self.scoring_tasks):
+            raise ConfigError("limits.scoring_tasks", self.scoring_tasks, "names a task twice", "name each once")
         if s < 0:
             raise ConfigError("scheduler.max_staleness_steps", s, "must not be negative", "0 would hold")
         if s < k - 1:

@@ -89,7 +89,9 @@ class Adversary:
                 case StopReplica():
                     if command.replica in self.replicas:
                         self.kill(command.replica, returns=True)
-                case FinishRun() | DiscardGroups() | RetireWeights():
+                case DiscardGroups():
+                    self.store.discard(command.groups)
+                case FinishRun() | RetireWeights():
                     pass
                 case _:
                     self.down.setdefault(command.replica, deque()).append(command)
