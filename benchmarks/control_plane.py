@@ -19,16 +19,15 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engine.actors.plan import Plan, Rollout
 from engine.actors.run import connect, start
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.roles import Batch, GroupWork
+from engine.roles import Batch, Generated, GroupWork
 from engine.states.limits import Limits
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import Prompt, TrajectoryGroup
 
 GROUPS_PER_S, WAKE_UP_MS = 5000, 2.0
 """What DESIGN 11 asks for."""
@@ -45,17 +44,18 @@ class Idle(SimpleGenerator):
         self.begun: list[float] = []
         self.ended: list[float] = []
 
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+    async def generate(self, work: GroupWork) -> Generated:
         self.begun.append(time.perf_counter())
         if self.seconds:
             await asyncio.sleep(self.seconds)
         self.ended.append(time.perf_counter())
-        return [response([1], reward=1.0, version=version)]
+        trajectories = [response([1], reward=1.0, version=self.version)]
+        return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=trajectories))
 
     async def close(self) -> None:
-        """The i-th slot to become free is the i-th to be filled again."""
+        """The i-th slot to become free is the i-th to be filled again; the first of each connects the actors."""
         waits = [begun - ended for begun, ended in zip(self.begun[self.slots :], self.ended, strict=False)]
-        Path(self.notes).write_text(json.dumps(waits), encoding="utf-8")
+        Path(self.notes).write_text(json.dumps(waits[2 * self.slots :]), encoding="utf-8")
 
 
 class Absent(SimpleTrainer):

@@ -1,0 +1,118 @@
+"""Where commands become Ray calls: one call per actor for all the commands of a drain.
+
+The twin of `local.executor` and of the simulation's world. Runs in the scheduler actor, on its event loop; what it
+can answer by itself (prompts, timers, orders to who is gone) it delivers at once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.actors.fleet import Fleet
+from engine.actors.wire import Order
+from engine.commands import (
+    CancelTimer,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    FinishRun,
+    PublishWeights,
+    ResumeGroup,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StartGroup,
+    StopReplica,
+    TrainStep,
+)
+from engine.events import Event, GroupFailed, PromptsDrawn
+from engine.hosts.clock import Timers
+from engine.hosts.prompts import Prompts
+from engine.hosts.reasons import reason_of
+from engine.ids import GroupId
+
+TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
+
+
+class RayExecutor:
+    """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        prompts: Prompts,
+        trajectories: Any,
+        weights: Any,
+        deliver: Callable[..., None],
+        finish: Callable[[FinishRun], None],
+    ) -> None:
+        self._fleet = fleet
+        self._prompts = prompts
+        self._trajectories = trajectories
+        self._weights = weights
+        self._deliver = deliver
+        self._finish = finish
+        self._drawn = 0
+        self._discards: list[GroupId] = []
+        self._timers = Timers(deliver)
+        self.calls = 0
+        """Calls to actors made for commands."""
+        self._carry: dict[type[Command], Callable[[Any], None]] = {
+            StartGroup: self._start,
+            ResumeGroup: self._start,
+            DiscardGroups: lambda command: self._discards.extend(command.groups),
+            DrawPrompts: self._draw,
+            SetTimer: self._timers.set,
+            CancelTimer: self._timers.cancel,
+            RetireWeights: self._retire,
+            StopReplica: lambda command: fleet.stop_replica(command.replica, command.incarnation, command.reason),
+            FinishRun: finish,
+            **dict.fromkeys(TRAINER_COMMANDS, fleet.order_trainer),
+        }
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        carry = self._carry
+        for command in commands:
+            one = carry.get(type(command))
+            if one is not None:
+                one(command)
+            else:
+                self._fleet.order_replica(Order(command))
+
+    def flush(self) -> None:
+        """Make the calls that the commands so far ask for. To be called at the end of every drain."""
+        self.calls += self._fleet.flush()
+        if self._discards:
+            self._trajectories.discard.remote(self._discards)
+            self._discards = []
+            self.calls += 1
+
+    def close(self) -> None:
+        self._timers.close()
+
+    def _start(self, command: StartGroup | ResumeGroup) -> None:
+        try:
+            prompt = self._prompts.prompt(command.group)
+        except Exception as error:
+            failed: Event = GroupFailed(
+                group=command.group,
+                attempt=command.attempt,
+                replica=command.replica,
+                incarnation=command.incarnation,
+                cause="data",
+                reason=f"its prompt cannot be read: {reason_of(error)}",
+            )
+            self._deliver(failed)
+            return
+        self._fleet.order_replica(Order(command, prompt))
+
+    def _draw(self, command: DrawPrompts) -> None:
+        first = self._drawn
+        given, exhausted = self._prompts.draw(first, command.count)
+        self._drawn += given
+        self._deliver(PromptsDrawn(first=first, count=given, exhausted=exhausted))
+
+    def _retire(self, command: RetireWeights) -> None:
+        self._weights.retire.remote(command.version)
+        self.calls += 1

@@ -1,0 +1,197 @@
+"""The actors of a run: started, sent orders, watched without polls, started again when they die, ended.
+
+Runs in the scheduler actor, whose children they are: when its process goes, Ray ends theirs. A death is known by a
+call to `alive` that Ray answers with an error.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.failures import failure_reason, raised
+from engine.actors.plan import Plan
+from engine.actors.rollout import RolloutActor
+from engine.actors.trainer_link import Given, TrainerLink
+from engine.actors.wire import Order, pack_orders
+from engine.commands import Command
+from engine.errors import EngineError
+from engine.events import Event, ReplicaLost
+from engine.ids import Incarnation, ReplicaId, Version
+from engine.trajectory import Prompt
+
+log = logging.getLogger(__name__)
+
+GOODBYE_S = 5.0
+"""How long a generator may take to close."""
+
+
+class ReplicaLink:
+    """One life of a replica as seen from here: its actor, and the orders that wait for the end of the drain."""
+
+    __slots__ = ("actor", "incarnation", "orders", "replica", "sequence")
+
+    def __init__(self, replica: ReplicaId, incarnation: Incarnation, actor: Any) -> None:
+        self.replica = replica
+        self.incarnation = incarnation
+        self.actor = actor
+        self.orders: list[Order] = []
+        self.sequence = 0
+
+    def send(self) -> None:
+        self.sequence += 1
+        self.actor.carry_out.remote(self.sequence, pack_orders(self.orders))
+        self.orders = []
+
+
+class Fleet:
+    """The rollout actors and the trainer of one run."""
+
+    def __init__(self, plan: Plan, given: Given, deliver: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._given = given
+        self._deliver = deliver
+        self._links: dict[ReplicaId, ReplicaLink] = {}
+        self._ordered: dict[ReplicaId, ReplicaLink] = {}
+        self._restarts = dict.fromkeys(range(plan.replicas), 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.trainer = TrainerLink(plan, given, deliver, self.spawn)
+
+    async def open(self) -> None:
+        """Start every actor and wait until each is ready. Raises the first thing that goes wrong."""
+        for replica in range(self._plan.replicas):
+            self._links[replica] = self._start(replica, 1)
+        try:
+            await asyncio.gather(*(link.actor.open.remote() for link in self._links.values()), self.trainer.open())
+        except RayError as error:
+            raise raised(error) from None
+
+    def join(self) -> None:
+        """Let every replica report itself to the scheduler, and watch it from now on."""
+        for link in self._links.values():
+            link.actor.join.remote()
+            self.spawn(self._watch(link))
+        self.trainer.watch()
+
+    async def measure(self, prompts: Sequence[Prompt], version: Version) -> float:
+        """Share of held-out prompts answered right, the prompts dealt out to the replicas that are up."""
+        links = list(self._links.values())
+        shares = [prompts[place :: len(links)] for place in range(len(links))]
+        asked = [link.actor.measure.remote(share, version) for link, share in zip(links, shares, strict=True) if share]
+        answers = await asyncio.gather(*asked)
+        count = sum(number for _, number in answers)
+        if not count:
+            raise EngineError("no held-out prompt could be measured")
+        return sum(right for right, _ in answers) / count
+
+    # orders
+
+    def order_replica(self, order: Order) -> None:
+        """Keep an order for the end of the drain. One for a life that is over is for nobody: its loss was reported."""
+        command: Any = order.command
+        link = self._links.get(command.replica)
+        if link is not None and link.incarnation == command.incarnation:
+            link.orders.append(order)
+            self._ordered[command.replica] = link
+
+    def order_trainer(self, command: Command) -> None:
+        self.trainer.order(command)
+
+    def flush(self) -> int:
+        """Send what was ordered, one call per actor; how many calls."""
+        calls = len(self._ordered)
+        for link in self._ordered.values():
+            link.send()
+        self._ordered.clear()
+        return calls + self.trainer.flush()
+
+    def stop_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
+        """End one life of a replica, say so, and begin the next if one is left."""
+        link = self._links.get(replica)
+        if link is not None and link.incarnation == incarnation:
+            self._lose(link, reason)
+
+    # lives
+
+    def _start(self, replica: ReplicaId, incarnation: Incarnation) -> ReplicaLink:
+        plan, (packed, *handles) = self._plan, self._given
+        actor = (
+            ray.remote(RolloutActor)
+            .options(num_cpus=0, num_gpus=plan.rollout_gpus, enable_task_events=False, max_concurrency=100_000)
+            .remote(packed, replica, incarnation, *handles)
+        )
+        return ReplicaLink(replica, incarnation, actor)
+
+    async def _watch(self, link: ReplicaLink) -> None:
+        try:
+            reason = await link.actor.alive.remote()
+        except Exception as error:
+            reason = f"its actor died: {failure_reason(error)}"
+        if not self._closed and self._links.get(link.replica) is link:
+            self._lose(link, reason)
+
+    def _lose(self, link: ReplicaLink, reason: str) -> None:
+        log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
+        del self._links[link.replica]
+        self._ordered.pop(link.replica, None)
+        ray.kill(link.actor)
+        returns = self._restarts[link.replica] < self._plan.replica_restarts
+        if returns:
+            self._restarts[link.replica] += 1
+            self.spawn(self._return(link, reason))
+        lost = ReplicaLost(replica=link.replica, incarnation=link.incarnation, returns=returns, reason=reason)
+        self._deliver(lost)
+
+    async def _return(self, before: ReplicaLink, reason: str) -> None:
+        """Bring up the next life of a replica, with its first weights; the scheduler gives it the newest."""
+        link = self._start(before.replica, before.incarnation + 1)
+        try:
+            await link.actor.open.remote()
+        except Exception as error:
+            log.exception("replica %d could not be started again", before.replica)
+            ray.kill(link.actor)
+            story = f"{reason}; it could not be started again: {failure_reason(error)}"
+            again = self._restarts[before.replica] < self._plan.replica_restarts
+            if again:
+                self._restarts[before.replica] += 1
+                self.spawn(self._return(before, story))
+            else:
+                self._deliver(
+                    ReplicaLost(replica=before.replica, incarnation=before.incarnation, returns=False, reason=story)
+                )
+            return
+        if self._closed:
+            ray.kill(link.actor)
+            return
+        self._links[before.replica] = link
+        link.actor.join.remote()
+        self.spawn(self._watch(link))
+
+    async def close(self) -> None:
+        """Let generators give back what they hold, for a while, then kill every actor."""
+        self._closed = True
+        closing = [asyncio.ensure_future(link.actor.close.remote()) for link in self._links.values()]
+        if closing:
+            await asyncio.wait(closing, timeout=GOODBYE_S)
+        for end in closing:
+            end.cancel()
+        for link in self._links.values():
+            ray.kill(link.actor)
+        self.trainer.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._closed:
+            log.error("a task of the fleet failed", exc_info=task.exception())

@@ -1,0 +1,164 @@
+"""From a configuration to a plan: the built-in generator on the embedded sampler, and the built-in trainer.
+
+`plan_of` runs in the process that launches and finds out what is wrong with files and rewards before any actor
+starts; the functions behind it run in the actors, where torch is.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.actors.plan import Plan, Restore, Rollout
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.hosts.prompts import CountedPrompts, Prompts
+from engine.ids import ReplicaId
+from engine.roles import Trainer
+from engine.tasks.dataset import Dataset, PromptSource
+from engine.tasks.quickstart import prepare
+from engine.tasks.rewards import load_reward
+from engine.trajectory import Prompt
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a configuration names outside itself."""
+
+    model: str
+    training: str
+    held_out: str | None
+    reward: str
+    prompt_field: str
+
+
+def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> Plan:
+    """The plan of a configured run. Makes the quickstart's model and data where the configuration asks for them.
+
+    Raises: `ConfigError` for a file, a model directory or a reward that cannot be used.
+    """
+    inputs = inputs_of(config, progress)
+    load_reward(inputs.reward)
+    Dataset.load(inputs.training, prompt_field=inputs.prompt_field)
+    settings, validation = config.trainer_settings(), config.validation
+    held_out = _held_out(inputs, validation.prompts) if validation.at_start or validation.at_end else []
+    return Plan(
+        limits=config.limits(),
+        samples=config.scheduler.samples_per_prompt,
+        replicas=config.rollout.replicas,
+        slots=config.rollout.slots,
+        make_rollout=partial(make_rollout, config, inputs),
+        make_trainer=partial(make_trainer, inputs.model, settings),
+        restore_trainer=restore_trainer,
+        make_prompts=partial(make_prompts, config, inputs),
+        policies=config.policies().names,
+        run_dir=run_dir.resolve(),
+        config=config.model_dump(mode="json"),
+        held_out=held_out,
+        measure_at_start=validation.at_start and bool(held_out),
+        measure_at_end=validation.at_end and bool(held_out),
+        metrics_host=config.metrics.host,
+        metrics_port=config.metrics.port,
+        keep_checkpoints=config.trainer.keep_checkpoints,
+        rollout_threads=config.rollout.threads,
+        trainer_threads=config.trainer.threads,
+    )
+
+
+def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
+    """Where model, data and reward are; made on the spot with `model.make`."""
+    if config.model.make is not None:
+        made = Path(config.run.dir) / ".made"
+        ready = prepare(made, config.model.arithmetic.quickstart(config.run.seed), progress)
+        return Inputs(ready.model_path, ready.training_path, ready.validation_path, ready.reward, "prompt")
+    path, data, reward = config.model.path, config.data, config.reward
+    if path is None or data.path is None or reward.function is None:
+        raise ConfigError("model.path", path, "model, data and reward are needed", "give them, or model.make")
+    model = str(Path(path).expanduser().resolve()) if os.path.isdir(os.path.expanduser(path)) else path
+    held_out = None if data.validation_path is None else str(Path(data.validation_path).expanduser().resolve())
+    training = str(Path(data.path).expanduser().resolve())
+    return Inputs(model, training, held_out, reward.function, data.prompt_field)
+
+
+def _held_out(inputs: Inputs, count: int) -> list[Prompt]:
+    if inputs.held_out is None:
+        return []
+    data = Dataset.load(inputs.held_out, prompt_field=inputs.prompt_field, config_field="data.validation_path")
+    return [data.prompt(row) for row in range(min(count, len(data)))]
+
+
+def make_prompts(config: Config, inputs: Inputs) -> Prompts:
+    """The training prompts, in the order of the run's seed."""
+    data = Dataset.load(inputs.training, prompt_field=inputs.prompt_field)
+    source = PromptSource(data, seed=config.run.seed, epochs=config.run.epochs, shuffle=config.data.shuffle)
+    return CountedPrompts(source.total, source.prompt)
+
+
+def make_trainer(model: str, settings: Any) -> Trainer:
+    from engine.training.trainer import ModelTrainer
+
+    return ModelTrainer(model, settings)
+
+
+def restore_trainer(trainer: Any, restore: Restore) -> None:
+    """From a checkpoint to the bit; from published weights with an optimizer that begins anew."""
+    if restore.checkpoint is not None:
+        trainer.load(restore.checkpoint)
+    else:
+        trainer.model.load_state_dict(restore.weights)
+
+
+def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
+    """A replica: the embedded sampler under the run's sampling parameters, and once more for held-out prompts."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from engine.rollout.backend import SamplingParams
+    from engine.rollout.generator import ModelGenerator
+    from engine.rollout.torch import TorchBackend
+
+    r = config.rollout
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+    reward = load_reward(inputs.reward)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if r.device == "auto" else r.device
+    rows = r.slots * config.scheduler.samples_per_prompt
+    backend = TorchBackend(inputs.model, device=device, rows=rows, kv=r.kv, threads=r.threads)
+    stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop)
+    params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
+    likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
+    shared: dict[str, Any] = {"seed": config.run.seed, "reward_timeout_s": config.reward.timeout_s}
+    return Rollout(
+        generator=ModelGenerator(backend, tokenizer, reward, params=params, **shared),
+        evaluator=ModelGenerator(
+            backend, tokenizer, reward, params=likeliest if config.validation.greedy else params, **shared
+        ),
+    )
+
+
+def stop_ids_of(tokenizer: Any, model: str, stop: list[str]) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's and the model's own ends, and the configured strings.
+
+    Raises: `ConfigError` for a string that is not one token, and where there is no end at all.
+    """
+    from transformers import GenerationConfig
+
+    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ends = None
+    found += [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    for text in stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            law = f"{text!r} is {len(ids)} tokens to this model's tokenizer"
+            raise ConfigError("rollout.stop", stop, law, "strings that are one token each")
+        found += ids
+    if not found:
+        law = "neither the tokenizer nor the model names a token that ends a response"
+        raise ConfigError("rollout.stop", stop, law, "name one")
+    return tuple(dict.fromkeys(found))

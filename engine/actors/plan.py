@@ -1,0 +1,70 @@
+"""Everything a run over Ray is made of, as values and functions that travel to the actors.
+
+Made from a configuration by `models.plan_of`, or by a user who brings their own generator and trainer; carried out by
+`run.start`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.hosts.prompts import Prompts
+from engine.ids import ReplicaId
+from engine.roles import Generator, Trainer
+from engine.states.limits import Limits
+from engine.trajectory import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What a rollout actor hosts: a generator and, where held-out prompts are measured, one that takes the likeliest
+    token."""
+
+    generator: Generator
+    evaluator: Generator | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """What a trainer that takes the place of a dead one goes on from: a checkpoint's directory, or published
+    weights."""
+
+    steps: int
+    checkpoint: str | None = None
+    weights: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run. The functions are called in the actors they are for, on a thread where blocking does no harm."""
+
+    limits: Limits
+    samples: int
+    make_rollout: Callable[[ReplicaId], Rollout]
+    make_trainer: Callable[[], Trainer]
+    make_prompts: Callable[[], Prompts]
+    replicas: int = 1
+    slots: int = 8
+    restore_trainer: Callable[[Trainer, Restore], None] | None = None
+    """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    run_dir: Path | None = None
+    """Takes record, metrics, checkpoints and logs; None: nothing is kept."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The full configuration, for the record."""
+    held_out: Sequence[Prompt] = ()
+    measure_at_start: bool = False
+    measure_at_end: bool = False
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """None: no endpoint; 0: any free port."""
+    keep_checkpoints: int = 2
+    replica_restarts: int = 3
+    """Times each replica may be started again."""
+    trainer_restarts: int = 1
+    rollout_threads: int = 1
+    trainer_threads: int = 0
+    """CPU threads; 0: as many as there are cores."""
+    rollout_gpus: float = 0.0
+    trainer_gpus: float = 0.0

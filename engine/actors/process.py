@@ -1,0 +1,52 @@
+"""What every actor's process does first: find the launching program's modules, log to a file of the run, bound the
+threads of numerical libraries."""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray import cloudpickle
+
+from engine.actors.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """A plan on its way to other processes, with what they need to import the user's functions in it."""
+
+    directory: str
+    path: tuple[str, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, plan: Plan) -> "PackedPlan":
+        return cls(os.getcwd(), tuple(os.path.abspath(place) for place in sys.path), cloudpickle.dumps(plan))
+
+    def unpack(self) -> Plan:
+        """The plan. This process then has the working directory of the launching one, and finds the modules that it
+        finds."""
+        if os.path.isdir(self.directory):
+            os.chdir(self.directory)
+        sys.path.extend(place for place in self.path if place not in sys.path)
+        plan: Plan = cloudpickle.loads(self.data)
+        return plan
+
+
+def prepare_process(name: str, run_dir: Path | None, threads: int | None = None) -> None:
+    """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is."""
+    if threads is not None:
+        count = str(threads or os.cpu_count() or 1)
+        os.environ.update(OMP_NUM_THREADS=count, MKL_NUM_THREADS=count)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if run_dir is None:
+        return
+    directory = run_dir / "logs"
+    directory.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(directory / f"{name}.log", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("engine")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,127 @@
+"""The rollout actor: one replica in one of its lives, a `ReplicaHost` with an outbox.
+
+Started, watched and ended by `fleet.py`. Its event loop carries messages; models are loaded on a thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from engine.actors.outbox import Outbox
+from engine.actors.plan import Rollout
+from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.stores import RemoteTrajectories, RemoteWeights
+from engine.actors.wire import InOrder, unpack_orders
+from engine.errors import DataFailure, EngineError
+from engine.hosts.replica import ReplicaHost
+from engine.ids import Incarnation, ReplicaId, Version
+from engine.roles import GroupWork
+from engine.trajectory import Prompt
+
+log = logging.getLogger(__name__)
+
+RIGHT = 1.0
+"""A response with at least this reward counts as right, as in the trainer's own accuracy."""
+
+
+class RolloutActor:
+    """`open`, then `join`; from then on `carry_out`. `alive` is answered only when the replica cannot go on."""
+
+    def __init__(
+        self,
+        plan: PackedPlan,
+        replica: ReplicaId,
+        incarnation: Incarnation,
+        scheduler: Any,
+        trajectories: Any,
+        weights: Any,
+    ) -> None:
+        self._plan = plan.unpack()
+        self._replica = replica
+        self._incarnation = incarnation
+        self._scheduler = scheduler
+        self._stores = (trajectories, weights)
+        self._orders: InOrder[bytes] = InOrder()
+        self._broken: asyncio.Future[str] | None = None
+        self._host: ReplicaHost | None = None
+        self._rollout: Rollout | None = None
+
+    async def open(self) -> None:
+        """Load what generates. Raises whatever the user's factory raises."""
+        plan, source = self._plan, f"rollout-{self._replica}"
+        self._broken = asyncio.get_running_loop().create_future()
+        prepare_process(source, plan.run_dir, plan.rollout_threads)
+        self._rollout = await asyncio.to_thread(plan.make_rollout, self._replica)
+        report = self._scheduler.report.remote
+        outbox = Outbox(
+            lambda sequence, events, figures: report(source, self._incarnation, sequence, events, figures),
+            lost=lambda: self._break("its scheduler is gone"),
+        )
+        trajectories, weights = self._stores
+        self._host = ReplicaHost(
+            replica=self._replica,
+            incarnation=self._incarnation,
+            generator=self._rollout.generator,
+            samples=plan.samples,
+            trajectories=RemoteTrajectories(trajectories),
+            weights=RemoteWeights(weights),
+            emit=outbox.add,
+            broken=self._break,
+        )
+
+    async def join(self) -> None:
+        """Tell the scheduler that the replica is up, with the initial weights."""
+        self._hosted().join(self._plan.slots)
+
+    @ray.method(num_returns=0)
+    async def carry_out(self, sequence: int, orders: bytes) -> None:
+        for batch in self._orders.take(sequence, orders):
+            for command, prompt in unpack_orders(batch):
+                self._hosted().carry_out(command, prompt)
+
+    async def alive(self) -> str:
+        """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
+        assert self._broken is not None
+        return await self._broken
+
+    async def measure(self, prompts: Sequence[Prompt], version: Version) -> tuple[int, int]:
+        """How many of the likeliest responses to held-out prompts are right under a version, and how many there are.
+
+        Called only before the first event of a run, for version 0, and after its last.
+        """
+        host, evaluator = self._hosted(), self._rollout.evaluator if self._rollout else None
+        if evaluator is None:
+            raise EngineError("this run's generators cannot be measured")
+        if version:
+            await host.conclude(version)
+        works = [
+            GroupWork(group=-1 - index, attempt=1, prompt=prompt, samples=1) for index, prompt in enumerate(prompts)
+        ]
+        outcomes = await asyncio.gather(*(evaluator.generate(work) for work in works), return_exceptions=True)
+        right, count = 0, 0
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            if isinstance(outcome, DataFailure):
+                log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                right += (outcome.group.trajectories[0].reward or 0.0) >= RIGHT
+                count += 1
+        return right, count
+
+    async def close(self) -> None:
+        """End what runs and give back what the generator holds."""
+        if self._host is not None:
+            await self._host.close()
+
+    def _hosted(self) -> ReplicaHost:
+        if self._host is None:
+            raise EngineError(f"replica {self._replica} is not open")
+        return self._host
+
+    def _break(self, reason: str) -> None:
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_result(reason)

@@ -1,0 +1,146 @@
+"""Start a run over Ray, watch it without polls, end it with everything it started.
+
+Called by the command line and by users with a plan of their own, in the process that owns the Ray cluster. The actors
+are children of the scheduler actor and it of this process: when this process goes, however it goes, so do they.
+"""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from engine.actors.failures import raised, unwrapped
+from engine.actors.models import Progress, plan_of
+from engine.actors.plan import Plan
+from engine.actors.process import PackedPlan
+from engine.actors.scheduler import SchedulerActor, Traffic, Update
+from engine.config import Config
+from engine.metrics.status import Status
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Of a cluster of this process' own, at least."""
+GOODBYE_S = 10.0
+"""How long actors may take to end by themselves."""
+
+
+def launch(config: Config, run_dir: str | Path, *, progress: Progress | None = None) -> "RunHandle":
+    """Start the run of a configuration, in a directory that `rundir.create` has made.
+
+    `progress(share, text)` is told while model and data are being made. Returns when every actor is up, the initial
+    weights are measured and the first prompts are drawn.
+    Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
+    """
+    return start(plan_of(config, Path(run_dir), progress))
+
+
+def start(plan: Plan) -> "RunHandle":
+    """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
+    own = not ray.is_initialized()
+    if own:
+        connect()
+    actor: Any = None
+    try:
+        plan = with_gpus(plan)
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
+        actor = ray.remote(SchedulerActor).options(**options).remote(PackedPlan.of(plan))
+        url = ray.get(actor.open.remote())
+        ray.get(actor.begin.remote())
+    except BaseException as error:
+        if actor is not None:
+            ray.kill(actor)
+        if own:
+            ray.shutdown()
+        if isinstance(error, RayError):
+            raise raised(error) from None
+        raise
+    return RunHandle(actor, url, own)
+
+
+def connect(object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
+    """A local cluster of this process' own. Actors ask for no CPU, so that any plan fits; Ray starts as many processes
+    at once as there are."""
+    ray.init(
+        address="local",
+        num_cpus=os.cpu_count(),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=object_store_bytes,
+    )
+
+
+def with_gpus(plan: Plan) -> Plan:
+    """Share the cluster's GPUs out, evenly and at most one to an actor; a plan that says otherwise stands."""
+    gpus = float(ray.cluster_resources().get("GPU", 0))
+    if not gpus or plan.rollout_gpus or plan.trainer_gpus:
+        return plan
+    share = min(1.0, int(1000 * gpus / (plan.replicas + 1)) / 1000)
+    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share)
+
+
+class RunHandle:
+    """A run that goes on in other processes."""
+
+    def __init__(self, actor: Any, metrics_url: str | None, owns_ray: bool) -> None:
+        self.metrics_url = metrics_url
+        self._actor = actor
+        self._owns_ray = owns_ray
+        self._seen = 0
+        self._last: Status | None = None
+        self._closed = False
+
+    def updates(self) -> Iterator[Status]:
+        """The run's status whenever it has changed, a few times a second at most; ends with the status at its end.
+
+        Raises: what ended the run, if that was a defect: `PolicyError`, `InvariantViolated`, `RecordError`, ….
+        """
+        while self._last is None:
+            try:
+                update: Update = ray.get(self._actor.next_update.remote(self._seen))
+            except RayError as error:
+                raise raised(error) from unwrapped(error)
+            self._seen = update.number
+            if update.last:
+                self._last = update.status
+            yield update.status
+
+    def wait(self) -> Status:
+        """The status at the end of the run. Raises like `updates`."""
+        for _ in self.updates():
+            pass
+        assert self._last is not None
+        return self._last
+
+    def stop(self, reason: str) -> None:
+        """End the run resumably; `updates` then comes to its end."""
+        ray.get(self._actor.stop.remote(reason))
+
+    def traffic(self) -> Traffic:
+        """Calls between the actors so far."""
+        traffic: Traffic = ray.get(self._actor.traffic.remote())
+        return traffic
+
+    def close(self) -> None:
+        """Leave no process behind, whatever the run is doing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._last is None:
+            try:
+                ray.get(self._actor.close.remote(), timeout=GOODBYE_S)
+            except (RayError, GetTimeoutError):
+                logging.getLogger(__name__).warning("the run did not close in time and is killed")
+        ray.kill(self._actor)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def __enter__(self) -> "RunHandle":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

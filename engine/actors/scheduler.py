@@ -1,0 +1,262 @@
+"""The scheduler actor: driver, recorder, metrics and prompts in one process; the parent of every other actor of a run.
+
+Started by `run.start`. All of it lives on one event loop: reports come in as calls, are handled and recorded at once,
+and their commands leave before the call is answered. It must never block that loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from engine import __version__
+from engine.actors.executor import RayExecutor
+from engine.actors.fleet import Fleet
+from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
+from engine.actors.wire import unpack_events
+from engine.commands import Command, FinishRun
+from engine.driver import Driver
+from engine.errors import EngineError
+from engine.events import Event, RunStarted, StopRequested
+from engine.hosts.clock import WallClock
+from engine.hosts.reasons import reason_of
+from engine.ids import Incarnation, StepId
+from engine.metrics import export
+from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.journal import Journal
+from engine.metrics.server import MetricsServer
+from engine.metrics.status import Status
+from engine.policies import PolicySet
+from engine.ports import Recorder as RecorderPort
+from engine.schedule import Header, NullRecorder, Recorder
+from engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.2
+"""A status goes out at most so often, and only after something happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A status on its way to whoever shows the run. `last`: nothing follows it."""
+
+    number: int
+    status: Status
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Calls between the actors so far, for benchmarks."""
+
+    reports: int
+    calls: int
+    events: int
+    decisions_s: tuple[float, ...]
+    """Of the newest reports: from a report's arrival until what it led to was recorded and sent."""
+
+
+class SchedulerActor:
+    """`open`, `begin`, then `report` from the other actors and `next_update` from whoever shows the run, until
+    `close`."""
+
+    def __init__(self, plan: PackedPlan) -> None:
+        self._packed = plan
+        self._plan = plan.unpack()
+        self._acknowledged: dict[tuple[str, Incarnation], int] = {}
+        self._reports = 0
+        self._decisions_s: deque[float] = deque(maxlen=4096)
+        self._number = 0
+        self._status_timer: asyncio.TimerHandle | None = None
+        self._watchers: list[asyncio.Future[None]] = []
+        self._failure: Exception | None = None
+        self._ended = False
+        self._draining = False
+        self._server: MetricsServer | None = None
+
+    async def open(self) -> str | None:
+        """Build everything, start every actor, measure the initial weights; the metrics endpoint, if there is one.
+
+        Raises what is wrong with the plan, before any prompt is drawn.
+        """
+        plan, loop = self._plan, asyncio.get_running_loop()
+        prepare_process("scheduler", plan.run_dir)
+        prompts = await asyncio.to_thread(plan.make_prompts)
+        policies = PolicySet.from_names(plan.policies)
+        self._transitions = Transitions()
+        self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)
+        journal = None if plan.run_dir is None else Journal(plan.run_dir / "metrics.jsonl")
+        self._metrics = RunMetrics(self._scheduler, self._transitions, journal)
+        self._recorder = self._new_recorder(policies)
+        self._clock = WallClock()
+        self._over: asyncio.Future[FinishRun] = loop.create_future()
+        self._self = ray.get_runtime_context().current_actor
+        light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+        self._trajectories = ray.remote(TrajectoryStoreActor).options(**light).remote()
+        self._weights = ray.remote(WeightsStoreActor).options(**light).remote()
+        self._fleet = Fleet(plan, (self._packed, self._self, self._trajectories, self._weights), self._deliver)
+        self._executor = RayExecutor(
+            fleet=self._fleet,
+            prompts=prompts,
+            trajectories=self._trajectories,
+            weights=self._weights,
+            deliver=self._deliver,
+            finish=self._finish,
+        )
+        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe)
+        if plan.metrics_port is not None:
+            registry = export.registry(self._metrics, lambda: self._clock.now())
+            self._server = MetricsServer(registry, host=plan.metrics_host, port=plan.metrics_port)
+        await self._fleet.open()
+        if plan.measure_at_start:
+            await self._measure(0)
+        return self._server.url if self._server else None
+
+    def _new_recorder(self, policies: PolicySet) -> RecorderPort:
+        plan = self._plan
+        if plan.run_dir is None:
+            return NullRecorder()
+        header = Header(
+            run=plan.run_dir.name,
+            limits=plan.limits.to_plain(),
+            policies=dict(policies.names),
+            config=plan.config,
+            code=__version__,
+        )
+        return Recorder(plan.run_dir / "schedule", header)
+
+    async def begin(self) -> None:
+        """Start the run; returns at once."""
+        self._clock = self._driver.clock = WallClock()
+        self._deliver(RunStarted())
+        self._fleet.join()
+        self._main = asyncio.get_running_loop().create_task(self._until_over())
+
+    @ray.method(max_task_retries=-1)
+    async def report(
+        self,
+        source: str,
+        incarnation: Incarnation,
+        sequence: int,
+        events: bytes,
+        figures: list[tuple[StepId, Mapping[str, Any]]],
+    ) -> int:
+        """Take in a batch of events; answered when they are recorded and what they led to is on its way."""
+        key = (source, incarnation)
+        if sequence <= self._acknowledged.get(key, 0):
+            return sequence
+        self._acknowledged[key] = sequence
+        self._reports += 1
+        arrived = time.perf_counter()
+        for step, said in figures:
+            self._metrics.report(step, said)
+        batch = unpack_events(events)
+        if source == "trainer":
+            for event in batch:
+                self._fleet.trainer.answered(event)
+        self._deliver(*batch)
+        self._decisions_s.append(time.perf_counter() - arrived)
+        return sequence
+
+    async def stop(self, reason: str) -> None:
+        """End the run resumably."""
+        self._deliver(StopRequested(reason=reason))
+
+    async def next_update(self, since: int) -> Update:
+        """The newest status, as soon as it is newer than the one numbered `since`. Raises what ended the run, if
+        something did."""
+        while self._number <= since and not self._ended:
+            changed = asyncio.get_running_loop().create_future()
+            self._watchers.append(changed)
+            await changed
+        if self._ended and self._failure is not None:
+            raise self._failure
+        status = self._metrics.status(None if self._ended else self._clock.now())
+        return Update(number=self._number, status=status, last=self._ended)
+
+    async def traffic(self) -> Traffic:
+        return Traffic(
+            reports=self._reports,
+            calls=self._executor.calls,
+            events=self._driver.events_handled,
+            decisions_s=tuple(self._decisions_s),
+        )
+
+    async def close(self) -> None:
+        """End every actor of the run and close the record, whatever the run is doing."""
+        self._executor.close()
+        await self._fleet.close()
+        for store in (self._trajectories, self._weights):
+            ray.kill(store)
+        self._metrics.close()
+        self._recorder.close()
+        if self._server is not None:
+            self._server.close()
+
+    # the run
+
+    def _deliver(self, *events: Event) -> None:
+        """Hand events to the driver and send what they led to. What the driver raises ends the run."""
+        if self._over.done():
+            return
+        outermost, self._draining = not self._draining, True
+        try:
+            self._driver.deliver(*events)
+            if outermost:
+                self._executor.flush()
+        except Exception as error:
+            log.exception("the run cannot go on")
+            if not self._over.done():
+                self._over.set_exception(error)
+        finally:
+            self._draining = not outermost
+
+    def _finish(self, command: FinishRun) -> None:
+        if not self._over.done():
+            self._over.set_result(command)
+
+    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        self._metrics.observe(event, commands)
+        if self._status_timer is None:
+            self._status_timer = asyncio.get_running_loop().call_later(STATUS_EVERY_S, self._changed)
+
+    def _changed(self) -> None:
+        """A newer status is there: wake those who wait for one."""
+        if self._status_timer is not None:
+            self._status_timer.cancel()
+            self._status_timer = None
+        self._number += 1
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    async def _until_over(self) -> None:
+        """Wait for the end, measure the final weights, take everything down, tell the watchers."""
+        try:
+            finish = await self._over
+            if finish.outcome == "finished" and self._plan.measure_at_end:
+                await self._measure(self._scheduler.state.latest_version)
+        except Exception as error:
+            self._failure = error if isinstance(error, EngineError) else EngineError(reason_of(error))
+        with contextlib.suppress(Exception):
+            await self.close()
+        self._ended = True
+        self._changed()
+
+    async def _measure(self, version: int) -> None:
+        """Accuracy on the held-out prompts under a version. A failure costs the figure, not the run."""
+        try:
+            accuracy = await self._fleet.measure(self._plan.held_out, version)
+        except Exception:
+            log.exception("version %d could not be measured on the held-out prompts", version)
+        else:
+            self._metrics.validated(self._scheduler.state.steps_in[version], accuracy)

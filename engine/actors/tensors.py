@@ -1,0 +1,61 @@
+"""Weights as Ray's object store likes them: tensors as arrays that readers map instead of copying.
+
+Called by the weights clients in `stores.py`, on threads of their own. Anything that is no mapping of tensors passes
+as it is.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensors:
+    """Arrays by name, and the torch type of those that numpy has no type for (kept as integers of that width)."""
+
+    arrays: dict[str, Any]
+    types: dict[str, str]
+
+
+def pack_tensors(weights: Any) -> Any:
+    """A mapping of CPU tensors as `PackedTensors`; one tensor under several names stays one array."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(weights, Mapping) or not weights:
+        return weights
+    if not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        return weights
+    arrays: dict[str, Any] = {}
+    types: dict[str, str] = {}
+    seen: dict[int, Any] = {}
+    for name, tensor in weights.items():
+        if id(tensor) not in seen:
+            plain = tensor.detach().cpu().contiguous()
+            if plain.dtype.is_floating_point and plain.dtype not in (torch.float16, torch.float32, torch.float64):
+                width = {1: torch.uint8, 2: torch.int16}[plain.element_size()]
+                seen[id(tensor)] = plain.view(width).numpy()
+            else:
+                seen[id(tensor)] = plain.numpy()
+        arrays[name] = seen[id(tensor)]
+        types[name] = str(tensor.dtype).removeprefix("torch.")
+    return PackedTensors(arrays, types)
+
+
+def unpack_tensors(packed: Any) -> Any:
+    """Tensors that share memory with the arrays: to be read, never written."""
+    if not isinstance(packed, PackedTensors):
+        return packed
+    import torch
+
+    seen: dict[int, Any] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, array in packed.arrays.items():
+            if id(array) not in seen:
+                tensor = torch.from_numpy(np.asarray(array))
+                wanted = getattr(torch, packed.types[name])
+                seen[id(array)] = tensor if tensor.dtype == wanted else tensor.view(wanted)
+    return {name: seen[id(array)] for name, array in packed.arrays.items()}

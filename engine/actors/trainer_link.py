@@ -1,0 +1,196 @@
+"""The trainer as seen from the scheduler: what it was ordered and has not answered, and what follows when it dies.
+
+Used by `fleet.Fleet`. A new trainer takes over where nothing is lost by it: before the first step, from a checkpoint
+of exactly the steps trained, or from published weights that hold them all. Otherwise every order is answered by a
+failure that says why, and the scheduler ends the run by its own budgets, with that cause.
+"""
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+
+from engine.actors.failures import failure_reason
+from engine.actors.plan import Plan, Restore
+from engine.actors.process import PackedPlan
+from engine.actors.trainer import TrainerActor
+from engine.actors.wire import Order, pack_orders
+from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    PublishFailed,
+    StepFailed,
+    StepTrained,
+    WeightsPublished,
+)
+from engine.hosts.trainer import list_checkpoints
+
+log = logging.getLogger(__name__)
+
+Given = tuple[PackedPlan, Any, Any, Any]
+"""What every child is given: the plan, then the actors of scheduler, trajectory store and weights store."""
+
+
+class TrainerLink:
+    """One trainer in all its lives."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        given: Given,
+        deliver: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._plan = plan
+        self._given = given
+        self._deliver = deliver
+        self._spawn = spawn
+        self._incarnation = 0
+        self._gone: str | None = None
+        self._closed = False
+        self._pending: list[Command] = []
+        self._steps = 0
+        self._steps_published = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._incarnation += 1
+        self._sequence = 0
+        self._orders: list[Order] = []
+        packed, *handles = self._given
+        self.actor: Any = (
+            ray.remote(TrainerActor)
+            .options(num_cpus=0, num_gpus=self._plan.trainer_gpus, enable_task_events=False)
+            .remote(packed, self._incarnation, *handles)
+        )
+
+    async def open(self) -> None:
+        """Raises what the user's factory raises."""
+        await self.actor.open.remote()
+
+    def watch(self) -> None:
+        self._spawn(self._watch(self.actor))
+
+    def order(self, command: Command) -> None:
+        """Keep an order for the end of the drain; where there is no trainer any more, answer it."""
+        if self._gone is not None:
+            self._deliver(failure_of(command, self._gone))
+            return
+        self._pending.append(command)
+        self._orders.append(Order(command))
+
+    def flush(self) -> int:
+        if not self._orders:
+            return 0
+        self._sequence += 1
+        self.actor.carry_out.remote(self._sequence, pack_orders(self._orders))
+        self._orders = []
+        return 1
+
+    def answered(self, event: Event) -> None:
+        """To be told of every event of the trainer, before the scheduler is."""
+        for command in self._pending:
+            if answers(event, command):
+                self._pending.remove(command)
+                break
+        else:
+            return
+        if isinstance(event, StepTrained):
+            self._steps = event.step + 1
+        elif isinstance(event, WeightsPublished) and isinstance(command, PublishWeights):
+            self._steps_published = command.steps
+
+    def close(self) -> None:
+        self._closed = True
+        ray.kill(self.actor)
+
+    async def _watch(self, actor: Any) -> None:
+        try:
+            reason = await actor.alive.remote()
+        except Exception as error:
+            reason = f"its actor died: {failure_reason(error)}"
+        if not self._closed:
+            await self._replace(reason)
+
+    async def _replace(self, reason: str) -> None:
+        """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""
+        log.warning("the trainer is lost (life %d): %s", self._incarnation, reason)
+        ray.kill(self.actor)
+        newest = await self._given[3].newest.remote()
+        pending, self._pending, self._orders = self._pending, [], []
+        for command in pending:
+            if isinstance(command, PublishWeights) and command.version <= newest:
+                self._steps_published = command.steps
+        restore = self._restore()
+        if restore is None or self._incarnation > self._plan.trainer_restarts:
+            why = (
+                "nothing that it trained since the last publication is left" if restore is None else "it died too often"
+            )
+            self._gone = f"the trainer is lost: {reason}; {why}"
+        else:
+            self._begin()
+            self._spawn(self._reopen(self.actor, restore))
+        for command in pending:
+            saved = isinstance(command, PublishWeights) and command.version <= newest
+            self._deliver(published(command) if saved else failure_of(command, f"the trainer is lost: {reason}"))
+
+    async def _reopen(self, actor: Any, restore: Restore) -> None:
+        try:
+            await actor.open.remote(restore)
+        except Exception as error:
+            if not self._closed:
+                await self._replace(f"it could not be started again: {failure_reason(error)}")
+            return
+        await self._watch(actor)
+
+    def _restore(self) -> Restore | None:
+        """What a new trainer could go on from without losing a step; None if there is nothing."""
+        if self._steps == 0:
+            return Restore(steps=0)
+        if self._plan.restore_trainer is None:
+            return None
+        saved = list_checkpoints(self._plan.run_dir / "checkpoints") if self._plan.run_dir is not None else []
+        for steps, path in saved:
+            if steps == self._steps:
+                return Restore(steps=steps, checkpoint=str(path))
+        return Restore(steps=self._steps) if self._steps_published == self._steps else None
+
+
+def answers(event: Event, command: Command) -> bool:
+    """Whether an event is what an order to the trainer was waiting for."""
+    if isinstance(command, ScoreBatch | TrainStep):
+        if isinstance(event, BatchScored):
+            return isinstance(command, ScoreBatch) and (event.step, event.attempt, event.task) == (
+                command.step,
+                command.attempt,
+                command.task,
+            )
+        if isinstance(event, StepTrained) and not isinstance(command, TrainStep):
+            return False
+        return isinstance(event, StepTrained | StepFailed) and (event.step, event.attempt) == (
+            command.step,
+            command.attempt,
+        )
+    if isinstance(command, PublishWeights):
+        return isinstance(event, WeightsPublished | PublishFailed) and event.attempt == command.attempt
+    if isinstance(command, SaveCheckpoint):
+        return isinstance(event, CheckpointSaved | CheckpointFailed) and event.steps == command.steps
+    return False
+
+
+def published(command: Any) -> Event:
+    """For a publication that reached the store though its report did not come."""
+    return WeightsPublished(version=command.version, attempt=command.attempt)
+
+
+def failure_of(command: Any, reason: str) -> Event:
+    """The failure of an order to the trainer."""
+    if isinstance(command, ScoreBatch | TrainStep):
+        return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
+    if isinstance(command, PublishWeights):
+        return PublishFailed(version=command.version, attempt=command.attempt, reason=reason)
+    return CheckpointFailed(steps=command.steps, reason=reason)

@@ -1,0 +1,101 @@
+"""Is what a user's generator returned a prompt group? Everything wrong with it is named before anyone else sees it.
+
+Called by `replica.ReplicaHost` for every group. A malformed group must never reach the scheduler (whose laws it would
+break) or the trainer (whom it would poison); it costs its attempt and says why.
+"""
+
+from math import isfinite
+from typing import Any
+
+from engine.errors import DataFailure, EngineError
+from engine.ids import Version
+from engine.roles import Generated, GroupWork
+from engine.trajectory import Trajectory, TrajectoryGroup
+
+LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans")
+
+
+def check_generated(work: GroupWork, generated: Any, oldest: Version, newest: Version) -> None:
+    """Raise unless `generated` answers `work` with tokens of versions `oldest` to `newest`.
+
+    Raises: `DataFailure` for a reward that is missing or not finite, `EngineError` for any other fault.
+    """
+    if not isinstance(generated, Generated) or not isinstance(generated.group, TrajectoryGroup):
+        what = type(generated.group).__name__ if isinstance(generated, Generated) else type(generated).__name__
+        raise EngineError(f"generate() must return Generated(group=TrajectoryGroup(...)), not {what}")
+    group = generated.group
+    if group.group != work.group:
+        raise EngineError(f"generate() was given group {work.group} and returned group {group.group}")
+    count = len(group.trajectories)
+    if count != work.samples and not (generated.aborted and count < work.samples):
+        raise EngineError(f"generate() returned {count} trajectories, not the {work.samples} asked for")
+    for index, trajectory in enumerate(group.trajectories):
+        problem = shape_problem(trajectory, oldest, newest, finished=not generated.aborted)
+        if problem:
+            raise EngineError(
+                f"trajectory {index} of group {work.group}: {problem}", group=work.group, trajectory=index
+            )
+    if not generated.aborted:
+        for index, trajectory in enumerate(group.trajectories):
+            problem = reward_problem(trajectory.reward)
+            if problem:
+                story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
+                raise DataFailure(story, group=work.group, trajectory=index, row=work.prompt.row)
+
+
+def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool) -> str:
+    """What is wrong with a trajectory, in words; empty if nothing is."""
+    if not isinstance(trajectory, Trajectory):
+        return f"it is a {type(trajectory).__name__}, not a Trajectory"
+    for name in LISTS:
+        if not isinstance(getattr(trajectory, name), list):
+            return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a list"
+    tokens = len(trajectory.token_ids)
+    if len(trajectory.logprobs) != tokens or len(trajectory.loss_mask) != tokens:
+        return (
+            f"{tokens} token_ids, {len(trajectory.logprobs)} logprobs and {len(trajectory.loss_mask)} loss_mask "
+            "entries are not of one length"
+        )
+    if finished and not trajectory.finish_reason:
+        return "it has no finish_reason, though the group is not reported as aborted"
+    if tokens and not _all_finite(trajectory.logprobs):
+        return "a log-prob is not a finite number"
+    if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
+        return "loss_mask holds something else than 0 and 1"
+    return _spans_problem(trajectory, tokens, oldest, newest)
+
+
+def reward_problem(reward: Any) -> str:
+    """What is wrong with the reward of a finished trajectory; empty if nothing is."""
+    if reward is None:
+        return "it has no reward"
+    try:
+        return "" if isfinite(reward) else f"its reward is {reward}, not a finite number"
+    except (TypeError, ValueError, OverflowError):
+        return f"its reward is {reward!r:.80}, not a number"
+
+
+def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest: Version) -> str:
+    covered, before = 0, oldest
+    for span in trajectory.spans:
+        try:
+            start, stop, version = span
+        except (TypeError, ValueError):
+            return f"span {span!r:.80} is not (start, stop, version)"
+        if type(start) is not int or type(stop) is not int or type(version) is not int:
+            return f"span ({start!r}, {stop!r}, {version!r}) does not hold three ints"
+        if start != covered or stop <= start:
+            return f"span [{start}, {stop}) does not go on where the one before ended, at {covered}"
+        if version < before or version > newest:
+            return (
+                f"tokens [{start}, {stop}) are said to be of version {version}; it must be {before} to {newest} there"
+            )
+        covered, before = stop, version
+    return "" if covered == tokens else f"spans cover {covered} of {tokens} tokens"
+
+
+def _all_finite(numbers: list[Any]) -> bool:
+    try:
+        return isfinite(sum(numbers)) or all(map(isfinite, numbers))
+    except (TypeError, ValueError, OverflowError):
+        return False

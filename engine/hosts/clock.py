@@ -1,0 +1,47 @@
+"""Time as executors have it: seconds since the run began, and the timers that the scheduler sets."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from engine.commands import CancelTimer, SetTimer
+from engine.events import TimerFired
+from engine.ids import TimerId
+
+
+class WallClock:
+    """Seconds since it was made, by a clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+
+class Timers:
+    """`SetTimer` and `CancelTimer` on the running event loop; each timer fires once, as a `TimerFired`."""
+
+    def __init__(self, fire: Callable[[TimerFired], None]) -> None:
+        self._fire = fire
+        self._set: dict[TimerId, asyncio.TimerHandle] = {}
+
+    def set(self, command: SetTimer) -> None:
+        """A repeated order changes nothing."""
+        if command.timer not in self._set:
+            loop = asyncio.get_running_loop()
+            self._set[command.timer] = loop.call_later(max(0.0, command.delay_s), self._over, command.timer)
+
+    def cancel(self, command: CancelTimer) -> None:
+        handle = self._set.pop(command.timer, None)
+        if handle is not None:
+            handle.cancel()
+
+    def close(self) -> None:
+        for handle in self._set.values():
+            handle.cancel()
+        self._set.clear()
+
+    def _over(self, timer: TimerId) -> None:
+        del self._set[timer]
+        self._fire(TimerFired(timer=timer))

@@ -1,0 +1,346 @@
+"""Hosts one `Generator`: commands of the scheduler in, events about its groups and weights out.
+
+Called by `local` and by the rollout actor, on the event loop that the generator lives on. It keeps who runs; it must
+never report a group before the store has it, report a group twice, or leave a command that wants an answer without one.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.commands import (
+    AbortGroup,
+    Command,
+    InstallWeights,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+    TruncateGroup,
+)
+from engine.errors import DataFailure, EngineError
+from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
+from engine.hosts.checks import check_generated
+from engine.hosts.reasons import reason_of
+from engine.hosts.reports import aborted_event, generated_event
+from engine.hosts.trajectories import Trajectories
+from engine.hosts.weights import Weights
+from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.roles import Generated, Generator, GroupWork
+from engine.trajectory import Prompt, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_ATTEMPTS = 16_384
+"""Groups whose last attempt is kept in mind, so that a repeated order is known as one."""
+
+
+SyncCommand = StageWeights | PauseReplica | InstallWeights | ResumeReplica
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One order to generate a group, from its arrival to its report."""
+
+    group: GroupId
+    number: int
+    unwanted: bool = False
+    """Nobody waits for its outcome any more."""
+    truncate: bool = False
+    begun: bool = False
+    """`generate` has been called."""
+    task: asyncio.Task[None] = field(init=False)
+
+
+class ReplicaHost:
+    """One replica in one of its lives. `emit` takes its events; `broken(reason)` is called when it cannot go on.
+
+    Group commands are carried out as they come; those about weights one after the other, in their order.
+    """
+
+    def __init__(
+        self,
+        *,
+        replica: ReplicaId,
+        incarnation: Incarnation,
+        generator: Generator,
+        samples: int,
+        trajectories: Trajectories,
+        weights: Weights,
+        emit: Callable[[Event], None],
+        broken: Callable[[str], None],
+    ) -> None:
+        self.replica = replica
+        self.incarnation = incarnation
+        self.generator = generator
+        self.samples = samples
+        self.version: Version = 0
+        self._trajectories = trajectories
+        self._weights = weights
+        self._emit = emit
+        self._broken = broken
+        self._running: dict[GroupId, Attempt] = {}
+        self._attempts: OrderedDict[GroupId, int] = OrderedDict()
+        self._pause_mode: str | None = None
+        self._last_sync: asyncio.Task[None] | None = None
+        self._sync_attempts: dict[type[Command], int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._who = {"replica": replica, "incarnation": incarnation}
+        self._carry: dict[type[Command], Callable[[Any, Prompt | None], None]] = {
+            StartGroup: self._start,
+            ResumeGroup: self._start,
+            AbortGroup: lambda command, _: self._abort(command),
+            TruncateGroup: lambda command, _: self._truncate(command),
+            StageWeights: lambda command, _: self._in_order(command, self._stage),
+            PauseReplica: lambda command, _: self._in_order(command, self._pause),
+            InstallWeights: lambda command, _: self._in_order(command, self._install),
+            ResumeReplica: lambda command, _: self._in_order(command, self._resume),
+        }
+
+    def join(self, slots: int, version: Version = 0) -> None:
+        """Report that the replica is up, with the weights of `version`."""
+        self.version = version
+        self._emit(ReplicaJoined(slots=slots, version=version, **self._who))
+
+    def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
+        """Begin to carry out a command and return at once. `prompt` comes with commands that start or resume a group.
+
+        A repeat, and a command for another life of the replica, change nothing.
+        """
+        if not self._closed and getattr(command, "incarnation", None) == self.incarnation:
+            self._carry[type(command)](command, prompt)
+
+    async def conclude(self, version: Version) -> None:
+        """After the last event of a run: end what runs and sample under `version`, wherever a sync was left.
+
+        From now on no command is carried out. Raises what the generator or the weights store raises.
+        """
+        self._closed = True
+        if self._last_sync is not None:
+            await asyncio.wait([self._last_sync])
+        await self.generator.pause("abort")
+        if version > self.version:
+            await self.generator.stage(version, await self._weights.get(version))
+            await self.generator.install(version)
+            self.version = version
+        await self.generator.resume()
+
+    async def close(self) -> None:
+        """End everything that runs, without reports, and close the generator."""
+        self._closed = True
+        for attempt in self._running.values():
+            attempt.unwanted = True
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self.generator.close()
+        except Exception:
+            log.exception("closing the generator of replica %d failed", self.replica)
+
+    @property
+    def running(self) -> int:
+        """Groups being generated."""
+        return len(self._running)
+
+    # groups
+
+    def _start(self, command: StartGroup | ResumeGroup, prompt: Prompt | None) -> None:
+        if self._attempts.get(command.group, 0) >= command.attempt:
+            return
+        self._attempts[command.group] = command.attempt
+        self._attempts.move_to_end(command.group)
+        if len(self._attempts) > REMEMBERED_ATTEMPTS:
+            self._attempts.popitem(last=False)
+        before = self._running.get(command.group)
+        attempt = Attempt(command.group, command.attempt)
+        self._running[command.group] = attempt
+        attempt.task = self._spawn(self._run(attempt, command, prompt, before))
+        if before is not None:
+            self._stop(before)
+
+    async def _run(
+        self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None, before: Attempt | None
+    ) -> None:
+        """One attempt, whatever happens in it: exactly one event, unless it became unwanted."""
+        try:
+            if before is not None:
+                await asyncio.wait([before.task])  # a generator knows groups, not attempts: one at a time
+            event = await self._attempt(attempt, command, prompt)
+        except DataFailure as error:
+            event = self._failed(attempt, "data", error)
+        except asyncio.CancelledError as error:
+            if attempt.unwanted or self._closed:
+                return
+            event = self._failed(attempt, "infrastructure", error)
+        except Exception as error:
+            event = self._failed(attempt, "infrastructure", error)
+        finally:
+            if self._running.get(attempt.group) is attempt:
+                del self._running[attempt.group]
+        if not attempt.unwanted and event is not None:
+            self._emit(event)
+
+    async def _attempt(
+        self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None
+    ) -> Event | None:
+        """Generate, check and keep a group; the event that says so."""
+        if prompt is None:
+            raise EngineError(f"group {command.group} came without its prompt")
+        resumes = isinstance(command, ResumeGroup)
+        partial = await self._trajectories.partial(command.group) if resumes else None
+        kept = partial.versions() if partial is not None else None
+        began = self.version if kept is None else min(kept[0], self.version)
+        if self._pause_mode in ("abort", "wait"):
+            group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
+            return aborted_event(group, attempt.number, **self._who)
+        truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
+        work = GroupWork(
+            group=command.group,
+            attempt=command.attempt,
+            prompt=prompt,
+            samples=self.samples,
+            partial=partial,
+            truncate=truncate,
+        )
+        attempt.begun = True
+        generated = await self.generator.generate(work)
+        if attempt.unwanted:
+            return None
+        check_generated(work, generated, began, self.version)
+        return await self._keep(attempt, generated)
+
+    async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
+        group = generated.group
+        if generated.aborted:
+            event: Event = aborted_event(group, attempt.number, **self._who)
+        else:
+            event = generated_event(group, attempt.number, **self._who)
+        await self._trajectories.put(group, attempt.number)
+        if attempt.unwanted:
+            await self._trajectories.discard([group.group])
+        return event
+
+    def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
+        told = (attempt.group, self.replica, attempt.number, cause)
+        log.warning("group %d failed on replica %d, attempt %d (%s)", *told, exc_info=error)
+        return GroupFailed(
+            group=attempt.group, attempt=attempt.number, cause=cause, reason=reason_of(error), **self._who
+        )
+
+    def _abort(self, command: AbortGroup) -> None:
+        attempt = self._running.get(command.group)
+        if attempt is not None and attempt.number <= command.attempt:
+            self._stop(attempt)
+        elif attempt is None:
+            # It ended here while the order was on its way: what it left behind is nobody's.
+            self._spawn(self._logged(self._trajectories.discard([command.group]), "discarding"))
+
+    def _stop(self, attempt: Attempt) -> None:
+        """End an attempt whose outcome nobody wants."""
+        attempt.unwanted = True
+        self._spawn(self._end(attempt))
+
+    async def _end(self, attempt: Attempt) -> None:
+        if attempt.begun:
+            await self._logged(self.generator.abort([attempt.group]), "abort")
+        attempt.task.cancel()
+
+    def _truncate(self, command: TruncateGroup) -> None:
+        attempt = self._running.get(command.group)
+        if attempt is None or attempt.number != command.attempt or attempt.truncate:
+            return
+        attempt.truncate = True
+        if attempt.begun:
+            self._spawn(self._logged(self.generator.truncate([command.group]), "truncate"))
+
+    # weights
+
+    async def _stage(self, command: StageWeights) -> None:
+        try:
+            await self.generator.stage(command.version, await self._weights.get(command.version))
+        except Exception as error:
+            self._sync_failed(command, "staging", error)
+        else:
+            self._emit(WeightsStaged(attempt=command.attempt, version=command.version, **self._who))
+
+    async def _pause(self, command: PauseReplica) -> None:
+        self._pause_mode = command.mode
+        try:
+            await self.generator.pause(command.mode)
+        except Exception as error:
+            self._sync_failed(command, "pausing", error)
+            return
+        if command.mode != "keep":
+            running = [attempt.task for attempt in self._running.values()]
+            if running:
+                await asyncio.wait(running)
+        self._emit(ReplicaPaused(attempt=command.attempt, **self._who))
+
+    async def _install(self, command: InstallWeights) -> None:
+        try:
+            if command.version < self.version:
+                raise EngineError(f"version {command.version} is older than {self.version}, which is installed")
+            if command.version > self.version:
+                await self.generator.install(command.version)
+        except Exception as error:
+            self._sync_failed(command, "installing", error)
+        else:
+            self.version = command.version
+            self._emit(WeightsInstalled(attempt=command.attempt, version=command.version, **self._who))
+
+    async def _resume(self, command: ResumeReplica) -> None:
+        self._pause_mode = None
+        try:
+            await self.generator.resume()
+        except Exception as error:
+            log.exception("replica %d cannot be resumed", self.replica)
+            self._broken(f"resuming failed: {reason_of(error)}")
+
+    def _sync_failed(self, command: StageWeights | PauseReplica | InstallWeights, doing: str, error: Exception) -> None:
+        log.warning("%s version %d on replica %d failed", doing, command.version, self.replica, exc_info=error)
+        reason = f"{doing} failed: {reason_of(error)}"
+        self._emit(SyncFailed(attempt=command.attempt, version=command.version, reason=reason, **self._who))
+
+    # tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """No task may end in silence: what none of them expected leaves the replica in an unknown state."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._closed:
+            log.error("a task of replica %d failed", self.replica, exc_info=error)
+            self._broken(f"a task of its host failed: {reason_of(error)}")
+
+    def _in_order(self, command: SyncCommand, carry_out: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Carry out after every earlier command about weights has ended; a repeat changes nothing."""
+        if self._sync_attempts.get(type(command), 0) >= command.attempt:
+            return
+        self._sync_attempts[type(command)] = command.attempt
+        before = self._last_sync
+
+        async def turn() -> None:
+            if before is not None and not before.done():
+                await asyncio.wait([before])
+            await carry_out(command)
+
+        self._last_sync = self._spawn(turn())
+
+    async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
+        """For calls that no event answers: a failure is logged, and what they were for ends by itself."""
+        try:
+            await work
+        except Exception:
+            log.exception("%s failed on replica %d", doing, self.replica)

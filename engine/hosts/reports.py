@@ -1,0 +1,41 @@
+"""What the scheduler is told of a prompt group: lengths, versions and rewards, never a token.
+
+Called by `replica.ReplicaHost` with groups that `checks` has passed.
+"""
+
+from engine.events import NO_VERSION, GroupAborted, GroupGenerated
+from engine.ids import Incarnation, ReplicaId
+from engine.trajectory import TrajectoryGroup
+
+
+def generated_event(
+    group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation
+) -> GroupGenerated:
+    """Rewards are over the live trajectories, those with tokens to train on; 0 where there are none."""
+    oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
+    rewards = [float(t.reward or 0.0) for t in group.trajectories if 1 in t.loss_mask]
+    return GroupGenerated(
+        group=group.group,
+        attempt=attempt,
+        replica=replica,
+        incarnation=incarnation,
+        tokens=group.tokens,
+        oldest_version=oldest,
+        newest_version=newest,
+        live=len(rewards),
+        reward_mean=sum(rewards) / len(rewards) if rewards else 0.0,
+        reward_spread=max(rewards) - min(rewards) if rewards else 0.0,
+    )
+
+
+def aborted_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> GroupAborted:
+    oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
+    return GroupAborted(
+        group=group.group,
+        attempt=attempt,
+        replica=replica,
+        incarnation=incarnation,
+        tokens=group.tokens,
+        oldest_version=oldest,
+        newest_version=newest,
+    )

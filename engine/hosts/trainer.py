@@ -1,0 +1,201 @@
+"""Hosts the `Trainer`: scoring, training, publishing and checkpoints, one at a time and in the order they were asked
+for.
+
+Called by `local` and by the trainer actor. The trainer's blocking calls run on one thread of their own, so that the
+event loop stays free; it must never run two at once, or report a checkpoint that is not complete.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.errors import EngineError
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    PublishFailed,
+    StepFailed,
+    StepTrained,
+    WeightsPublished,
+)
+from engine.hosts.reasons import reason_of
+from engine.hosts.trajectories import Trajectories
+from engine.hosts.weights import Weights
+from engine.ids import StepId
+from engine.roles import Batch, Trainer
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[StepId, Mapping[str, Any]], None]
+
+
+class TrainerHost:
+    """Carries out the trainer's commands. `emit` takes events, `report(step, metrics)` what the trainer says of a step.
+
+    `checkpoints` is the directory of `step-N` directories, of which the newest `keep` stay; None: none can be saved.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        trajectories: Trajectories,
+        weights: Weights,
+        emit: Callable[[Event], None],
+        report: Report,
+        checkpoints: Path | None = None,
+        keep: int = 2,
+    ) -> None:
+        self.trainer = trainer
+        self._trajectories = trajectories
+        self._weights = weights
+        self._emit = emit
+        self._report = report
+        self._checkpoints = checkpoints
+        self._keep = keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._seen: set[tuple[object, ...]] = set()
+        self._orders: asyncio.Queue[Command] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+
+    def carry_out(self, command: Command) -> None:
+        """Queue a command and return at once; a repeat changes nothing."""
+        key = _key(command)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._orders.put_nowait(command)
+        if self._worker is None:
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    async def close(self) -> None:
+        """End when the call that runs has returned; nothing queued is begun, nothing is reported any more."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    async def _work(self) -> None:
+        while True:
+            command = await self._orders.get()
+            self._emit(await self._answer(command))
+
+    async def _answer(self, command: Command) -> Event:
+        """Carry out one command; the event that says how it ended."""
+        if isinstance(command, ScoreBatch):
+            return await self._score(command)
+        if isinstance(command, TrainStep):
+            return await self._train(command)
+        if isinstance(command, PublishWeights):
+            return await self._publish(command)
+        assert isinstance(command, SaveCheckpoint)  # `_key` has refused every other
+        return await self._save(command)
+
+    async def _score(self, command: ScoreBatch) -> Event:
+        try:
+            groups = await self._trajectories.get(command.groups)
+            batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
+            await self._call(self.trainer.score, batch, command.task)
+        except Exception as error:
+            log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
+            reason = f"scoring {command.task}: {reason_of(error)}"
+            return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
+        return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
+
+    async def _train(self, command: TrainStep) -> Event:
+        try:
+            groups = await self._trajectories.get(command.groups)
+            metrics = await self._call(
+                self.trainer.train, Batch(step=command.step, groups=groups, staleness=list(command.staleness))
+            )
+            if metrics is not None and not isinstance(metrics, Mapping):
+                raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
+        except Exception as error:
+            log.warning("train step %d failed", command.step, exc_info=error)
+            return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
+        self._report(command.step, metrics or {})
+        return StepTrained(step=command.step, attempt=command.attempt)
+
+    async def _publish(self, command: PublishWeights) -> Event:
+        try:
+            await self._weights.put(command.version, await self._call(self.trainer.weights))
+        except Exception as error:
+            log.warning("publishing version %d failed", command.version, exc_info=error)
+            return PublishFailed(version=command.version, attempt=command.attempt, reason=reason_of(error))
+        return WeightsPublished(version=command.version, attempt=command.attempt)
+
+    async def _save(self, command: SaveCheckpoint) -> Event:
+        try:
+            if self._checkpoints is None:
+                raise EngineError("this run has no directory for checkpoints")
+            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps, self._keep)
+        except Exception as error:
+            log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
+            return CheckpointFailed(steps=command.steps, reason=reason_of(error))
+        return CheckpointSaved(steps=command.steps)
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a call of the trainer on its thread. One that wants to end the process has only failed."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise EngineError(f"the trainer raised {type(error).__name__}: {error}") from error
+
+
+def checkpoint_path(directory: Path, steps: int) -> Path:
+    """Where the checkpoint of everything after `steps` train steps is."""
+    return directory / f"step-{steps:06d}"
+
+
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(train steps, path) of every complete checkpoint, oldest first."""
+    found = ((re.fullmatch(r"step-(\d+)", p.name), p) for p in directory.iterdir()) if directory.is_dir() else ()
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int) -> Path:
+    """Have a checkpoint written under another name, make it visible by one rename, then remove all but the newest
+    `keep`."""
+    final = checkpoint_path(directory, steps)
+    if not final.exists():
+        unfinished = directory / f".{final.name}.saving"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        trainer.save(str(unfinished), steps)
+        for path in (*sorted(unfinished.rglob("*")), unfinished):
+            _fsync(path)
+        os.rename(unfinished, final)
+        _fsync(directory)
+    for _, old in list_checkpoints(directory)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _key(command: Command) -> tuple[object, ...]:
+    """What tells a repeated order from a new one."""
+    if isinstance(command, ScoreBatch):
+        return ("score", command.step, command.attempt, command.task)
+    if isinstance(command, TrainStep):
+        return ("train", command.step, command.attempt)
+    if isinstance(command, PublishWeights):
+        return ("publish", command.version, command.attempt)
+    if isinstance(command, SaveCheckpoint):
+        return ("save", command.steps)
+    raise EngineError(f"{type(command).__name__} is not for the trainer")

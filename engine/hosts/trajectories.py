@@ -1,0 +1,105 @@
+"""The trajectory store: finished groups and the partial ones that aborts leave behind, until the scheduler discards
+them.
+
+Held in process by `local` and in an actor of its own by `actors`, so that it outlives the replicas. It never looks
+into what it keeps: `local` puts groups, `actors` puts packed bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from engine.errors import EngineError
+from engine.ids import GroupId
+from engine.trajectory import Trajectory, TrajectoryGroup
+
+Payload = TypeVar("Payload")
+
+
+class Trajectories(Protocol):
+    """A trajectory store as the hosts use it, wherever it is."""
+
+    async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+        """Keep a group; returns once it is kept. What a later attempt left there stays."""
+
+    async def partial(self, group: GroupId) -> TrajectoryGroup | None:
+        """What an earlier attempt left behind, for the caller to change as it likes; None if there is nothing."""
+
+    async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
+        """The groups of a batch, in order. Raises `EngineError` naming those that are not there."""
+
+    async def discard(self, groups: Sequence[GroupId]) -> None:
+        """Forget groups; unknown ones are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """How much a store holds."""
+
+    groups: int
+    bytes: int
+
+
+class TrajectoryStore(Generic[Payload]):
+    """One payload per group: that of its latest attempt."""
+
+    def __init__(self) -> None:
+        self._kept: dict[GroupId, tuple[int, Payload, int]] = {}
+        self._bytes = 0
+
+    def put(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
+        """Keep a payload unless one of a later attempt is here: the echo of an attempt already over changes nothing."""
+        kept = self._kept.get(group)
+        if kept is not None:
+            if kept[0] > attempt:
+                return False
+            self._bytes -= kept[2]
+        self._kept[group] = (attempt, payload, bytes)
+        self._bytes += bytes
+        return True
+
+    def partial(self, group: GroupId) -> Payload | None:
+        kept = self._kept.get(group)
+        return None if kept is None else kept[1]
+
+    def get(self, groups: Sequence[GroupId]) -> list[Payload]:
+        """Raises: `EngineError`, naming the groups that are not here."""
+        missing = [group for group in groups if group not in self._kept]
+        if missing:
+            raise EngineError(
+                f"the trajectory store does not hold groups {missing[:8]} ({len(missing)} in all)", groups=missing
+            )
+        return [self._kept[group][1] for group in groups]
+
+    def discard(self, groups: Sequence[GroupId]) -> None:
+        for group in groups:
+            kept = self._kept.pop(group, None)
+            if kept is not None:
+                self._bytes -= kept[2]
+
+    def stats(self) -> StoreStats:
+        return StoreStats(groups=len(self._kept), bytes=self._bytes)
+
+
+def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
+    """A group whose trajectories and their lists are its own; the prompt is shared."""
+    return TrajectoryGroup(group=group.group, prompt=group.prompt, trajectories=[_copy(t) for t in group.trajectories])
+
+
+def size_of(group: TrajectoryGroup) -> int:
+    """About how many bytes a group takes in memory: lists of numbers, and text."""
+    return sum(
+        256 + 8 * len(t.prompt_ids) + 24 * len(t.token_ids) + 72 * len(t.spans) + len(t.text)
+        for t in group.trajectories
+    )
+
+
+def _copy(trajectory: Trajectory) -> Trajectory:
+    return replace(
+        trajectory,
+        prompt_ids=list(trajectory.prompt_ids),
+        token_ids=list(trajectory.token_ids),
+        logprobs=list(trajectory.logprobs),
+        loss_mask=list(trajectory.loss_mask),
+        spans=list(trajectory.spans),
+    )

@@ -1,0 +1,12 @@
+"""The engine inside a user's own program: generators, trainer and scheduler in one process, without Ray or torch.
+
+    result = engine.local.run(generators=[MyGenerator()], trainer=MyTrainer(), prompts=["..."], limits=Limits(...),
+    samples=4)
+
+`examples/embed.py` is the whole of it; `engine.roles` documents the two protocols.
+"""
+
+from engine.local.run import RunResult, run, run_async
+from engine.local.simple import SimpleGenerator, SimpleTrainer, response
+
+__all__ = ["RunResult", "SimpleGenerator", "SimpleTrainer", "response", "run", "run_async"]

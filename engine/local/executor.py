@@ -1,0 +1,178 @@
+"""Carries commands out in this process: hosts, stores and timers on one event loop.
+
+The twin of `actors.executor`; made by `run.run_async`. Events come in from the hosts' tasks and go to the driver at
+once.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.commands import (
+    CancelTimer,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    FinishRun,
+    PublishWeights,
+    ResumeGroup,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StartGroup,
+    StopReplica,
+    TrainStep,
+)
+from engine.driver import Driver
+from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
+from engine.hosts.clock import Timers
+from engine.hosts.prompts import Prompts
+from engine.hosts.reasons import reason_of
+from engine.hosts.replica import ReplicaHost
+from engine.hosts.trainer import Report, TrainerHost
+from engine.ids import ReplicaId
+from engine.local.stores import LocalTrajectories, LocalWeights
+from engine.roles import Generator, Trainer
+
+TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
+
+
+class LocalExecutor:
+    """One run in one process. `over` is done when the run is: with its `FinishRun`, or with what the scheduler
+    raised."""
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        prompts: Prompts,
+        samples: int,
+        slots: int,
+        report: Report,
+        checkpoints: Path | None,
+        replace: Callable[[ReplicaId], Generator] | None,
+        replacements: int,
+    ) -> None:
+        """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each."""
+        self.trajectories = LocalTrajectories()
+        self.weights = LocalWeights()
+        self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
+        self.driver: Driver | None = None
+        self._prompts = prompts
+        self._samples = samples
+        self._slots = slots
+        self._replace = replace
+        self._replacements = replacements
+        self._drawn = 0
+        self._replicas: dict[ReplicaId, ReplicaHost] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._timers = Timers(self.deliver)
+        self._trainer = TrainerHost(
+            trainer=trainer,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self.deliver,
+            report=report,
+            checkpoints=checkpoints,
+        )
+
+    def deliver(self, *events: Event) -> None:
+        """Hand events to the driver. What it raises ends the run."""
+        if self.over.done():
+            return
+        assert self.driver is not None
+        try:
+            self.driver.deliver(*events)
+        except Exception as error:
+            if not self.over.done():
+                self.over.set_exception(error)
+
+    def join(self, replica: ReplicaId, generator: Generator, incarnation: int = 1) -> None:
+        """Host a generator as one life of a replica."""
+        host = ReplicaHost(
+            replica=replica,
+            incarnation=incarnation,
+            generator=generator,
+            samples=self._samples,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self.deliver,
+            broken=lambda reason: self._lose(replica, incarnation, reason),
+        )
+        self._replicas[replica] = host
+        host.join(self._slots)
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._carry_out(command)
+
+    async def close(self) -> None:
+        """End whatever still runs; nothing is reported any more."""
+        self._timers.close()
+        await asyncio.gather(*(host.close() for host in self._replicas.values()), *self._closing, self._trainer.close())
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, StartGroup | ResumeGroup):
+            self._start(command)
+        elif isinstance(command, TRAINER_COMMANDS):
+            self._trainer.carry_out(command)
+        elif isinstance(command, DiscardGroups):
+            self.trajectories.store.discard(command.groups)
+        elif isinstance(command, DrawPrompts):
+            self._draw(command.count)
+        elif isinstance(command, SetTimer):
+            self._timers.set(command)
+        elif isinstance(command, CancelTimer):
+            self._timers.cancel(command)
+        elif isinstance(command, RetireWeights):
+            self.weights.store.retire(command.version)
+        elif isinstance(command, StopReplica):
+            self._lose(command.replica, command.incarnation, command.reason)
+        elif isinstance(command, FinishRun):
+            if not self.over.done():
+                self.over.set_result(command)
+        else:
+            self._replicas[command.replica].carry_out(command)  # type: ignore[attr-defined]
+
+    def _draw(self, count: int) -> None:
+        given, exhausted = self._prompts.draw(self._drawn, count)
+        first = self._drawn
+        self._drawn += given
+        self.deliver(PromptsDrawn(first=first, count=given, exhausted=exhausted))
+
+    def _start(self, command: StartGroup | ResumeGroup) -> None:
+        try:
+            prompt = self._prompts.prompt(command.group)
+        except Exception as error:
+            failed = GroupFailed(
+                group=command.group,
+                attempt=command.attempt,
+                replica=command.replica,
+                incarnation=command.incarnation,
+                cause="data",
+                reason=f"its prompt cannot be read: {reason_of(error)}",
+            )
+            self.deliver(failed)
+            return
+        self._replicas[command.replica].carry_out(command, prompt)
+
+    def _lose(self, replica: ReplicaId, incarnation: int, reason: str) -> None:
+        """End one life of a replica and begin the next, if there is one."""
+        host = self._replicas[replica]
+        if host.incarnation != incarnation:
+            return
+        closing = asyncio.get_running_loop().create_task(host.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        generator: Generator | None = None
+        if self._replace is not None and incarnation <= self._replacements:
+            try:
+                generator = self._replace(replica)
+            except Exception as error:
+                reason = f"{reason}; another one could not be made: {reason_of(error)}"
+        self.deliver(
+            ReplicaLost(replica=replica, incarnation=incarnation, returns=generator is not None, reason=reason)
+        )
+        if generator is not None:
+            self.join(replica, generator, incarnation + 1)

@@ -1,0 +1,179 @@
+"""`run`: schedule a user's generators and trainer to the end of the run, and say what came of it.
+
+Called by users; builds scheduler, driver, recorder and executor, and takes them down whatever happens.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import __version__
+from engine.commands import FinishRun
+from engine.driver import Driver
+from engine.errors import ConfigError, RunFailed
+from engine.events import RunStarted, StopRequested
+from engine.hosts.clock import WallClock
+from engine.hosts.prompts import Prompts, listed
+from engine.ids import ReplicaId, StepId
+from engine.local.executor import LocalExecutor
+from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.journal import Journal
+from engine.policies import PolicySet
+from engine.roles import Generator, Trainer
+from engine.schedule import Header, MemoryRecorder, Recorder
+from engine.scheduler import Scheduler
+from engine.states.group import GROUP
+from engine.states.limits import Limits
+from engine.trajectory import Prompt
+
+Generators = Sequence[Generator] | Callable[[ReplicaId], Generator]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came of a run."""
+
+    outcome: str
+    """`finished` or `stopped`; a run that failed raises instead."""
+    reason: str
+    steps: int
+    """Train steps trained."""
+    version: int
+    """Newest weights version published."""
+    groups: dict[str, int]
+    """Prompt groups by the state they ended in: consumed, filtered, dropped, failed."""
+    staleness_mean: float
+    staleness_max: int
+    """Of the groups trained on, in train steps."""
+    tokens: int
+    """Response tokens trained on."""
+    events: int
+    seconds: float
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """What the trainer returned for each step, with `step`."""
+    record: MemoryRecorder | Path | None = None
+    """The schedule's record: where it is on disk, or itself. `engine.schedule.read` takes either."""
+
+
+def run(**options: Any) -> RunResult:
+    """`run_async` to its end, for a program without an event loop of its own. Ctrl-C stops the run resumably."""
+    return asyncio.run(run_async(**options))
+
+
+async def run_async(
+    *,
+    generators: Generators,
+    trainer: Trainer,
+    prompts: Sequence[Prompt | str] | Prompts,
+    limits: Limits,
+    samples: int,
+    slots: int = 8,
+    replicas: int = 1,
+    epochs: int = 1,
+    replacements: int = 3,
+    policies: Mapping[str, str] | None = None,
+    run_dir: str | Path | None = None,
+) -> RunResult:
+    """Run to the end on the current event loop.
+
+    Args: `generators` is one generator per replica, or a function that makes that of a replica (then there are
+    `replicas`, and each that is lost is replaced up to `replacements` times); `samples` trajectories per prompt;
+    `slots` groups at once per replica; `epochs` passes over a list of prompts; `policies` names by decision;
+    `run_dir` takes the record, `metrics.jsonl` and checkpoints, which otherwise stay in memory.
+    Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
+    defect.
+    """
+    replace, first = _lives(generators, replicas)
+    _require_counts(limits, samples, slots, run_dir)
+    books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
+    executor = LocalExecutor(
+        trainer=trainer,
+        prompts=listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
+        samples=samples,
+        slots=slots,
+        report=books.report,
+        checkpoints=books.directory / "checkpoints" if books.directory else None,
+        replace=replace,
+        replacements=replacements,
+    )
+    clock = WallClock()
+    executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)
+    try:
+        executor.deliver(RunStarted())
+        for replica, generator in enumerate(first):
+            executor.join(replica, generator)
+        finish = await asyncio.shield(executor.over)
+    except asyncio.CancelledError:
+        executor.deliver(StopRequested(reason="interrupted"))
+        raise
+    finally:
+        await executor.close()
+        books.close()
+    if finish.outcome == "failed":
+        raise RunFailed(finish.reason, steps=books.scheduler.state.steps_trained)
+    return books.result(finish, executor.driver.events_handled, clock.now())
+
+
+class Books:
+    """The scheduler of a run and all that is written down about it."""
+
+    def __init__(self, limits: Limits, policies: PolicySet, directory: Path | None) -> None:
+        self.directory = directory
+        name = directory.name if directory else "local"
+        header = Header(run=name, limits=limits.to_plain(), policies=dict(policies.names), code=__version__)
+        self.recorder = MemoryRecorder(header) if directory is None else Recorder(directory / "schedule", header)
+        self._transitions = Transitions()
+        self.scheduler = Scheduler(limits, policies, observe=self._transitions)
+        journal = Journal(directory / "metrics.jsonl") if directory else None
+        self.metrics = RunMetrics(self.scheduler, self._transitions, journal)
+        self._said: list[dict[str, Any]] = []
+
+    def report(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        self._said.append({"step": step, **figures})
+        self.metrics.report(step, figures)
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.recorder.close()
+
+    def result(self, finish: FinishRun, events: int, seconds: float) -> RunResult:
+        staleness = self.metrics.staleness
+        return RunResult(
+            outcome=finish.outcome,
+            reason=finish.reason,
+            steps=self.scheduler.state.steps_trained,
+            version=self.scheduler.state.latest_version,
+            groups={state: self._transitions.entered("group", state) for state in GROUP.terminal},
+            staleness_mean=staleness.mean or 0.0,
+            staleness_max=int(staleness.largest or 0),
+            tokens=self.metrics.tokens_trained,
+            events=events,
+            seconds=seconds,
+            metrics=self._said,
+            record=self.recorder if isinstance(self.recorder, MemoryRecorder) else self.recorder.directory,
+        )
+
+
+def _lives(
+    generators: Generators, replicas: int
+) -> tuple[Callable[[ReplicaId], Generator] | None, Sequence[Generator]]:
+    """How a lost generator is replaced, if at all, and the first ones."""
+    if isinstance(generators, Sequence):
+        if not generators:
+            raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
+        return None, generators
+    if replicas < 1:
+        raise ConfigError("replicas", replicas, "must be at least 1", "1 would hold")
+    return generators, [generators(replica) for replica in range(replicas)]
+
+
+def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None) -> None:
+    for name, value in (("samples", samples), ("slots", slots)):
+        if value < 1:
+            raise ConfigError(name, value, "must be at least 1", "1 would hold")
+    if limits.checkpoint_every and run_dir is None:
+        raise ConfigError(
+            "limits.checkpoint_every", limits.checkpoint_every, "checkpoints need a run_dir", "0 would hold"
+        )

@@ -1,0 +1,124 @@
+"""Plans for tests: tiny generators and trainers, some of which die, and what to ask of the record they leave."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.actors.plan import Plan, Restore, Rollout
+from engine.errors import ConfigError
+from engine.hosts.prompts import listed
+from engine.local import SimpleGenerator, SimpleTrainer, response
+from engine.roles import Batch, GroupWork
+from engine.schedule import Handled, read
+from engine.schedule.replayer import build_scheduler, replay
+from engine.states.invariants import check_all
+from engine.states.limits import Limits
+from engine.trajectory import Trajectory
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "hosts"))
+from token_generator import TokenGenerator
+
+PROMPTS = 40
+
+
+class Quick(SimpleGenerator):
+    """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it. `steps`: train
+    steps a version."""
+
+    def __init__(self, deadly: int = -1, steps: int = 1) -> None:
+        super().__init__()
+        self.deadly = deadly
+        self.steps = steps
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        assert (weights or 0) == version * self.steps, "the weights that the trainer published as this version"
+        if work.group == self.deadly and work.attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(0)
+        return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
+
+
+class Doomed(SimpleGenerator):
+    """No process of its kind survives a group."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+class Counter(SimpleTrainer):
+    """Weights are the number of steps done. Dies in the step that `dies_in` names, once for each marker file."""
+
+    def __init__(self, dies_in: int = -1, marker: str = "") -> None:
+        self.steps = 0
+        self.dies_in = dies_in
+        self.marker = marker
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        if batch.step == self.dies_in and not os.path.exists(self.marker):
+            Path(self.marker).write_text("died")
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert batch.step == self.steps, "a step was lost or done twice"
+        self.steps += 1
+        return {"loss": 1.0 / self.steps}
+
+    def weights(self) -> int:
+        return self.steps
+
+
+def restore_counter(trainer: Any, restore: Restore) -> None:
+    trainer.steps = restore.weights
+    assert trainer.steps == restore.steps
+
+
+def refused(replica: int) -> Rollout:
+    raise ConfigError("rollout.device", "cuda:9", "this machine has none", "cpu")
+
+
+def plan(run_dir: Path, generator: Callable[[int], Any] = lambda replica: Quick(), **changes: Any) -> Plan:
+    """Two replicas of six slots, batches of four, S = 2."""
+    return replace(
+        Plan(
+            limits=Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12),
+            samples=2,
+            replicas=2,
+            slots=6,
+            make_rollout=lambda replica: Rollout(generator=generator(replica)),
+            make_trainer=Counter,
+            make_prompts=lambda: listed([f"question {n}" for n in range(PROMPTS)]),
+            run_dir=run_dir,
+        ),
+        **changes,
+    )
+
+
+def paced(replica: int) -> TokenGenerator:
+    """A generator of the whole protocol, a third of whose responses are long enough to be swapped under."""
+    return TokenGenerator(length=10, free=True, pace_s=0.002, stretch=100)
+
+
+def endless(replica: int) -> TokenGenerator:
+    """Generates for as long as it is let."""
+    return TokenGenerator(length=10**9, free=True, pace_s=0.002)
+
+
+def events_of(run_dir: Path, *kinds: type[Any]) -> list[Any]:
+    frames = [frame for frame in read(run_dir / "schedule").frames() if isinstance(frame, Handled)]
+    return [frame.event for frame in frames if isinstance(frame.event, kinds)]
+
+
+def check_record(run_dir: Path) -> Any:
+    """Replay a record, with every law after every event; the scheduler as it was at the end."""
+    record = read(run_dir / "schedule")
+    scheduler = build_scheduler(record.header)
+    report = replay(record, build=lambda header: scheduler, watch=lambda frame: check_all(scheduler.state))
+    assert report.identical, str(report)
+    assert report.torn is None
+    assert report.rejected == ()
+    assert scheduler.state.hash == scheduler.state.hash_from_scratch()
+    return scheduler

@@ -1,0 +1,229 @@
+"""Runs through real Ray with work that takes no time: weights, deaths, ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_plans import (
+    PROMPTS,
+    Counter,
+    Doomed,
+    Quick,
+    check_record,
+    endless,
+    events_of,
+    paced,
+    plan,
+    refused,
+    restore_counter,
+)
+
+from engine.actors.plan import Plan
+from engine.actors.run import RunHandle, start
+from engine.errors import ConfigError, RunFailed
+from engine.events import (
+    GroupAborted,
+    GroupGenerated,
+    PublishFailed,
+    ReplicaJoined,
+    ReplicaLost,
+    StepFailed,
+    WeightsInstalled,
+)
+from engine.metrics.status import Status
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+def run_whole(plan: Plan) -> Status:
+    with start(plan) as run:
+        return run.wait()
+
+
+def actors_of_ours() -> list[psutil.Process]:
+    """Processes of this session's cluster that are an actor of the engine."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "Actor" in (_title(child))]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()[:1])
+    except psutil.Error:
+        return ""
+
+
+def wait_for_no_actors() -> None:
+    _, left = psutil.wait_procs(actors_of_ours(), timeout=20)
+    assert left == [], "a process of the run is left behind"
+
+
+def test_every_prompt_is_trained_once_and_the_record_replays(tmp_path: Path) -> None:
+    with start(plan(tmp_path, metrics_port=0)) as run:
+        with urllib.request.urlopen(run.metrics_url) as answer:
+            assert b"engine_train_steps_total" in answer.read()
+        seen = list(run.updates())
+        assert list(run.updates()) == []
+    assert (seen[-1].outcome, seen[-1].step, seen[-1].version) == ("finished", PROMPTS // 4, PROMPTS // 4)
+    assert [s.step for s in seen] == sorted(s.step for s in seen)
+    assert sorted(e.group for e in events_of(tmp_path, GroupGenerated)) == list(range(PROMPTS))
+    scheduler = check_record(tmp_path)
+    assert scheduler.state.ledger.consumed == PROMPTS
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(PROMPTS // 4))
+    assert rows[1]["loss"] == 0.5
+    wait_for_no_actors()
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_weights_are_swapped_under_running_groups(tmp_path: Path, mode: str) -> None:
+    limits = replace(plan(tmp_path).limits, sync_mode=mode)
+    status = run_whole(plan(tmp_path, paced, limits=limits))
+    assert status.outcome == "finished"
+    scheduler = check_record(tmp_path)
+    assert scheduler.state.ledger.consumed == PROMPTS
+    assert len(events_of(tmp_path, WeightsInstalled)) >= 4
+    generated = events_of(tmp_path, GroupGenerated)
+    assert all(e.tokens == 2 * paced(0).length_of(e.group) for e in generated), (
+        "whatever was cut went on to its full length"
+    )
+    mixed = [e for e in generated if e.oldest_version < e.newest_version]
+    if mode == "wait":
+        assert mixed == []
+    else:
+        assert mixed, "no group lived through a swap"
+    if mode == "abort":
+        resumed = {e.group for e in events_of(tmp_path, GroupAborted) if e.tokens}
+        assert resumed & {e.group for e in mixed}
+
+
+def test_a_rollout_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    status = run_whole(plan(tmp_path, lambda replica: Quick(deadly=15)))
+    assert status.outcome == "finished"
+    (lost,) = events_of(tmp_path, ReplicaLost)
+    assert lost.returns
+    assert "died" in lost.reason
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    joined = [(e.replica, e.incarnation) for e in events_of(tmp_path, ReplicaJoined)]
+    assert (lost.replica, 2) in joined or status.step == PROMPTS // 4, "it may end before the new life is up"
+
+
+def test_replicas_that_always_die_fail_the_run_with_a_named_cause(tmp_path: Path) -> None:
+    limits = replace(plan(tmp_path).limits, infrastructure_attempts=100)
+    status = run_whole(
+        plan(tmp_path, lambda replica: Doomed(), replicas=1, replica_restarts=1, limits=limits, slots=12)
+    )
+    assert status.outcome == "failed"
+    assert "no replica is left" in status.reason
+    assert [e.returns for e in events_of(tmp_path, ReplicaLost)] == [True, False]
+    check_record(tmp_path)
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_trainer_that_dies_goes_on_from_the_published_weights(tmp_path: Path, step: int) -> None:
+    marker = str(tmp_path / "died")
+    status = run_whole(plan(tmp_path, make_trainer=lambda: Counter(step, marker), restore_trainer=restore_counter))
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    (failed,) = events_of(tmp_path, StepFailed)
+    assert failed.step == step
+    assert "the trainer is lost" in failed.reason
+    check_record(tmp_path)
+
+
+def test_a_trainer_that_dies_with_steps_nobody_else_has_fails_the_run(tmp_path: Path) -> None:
+    limits = replace(plan(tmp_path).limits, sync_every=3)
+    marker = str(tmp_path / "died")
+    status = run_whole(
+        plan(
+            tmp_path,
+            lambda replica: Quick(steps=3),
+            make_trainer=lambda: Counter(4, marker),
+            restore_trainer=restore_counter,
+            limits=limits,
+        )
+    )
+    assert status.outcome == "failed"
+    assert "nothing that it trained since the last publication is left" in status.reason
+    assert {type(e) for e in events_of(tmp_path, StepFailed, PublishFailed)} == {StepFailed}
+    check_record(tmp_path)
+
+
+def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cuda:9"):
+        start(plan(tmp_path, make_rollout=refused))
+    with pytest.raises(ConfigError, match="did you mean 'truncate'"):
+        start(plan(tmp_path / "other", policies={"deadline": "trunkate"}))
+    wait_for_no_actors()
+
+
+def until_step(run: RunHandle, step: int) -> None:
+    for status in run.updates():
+        if status.step >= step:
+            return
+
+
+def test_a_run_stops_on_request_and_leaves_no_process(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless)) as run:
+        run.stop("enough")
+        status = run.wait()
+    assert (status.outcome, status.reason) == ("stopped", "enough")
+    check_record(tmp_path)
+    wait_for_no_actors()
+
+
+def test_closing_in_the_middle_leaves_no_process(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless)):
+        assert len(actors_of_ours()) >= 6
+    wait_for_no_actors()
+
+
+def test_a_scheduler_that_is_killed_takes_its_actors_along_and_is_reported(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless)) as run:
+        (scheduler,) = [p for p in actors_of_ours() if "SchedulerActor" in _title(p)]
+        os.kill(scheduler.pid, signal.SIGKILL)
+        with pytest.raises(RunFailed, match="a process of the run died"):
+            run.wait()
+    wait_for_no_actors()
+
+
+RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Ray's own, without any work of ours: after a launcher killed outright they take a minute to notice."""
+
+LAUNCHER = """
+import sys, time
+sys.path.append({here!r})
+from pathlib import Path
+from ray_plans import endless, plan
+from engine.actors.run import start
+run = start(plan(Path({run_dir!r}), endless))
+print("up", flush=True)
+run.wait()
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_launching_process_that_goes_leaves_no_process_behind(tmp_path: Path, end: signal.Signals) -> None:
+    program = LAUNCHER.format(here=str(Path(__file__).parent), run_dir=str(tmp_path))
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "up\n"
+    started = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(started) >= 6
+    agents = [process for process in started if process.name() in RAYS_AGENTS]
+    launcher.send_signal(end)
+    launcher.wait(30)
+    _, left = psutil.wait_procs([process for process in started if process not in agents], timeout=20)
+    for agent in agents:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent.kill()
+    assert left == []

@@ -1,0 +1,100 @@
+"""A short real training run through Ray: the embedded sampler, the torch trainer, weights swapped between two
+tokens."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_plans import check_record, events_of
+
+from engine.actors.run import launch
+from engine.config.loading import parse_config
+from engine.errors import ConfigError
+from engine.events import CheckpointSaved, GroupAborted, GroupGenerated, WeightsInstalled
+from engine.metrics.status import Status
+from engine.schedule import read
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+STEPS, BATCH, STALENESS = 8, 4, 2
+
+
+def tree(made: Path, **rollout: Any) -> dict[str, Any]:
+    """A configuration of the smallest model there can be, hardly trained, so that its responses are of any length."""
+    arithmetic = {
+        "train_prompts": 200, "validation_prompts": 8, "warmup_steps": 12, "hidden_size": 16, "layers": 1, "heads": 2,
+    }  # fmt: skip
+    return {
+        "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": arithmetic},
+        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": STALENESS},
+        "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
+        "validation": {"prompts": 8},
+        "metrics": {"port": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("made")
+
+
+def train(tmp_path: Path, config: dict[str, Any]) -> list[Status]:
+    with launch(parse_config(config), tmp_path) as run:
+        return list(run.updates())
+
+
+@pytest.fixture(scope="module", params=["keep", "abort"])
+def trained(request: pytest.FixtureRequest, made: Path) -> Iterator[tuple[str, Path, list[Status]]]:
+    run_dir = made / f"run-{request.param}"
+    run_dir.mkdir()
+    yield request.param, run_dir, train(run_dir, tree(made, sync_mode=request.param))
+
+
+def test_a_training_run_keeps_every_law_and_replays_to_the_bit(trained: tuple[str, Path, list[Status]]) -> None:
+    mode, run_dir, updates = trained
+    last = updates[-1]
+    assert (last.outcome, last.step, last.version) == ("finished", STEPS, STEPS)
+    assert last.staleness_max is not None
+    assert last.staleness_max <= STALENESS
+    assert last.accuracy_first is not None
+    assert last.accuracy is not None
+    scheduler = check_record(run_dir)
+    assert scheduler.state.steps_trained == STEPS
+    assert read(run_dir / "schedule").header.config["rollout"]["sync_mode"] == mode
+
+    generated = events_of(run_dir, GroupGenerated)
+    swapped = [e for e in generated if 0 <= e.oldest_version < e.newest_version]
+    assert swapped, "no group was sampled under two versions"
+    assert len(events_of(run_dir, WeightsInstalled)) >= STEPS
+    aborted = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
+    assert (mode == "abort") == bool(aborted & {e.group for e in swapped})
+
+
+def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tuple[str, Path, list[Status]]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, run_dir, _ = trained
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
+    assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]
+    kept = sorted((run_dir / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-000006", "step-000008"]
+    AutoModelForCausalLM.from_pretrained(kept[-1])
+    AutoTokenizer.from_pretrained(kept[-1])
+
+
+def test_inputs_that_cannot_be_used_are_refused_before_any_actor_starts(made: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    config = tree(made) | {"model": {"path": "somewhere"}}
+    config["data"], config["reward"] = {"path": str(rows)}, {"function": "no_such_module:score"}
+    with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
+        launch(parse_config(config), tmp_path)
+    config["reward"], config["data"] = {"function": "engine.tasks.rewards:exact_match"}, {"path": "rows.jsonl"}
+    with pytest.raises(ConfigError, match="no such file"):
+        launch(parse_config(config), tmp_path)

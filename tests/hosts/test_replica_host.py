@@ -1,0 +1,474 @@
+"""`ReplicaHost`: what it reports, in what order, and what it makes of generators that do wrong."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from token_generator import TokenGenerator
+
+from engine.commands import (
+    AbortGroup,
+    InstallWeights,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+    TruncateGroup,
+)
+from engine.errors import DataFailure, EngineError
+from engine.events import (
+    NO_VERSION,
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    ReplicaJoined,
+    ReplicaPaused,
+    SyncFailed,
+    WeightsInstalled,
+    WeightsStaged,
+)
+from engine.hosts.replica import ReplicaHost
+from engine.local import SimpleGenerator, response
+from engine.local.stores import LocalTrajectories, LocalWeights
+from engine.roles import Generated, GroupWork
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+
+PROMPT = Prompt(row=3, text="2 + 2")
+WHO = {"replica": 0, "incarnation": 1, "cause": 0}
+
+
+class Stage:
+    """A host on stage: its generator, its stores, and what it has emitted."""
+
+    def __init__(self, generator: Any, samples: int = 2, replica: int = 0) -> None:
+        self.generator = generator
+        self.events: list[Event] = []
+        self.broken: list[str] = []
+        self.trajectories = LocalTrajectories()
+        self.weights = LocalWeights()
+        self._news = asyncio.Event()
+        self.host = ReplicaHost(
+            replica=replica,
+            incarnation=1,
+            generator=generator,
+            samples=samples,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self._emit,
+            broken=self.broken.append,
+        )
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    def start(self, group: int = 0, attempt: int = 1) -> None:
+        self.host.carry_out(StartGroup(group=group, attempt=attempt, **WHO), PROMPT)
+
+    def resume(self, group: int = 0, attempt: int = 2, truncate: bool = False) -> None:
+        self.host.carry_out(ResumeGroup(group=group, attempt=attempt, truncate=truncate, **WHO), PROMPT)
+
+    def pause(self, mode: str, version: int = 1, attempt: int = 1) -> None:
+        self.host.carry_out(PauseReplica(version=version, mode=mode, attempt=attempt, **WHO))
+
+    async def until(self, count: int) -> list[Event]:
+        """Wait until so many events have been emitted."""
+        while len(self.events) < count:
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 5)
+        return self.events
+
+    async def settle(self) -> None:
+        """Let everything run that can run now."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def swap(self, version: int, mode: str = "keep", attempt: int = 1) -> None:
+        """Bring a version in, as the scheduler would order it."""
+        self.weights.store.put(version, f"weights {version}")
+        before = len(self.events)
+        self.host.carry_out(StageWeights(version=version, attempt=attempt, **WHO))
+        self.pause(mode, version, attempt)
+        self.host.carry_out(InstallWeights(version=version, attempt=attempt, **WHO))
+        self.host.carry_out(ResumeReplica(attempt=attempt, **WHO))
+        await self.until(before + 3)
+        await self.settle()
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+
+
+def test_a_group_is_kept_before_it_is_reported() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.host.join(slots=4)
+        kept_at_report: list[bool] = []
+        emit = stage.host._emit
+        stage.host._emit = lambda e: (kept_at_report.append(stage.trajectories.store.stats().groups == 1), emit(e))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(3)
+        joined, generated = await stage.until(2)
+        assert joined == ReplicaJoined(replica=0, incarnation=1, slots=4, version=0)
+        assert generated == GroupGenerated(
+            group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, live=2,
+            reward_mean=0.5, reward_spread=1.0,
+        )  # fmt: skip
+        assert kept_at_report == [True]
+        assert stage.host.running == 0
+
+    play(scene)
+
+
+def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=2, free=True))
+        stage.start()
+        stage.start()
+        stage.host.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
+        await stage.until(1)
+        stage.start()
+        await stage.settle()
+        assert [type(e) for e in stage.events] == [GroupGenerated]
+        assert len(stage.generator.works) == 1
+
+    play(scene)
+
+
+def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_on_from_them() -> None:
+    async def scene() -> None:
+        first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))
+        second.host._trajectories = first.trajectories
+        first.start(0)
+        first.start(1)
+        await first.settle()
+        first.generator.tick(4)
+        first.pause("abort")
+        events = await first.until(3)
+        assert [type(e) for e in events] == [GroupAborted, GroupAborted, ReplicaPaused]
+        assert {e.group for e in events[:2]} == {0, 1}
+        assert all(e.tokens == 8 and (e.oldest_version, e.newest_version) == (0, 0) for e in events[:2])
+
+        second.weights.store.put(1, "weights 1")
+        await second.swap(1)
+        second.resume(0)
+        (generated,) = (await second.until(4))[3:]
+        assert (generated.tokens, generated.oldest_version, generated.newest_version) == (12, 0, 1)
+        (group,) = await first.trajectories.get([0])
+        for trajectory in group.trajectories:
+            assert trajectory.token_ids == [0, 1, 2, 3, 4, 5]
+            assert trajectory.logprobs == [0.0] * 4 + [-1.0] * 2
+            assert trajectory.spans == [Span(0, 4, 0), Span(4, 6, 1)]
+
+    play(scene)
+
+
+def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
+    class Spoiler(TokenGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            if work.partial is not None and work.attempt == 2:
+                work.partial.trajectories[0].token_ids.append(99)
+                raise RuntimeError("out of memory")
+            return await super().generate(work)
+
+    async def scene() -> None:
+        stage = Stage(Spoiler(length=3))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(2)
+        stage.pause("abort")
+        await stage.until(2)
+        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.resume(attempt=2)
+        assert (await stage.until(3))[2].cause == "infrastructure"
+        stage.resume(attempt=3)
+        await stage.settle()
+        stage.generator.tick(1)
+        assert (await stage.until(4))[3].tokens == 6
+
+    play(scene)
+
+
+def test_wait_lets_groups_end_before_the_pause_and_keep_freezes_them() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.start()
+        await stage.settle()
+        stage.pause("wait")
+        await stage.settle()
+        assert stage.events == []
+        stage.generator.tick(3)
+        assert [type(e) for e in await stage.until(2)] == [GroupGenerated, ReplicaPaused]
+
+        stage = Stage(TokenGenerator(length=4))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(2)
+        await stage.swap(1, "keep")
+        assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled]
+        assert stage.generator.calls == ["stage 1", "pause keep", "install 1", "resume"]
+        stage.generator.tick(2)
+        (generated,) = (await stage.until(4))[3:]
+        assert (generated.oldest_version, generated.newest_version, generated.tokens) == (0, 1, 8)
+
+    play(scene)
+
+
+def test_a_group_that_comes_during_an_abort_is_given_back_unbegun() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3, free=True))
+        stage.pause("abort")
+        stage.start(5)
+        await stage.settle()
+        events = await stage.until(2)
+        assert {type(e) for e in events} == {GroupAborted, ReplicaPaused}
+        (aborted,) = (e for e in events if isinstance(e, GroupAborted))
+        assert (aborted.tokens, aborted.oldest_version) == (0, NO_VERSION)
+        assert stage.generator.works == []
+
+    play(scene)
+
+
+def test_truncate_finishes_a_group_with_what_it_has() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=9))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(4)
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        (generated,) = await stage.until(1)
+        assert generated.tokens == 8
+        (group,) = await stage.trajectories.get([0])
+        assert [t.finish_reason for t in group.trajectories] == ["truncated", "truncated"]
+
+        stage.resume(group=0, attempt=2, truncate=True)
+        assert isinstance((await stage.until(2))[1], GroupGenerated)
+        assert stage.generator.works[-1].truncate
+
+    play(scene)
+
+
+def test_an_aborted_group_is_never_heard_of_again() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
+        await stage.settle()
+        stage.generator.tick(3)
+        await stage.until(1)
+        await stage.settle()
+        assert [e.group for e in stage.events] == [1]
+        assert stage.trajectories.store.stats().groups == 1
+        # It ended while the order was on its way: what it left is forgotten.
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, **WHO))
+        await stage.settle()
+        assert stage.trajectories.store.stats().groups == 0
+
+    play(scene)
+
+
+def test_a_new_attempt_waits_for_the_end_of_the_old_one_and_only_it_reports() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.start(attempt=1)
+        await stage.settle()
+        stage.start(attempt=2)
+        await stage.settle()
+        stage.generator.tick(3)
+        await stage.until(1)
+        await stage.settle()
+        assert [(e.group, e.attempt) for e in stage.events] == [(0, 2)]
+
+    play(scene)
+
+
+def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
+    trajectories = LocalTrajectories()
+    late, newer = (TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[]) for _ in range(2))
+
+    async def scene() -> None:
+        await trajectories.put(newer, attempt=2)
+        await trajectories.put(late, attempt=1)
+        assert (await trajectories.get([0]))[0] is newer
+        await trajectories.discard([0])
+        assert trajectories.store.stats().bytes == 0
+        with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):
+            await trajectories.get([0])
+
+    play(scene)
+
+
+# -- generators that do wrong ------------------------------------------------------------------------------------------
+
+
+def good(**changes: Any) -> Trajectory:
+    return replace(response([7, 8], reward=1.0, version=0), **changes)
+
+
+@pytest.mark.parametrize(
+    ("returned", "cause", "words"),
+    [
+        ("nothing", "infrastructure", "must return Generated"),
+        ([good()], "infrastructure", "1 trajectories, not the 2 asked for"),
+        ([good(), "text"], "infrastructure", "it is a str, not a Trajectory"),
+        ([good(), good(logprobs=[0.0])], "infrastructure", "2 token_ids, 1 logprobs and 2 loss_mask"),
+        ([good(), good(token_ids=(7, 8))], "infrastructure", "token_ids is a tuple, not a list"),
+        ([good(), good(logprobs=[0.0, math.nan])], "infrastructure", "a log-prob is not a finite number"),
+        ([good(), good(loss_mask=[1, 2])], "infrastructure", "something else than 0 and 1"),
+        ([good(), good(spans=[Span(0, 1, 0)])], "infrastructure", "spans cover 1 of 2 tokens"),
+        ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "does not go on where the one before ended, at 0"),
+        ([good(), good(spans=[Span(0, 2, 5)])], "infrastructure", "said to be of version 5; it must be 0 to 0"),
+        ([good(), good(spans=[(0, 2)])], "infrastructure", "is not (start, stop, version)"),
+        ([good(), good(finish_reason="")], "infrastructure", "it has no finish_reason"),
+        ([good(), good(reward=None)], "data", "prompt row 3): it has no reward"),
+        ([good(), good(reward=math.nan)], "data", "its reward is nan, not a finite number"),
+        ([good(), good(reward="high")], "data", "its reward is 'high', not a number"),
+        (RuntimeError("CUDA out of memory"), "infrastructure", "RuntimeError: CUDA out of memory"),
+        (DataFailure("row 3 has no answer"), "data", "row 3 has no answer"),
+        (asyncio.CancelledError("my own task"), "infrastructure", "CancelledError: my own task"),
+        (ValueError("\ud800 broken text"), "infrastructure", "ValueError: ? broken text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_generator_does_wrong_is_named(
+    returned: Any, cause: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(SimpleGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            if isinstance(returned, BaseException):
+                raise returned
+            if isinstance(returned, str):
+                return returned  # type: ignore[return-value]
+            return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=returned))
+
+    async def scene() -> None:
+        stage = Stage(Wrong())
+        stage.start()
+        (failed,) = await stage.until(1)
+        assert isinstance(failed, GroupFailed)
+        assert (failed.cause, failed.attempt) == (cause, 1)
+        assert words in failed.reason
+        assert stage.trajectories.store.stats().groups == 0
+
+    with caplog.at_level(logging.WARNING):
+        play(scene)
+    assert any(record.exc_info for record in caplog.records), "the full story is in the log"
+
+
+def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
+    class Stuck(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> list[Trajectory]:
+            return [response([1], reward=1.0, version=0) for _ in range(work.samples)]
+
+    async def scene() -> None:
+        stage = Stage(Stuck())
+        await stage.swap(1)
+        stage.start()
+        failed = (await stage.until(4))[3]
+        assert "said to be of version 0; it must be 1 to 1 there" in failed.reason
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("call", "events"), [("stage", 1), ("pause", 2), ("install", 3)])
+def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: int) -> None:
+    async def scene() -> None:
+        generator = TokenGenerator(length=2)
+        stage = Stage(generator)
+
+        async def fails(*arguments: Any) -> None:
+            raise RuntimeError(f"{call} broke")
+
+        setattr(generator, call, fails)
+        stage.weights.store.put(1, "w")
+        orders = [
+            StageWeights(version=1, attempt=1, **WHO),
+            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+            InstallWeights(version=1, attempt=1, **WHO),
+        ]
+        for order in orders[:events]:
+            stage.host.carry_out(order)
+        failed = (await stage.until(events))[-1]
+        assert isinstance(failed, SyncFailed)
+        assert (failed.version, failed.attempt) == (1, 1)
+        assert f"RuntimeError: {call} broke" in failed.reason
+        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.start()
+        await stage.settle()
+        generator.tick(2)
+        assert isinstance((await stage.until(events + 1))[-1], GroupGenerated)
+        assert stage.broken == []
+
+    play(scene)
+
+
+def test_weights_that_were_never_published_are_a_failed_sync() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator())
+        stage.host.carry_out(StageWeights(version=7, attempt=1, **WHO))
+        (failed,) = await stage.until(1)
+        assert "does not hold version 7" in failed.reason
+
+    play(scene)
+
+
+def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
+    class Frozen(TokenGenerator):
+        async def resume(self) -> None:
+            raise RuntimeError("stuck")
+
+    async def scene() -> None:
+        stage = Stage(Frozen())
+        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        await stage.settle()
+        assert stage.broken == ["resuming failed: RuntimeError: stuck"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("half_done", range(4))
+def test_at_the_end_of_a_run_it_samples_under_the_last_version_wherever_a_sync_was_left(half_done: int) -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3, free=True))
+        stage.weights.store.put(1, "w")
+        orders = [
+            StageWeights(version=1, attempt=1, **WHO),
+            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+            InstallWeights(version=1, attempt=1, **WHO),
+        ]
+        for order in orders[:half_done]:
+            stage.host.carry_out(order)
+        await stage.host.conclude(1)
+        assert (stage.host.version, stage.generator.version, stage.generator.frozen) == (1, 1, False)
+        stage.host.carry_out(PauseReplica(version=2, mode="keep", attempt=2, **WHO))
+        await stage.settle()
+        assert not stage.generator.frozen, "an order that comes too late changes nothing"
+        work = GroupWork(group=-1, attempt=1, prompt=PROMPT, samples=1)
+        generated = await asyncio.wait_for(stage.generator.generate(work), 5)
+        assert generated.group.versions() == (1, 1)
+
+    play(scene)
+
+
+def test_close_ends_everything_without_a_word() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator())
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        await stage.host.close()
+        stage.start(2)
+        await stage.settle()
+        assert stage.events == []
+        assert stage.generator.calls == ["close"]
+
+    play(scene)

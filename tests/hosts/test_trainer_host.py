@@ -1,0 +1,207 @@
+"""`TrainerHost`: one call at a time, in order, and every failure under its own name."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    PublishFailed,
+    StepFailed,
+    StepTrained,
+    WeightsPublished,
+)
+from engine.hosts.trainer import TrainerHost, list_checkpoints
+from engine.local import SimpleTrainer, response
+from engine.local.stores import LocalTrajectories, LocalWeights
+from engine.roles import Batch
+from engine.trajectory import Prompt, TrajectoryGroup
+
+
+class Scribe(SimpleTrainer):
+    """Writes down what it is asked, and fails where `fails` says so."""
+
+    def __init__(self, fails: str = "", error: BaseException | None = None) -> None:
+        self.fails = fails
+        self.error = error or RuntimeError("no memory")
+        self.calls: list[str] = []
+        self.threads: set[str] = set()
+        self.running = 0
+
+    def _note(self, call: str) -> None:
+        self.running += 1
+        assert self.running == 1, "two calls at once"
+        self.threads.add(threading.current_thread().name)
+        self.calls.append(call)
+        self.running -= 1
+        if call.startswith(self.fails or "-"):
+            raise self.error
+
+    def score(self, batch: Batch, task: str) -> None:
+        self._note(f"score {task} {[g.group for g in batch.groups]}")
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self._note(f"train {[g.group for g in batch.groups]} {batch.staleness}")
+        return {"loss": 0.5}
+
+    def weights(self) -> Any:
+        self._note("weights")
+        return {"w": 1}
+
+    def save(self, directory: str, step: int) -> None:
+        Path(directory, "model").write_text("half")
+        self._note(f"save {step}")
+
+
+class Bench:
+    def __init__(self, trainer: Any, checkpoints: Path | None = None, keep: int = 2) -> None:
+        self.events: list[Event] = []
+        self.figures: list[tuple[int, Mapping[str, Any]]] = []
+        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
+        self._news = asyncio.Event()
+        self.host = TrainerHost(
+            trainer=trainer,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self._emit,
+            report=lambda step, figures: self.figures.append((step, figures)),
+            checkpoints=checkpoints,
+            keep=keep,
+        )
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def answer(self, *commands: Command) -> list[Event]:
+        """Give orders; the events that answer them."""
+        before = len(self.events)
+        for command in commands:
+            self.host.carry_out(command)
+        while len(self.events) < before + len(commands):
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 5)
+        return self.events[before:]
+
+    async def fill(self, *groups: int) -> None:
+        for group in groups:
+            kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
+            kept.trajectories.append(response([1], reward=1.0, version=0))
+            await self.trajectories.put(kept, attempt=1)
+
+
+def train(step: int = 0, attempt: int = 1) -> TrainStep:
+    return TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(1, 0), cause=0)
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+
+
+def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path: Path) -> None:
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer, tmp_path)
+        await bench.fill(2, 4)
+        events = await bench.answer(
+            ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
+            train(),
+            PublishWeights(version=1, attempt=1, steps=1, cause=0),
+            SaveCheckpoint(steps=1, cause=0),
+        )
+        assert events == [
+            BatchScored(step=0, attempt=1, task="old_logprobs"),
+            StepTrained(step=0, attempt=1),
+            WeightsPublished(version=1, attempt=1),
+            CheckpointSaved(steps=1),
+        ]
+        assert trainer.calls == ["score old_logprobs [4, 2]", "train [4, 2] [1, 0]", "weights", "save 1"]
+        assert len(trainer.threads) == 1
+        assert trainer.threads != {threading.current_thread().name}
+        assert bench.figures == [(0, {"loss": 0.5})]
+        assert bench.weights.store.get(1) == {"w": 1}
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_repeated_order_is_carried_out_once() -> None:
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer)
+        await bench.fill(2, 4)
+        await bench.answer(train(), train(attempt=2))
+        bench.host.carry_out(train())
+        await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
+        assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
+        await bench.host.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("call", "command", "failed"),
+    [
+        ("score", ScoreBatch(step=0, attempt=1, task="t", groups=(2,), cause=0), StepFailed),
+        ("train", train(), StepFailed),
+        ("weights", PublishWeights(version=1, attempt=1, steps=1, cause=0), PublishFailed),
+        ("save", SaveCheckpoint(steps=3, cause=0), CheckpointFailed),
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("goodbye")], ids=["raises", "exits"])
+def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
+    tmp_path: Path, call: str, command: Command, failed: type[Event], error: BaseException
+) -> None:
+    async def scene() -> None:
+        trainer = Scribe(fails=call, error=error)
+        bench = Bench(trainer, tmp_path)
+        await bench.fill(2, 4)
+        (event,) = await bench.answer(command)
+        assert isinstance(event, failed)
+        assert str(error) in event.reason
+        assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
+        trainer.fails = ""
+        assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_batch_whose_groups_are_gone_and_metrics_of_a_wrong_kind_fail_the_step() -> None:
+    class Wrong(Scribe):
+        def train(self, batch: Batch) -> Any:
+            return [0.5]
+
+    async def scene() -> None:
+        bench = Bench(Wrong())
+        (failed,) = await bench.answer(train())
+        assert "does not hold groups [4, 2]" in failed.reason
+        await bench.fill(2, 4)
+        (failed,) = await bench.answer(train(attempt=2))
+        assert "must return a dict of metrics, not list" in failed.reason
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_the_newest_checkpoints_stay_and_one_there_already_is_kept(tmp_path: Path) -> None:
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer, tmp_path, keep=2)
+        await bench.answer(*(SaveCheckpoint(steps=steps, cause=0) for steps in (2, 4, 10)))
+        assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4, 10]
+        again = Bench(trainer, tmp_path, keep=2)
+        assert await again.answer(SaveCheckpoint(steps=10, cause=0)) == [CheckpointSaved(steps=10)]
+        assert trainer.calls == ["save 2", "save 4", "save 10"]
+        await bench.host.close()
+        await again.host.close()
+
+    play(scene)

@@ -1,0 +1,262 @@
+"""Whole runs in one process: what a user's generators, trainer and prompts may do, and what comes of it."""
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.local
+from engine.errors import ConfigError, DataFailure, RunFailed
+from engine.events import GroupFailed, GroupGenerated, ReplicaLost
+from engine.hosts.prompts import CountedPrompts
+from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
+from engine.roles import Batch, Generated, GroupWork
+from engine.schedule import Handled, read, replay
+from engine.states.limits import Limits
+from engine.trajectory import Prompt, Trajectory
+
+sys.path.append(str(Path(__file__).parent.parent / "hosts"))
+from token_generator import TokenGenerator
+
+
+class Steady(SimpleGenerator):
+    """Two tokens a trajectory; odd samples are right."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        await asyncio.sleep(0)
+        return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
+
+
+class Counting(SimpleTrainer):
+    """Sees each group it is given, and publishes how many steps it has done."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.steps = 0
+        self.staleness: list[int] = []
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self.groups += [group.group for group in batch.groups]
+        self.staleness += batch.staleness
+        for group, stale in zip(batch.groups, batch.staleness, strict=True):
+            oldest = min(s.version for t in group.trajectories for s in t.spans)
+            assert stale == batch.step - oldest, "one version a step here"
+        self.steps += 1
+        return {"loss": 1.0 / self.steps}
+
+    def weights(self) -> Any:
+        return self.steps
+
+    def save(self, directory: str, step: int) -> None:
+        Path(directory, "steps").write_text(str(step))
+
+
+def limits(**changes: Any) -> Limits:
+    figures = {"train_batch_size": 4, "max_staleness_steps": 2, "max_concurrent_groups": 12, **changes}
+    return Limits(**figures)
+
+
+def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
+    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
+    return [frame.event for frame in frames if isinstance(frame.event, kind)]
+
+
+def run(**options: Any) -> RunResult:
+    defaults: dict[str, Any] = {
+        "generators": [Steady(), Steady()],
+        "trainer": Counting(),
+        "prompts": [f"question {n}" for n in range(30)],
+        "limits": limits(),
+        "samples": 2,
+        "slots": 6,
+    }
+    return engine.local.run(**{**defaults, **options})
+
+
+def test_every_prompt_is_trained_once_the_tail_included_and_the_record_replays() -> None:
+    trainer = Counting()
+    result = run(trainer=trainer)
+    assert (result.outcome, result.steps, result.version) == ("finished", 8, 8)
+    assert sorted(trainer.groups) == list(range(30))
+    assert result.groups == {"consumed": 30, "filtered": 0, "dropped": 0, "failed": 0}
+    assert result.staleness_max == max(trainer.staleness) <= 2
+    assert [row["step"] for row in result.metrics] == list(range(8))
+    assert replay(read(result.record)).identical
+
+
+def test_epochs_pass_over_the_prompts_again() -> None:
+    trainer = Counting()
+    assert run(trainer=trainer, epochs=3, prompts=["a", "b", "c", "d"]).groups["consumed"] == 12
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_weights_reach_generators_that_keep_the_whole_protocol(mode: str) -> None:
+    class Paced(TokenGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            self.length = 4 + 8 * (work.group % 3)
+            return await super().generate(work)
+
+    generators = [Paced(free=True), Paced(free=True)]
+    result = run(generators=generators, limits=limits(sync_mode=mode, max_steps=12), epochs=2)
+    assert (result.outcome, result.steps) == ("finished", 12)
+    assert all(f"pause {mode}" in generator.calls for generator in generators)
+    assert all(generator.calls[-1] == "close" for generator in generators)
+    versions = [e.newest_version for e in events_of(result, GroupGenerated)]
+    assert max(versions) >= 8, "new weights are sampled from"
+    assert replay(read(result.record)).identical
+
+
+def test_simple_generators_are_cancelled_by_abort_and_begin_again() -> None:
+    class Slow(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            await asyncio.sleep(0.002 * (work.group % 4))
+            return [response([version], reward=1.0, version=version) for _ in range(work.samples)]
+
+    result = run(generators=[Slow(), Slow()], limits=limits(sync_mode="abort"))
+    assert result.outcome == "finished"
+    assert result.groups["consumed"] == 30
+
+
+def test_one_prompt_that_always_fails_costs_only_itself() -> None:
+    class Picky(Steady):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            if work.group == 5:
+                raise DataFailure(f"row {work.prompt.row} has no answer")
+            if work.group == 6:
+                return [response([1], reward=math.nan, version=version)] * work.samples
+            if work.group == 7 and work.attempt < 3:
+                raise ConnectionError("reset by peer")
+            return await super().sample(work, weights, version)
+
+    result = run(generators=[Picky()], slots=12)
+    assert (result.groups["consumed"], result.groups["failed"]) == (28, 2)
+    failures = events_of(result, GroupFailed)
+    assert [(e.group, e.cause) for e in failures].count((5, "data")) == 2
+    assert [(e.group, e.cause) for e in failures].count((6, "data")) == 2
+    assert [(e.group, e.cause) for e in failures].count((7, "infrastructure")) == 2
+
+
+def test_a_prompt_that_cannot_be_read_fails_its_group_alone() -> None:
+    def prompt(group: int) -> Prompt:
+        if group == 3:
+            raise ValueError("line 4 is damaged")
+        return Prompt(row=group, text="?")
+
+    result = run(prompts=CountedPrompts(10, prompt))
+    assert (result.groups["consumed"], result.groups["failed"]) == (9, 1)
+    assert "its prompt cannot be read: ValueError: line 4 is damaged" in events_of(result, GroupFailed)[0].reason
+
+
+def test_a_run_whose_trainer_always_fails_says_so() -> None:
+    class Broken(Counting):
+        def train(self, batch: Batch) -> dict[str, float]:
+            raise RuntimeError("the GPU fell off")
+
+    with pytest.raises(RunFailed, match=r"train step 0 failed 5 times, at last: RuntimeError: the GPU fell off"):
+        run(trainer=Broken())
+
+
+def test_a_train_step_that_fails_once_is_done_again_with_the_same_batch() -> None:
+    class Shaky(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[list[int]] = []
+
+        def train(self, batch: Batch) -> dict[str, float]:
+            self.seen.append([group.group for group in batch.groups])
+            if len(self.seen) == 2:
+                raise RuntimeError("a bit flipped")
+            return super().train(batch)
+
+    trainer = Shaky()
+    assert run(trainer=trainer).groups["consumed"] == 30
+    assert trainer.seen[1] == trainer.seen[2]
+
+
+def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
+    class Fragile(Steady):
+        def __init__(self, life: int) -> None:
+            super().__init__()
+            self.life = life
+
+        async def resume(self) -> None:
+            if self.life == 1:
+                raise RuntimeError("frozen for good")
+
+    lives: list[int] = []
+
+    def make(replica: int) -> Fragile:
+        lives.append(replica)
+        return Fragile(lives.count(replica))
+
+    result = run(generators=make, replicas=2)
+    assert result.groups["consumed"] == 30
+    assert sorted(lives) == [0, 0, 1, 1]
+    assert all(e.returns and "frozen for good" in e.reason for e in events_of(result, ReplicaLost))
+
+    with pytest.raises(RunFailed, match="no replica is left"):
+        run(generators=[Fragile(1), Fragile(1)])
+
+
+def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) -> None:
+    result = run(run_dir=tmp_path / "one", limits=limits(checkpoint_every=3))
+    assert result.record == tmp_path / "one" / "schedule"
+    assert replay(read(result.record)).identical
+    rows = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(8))
+    assert rows[1]["loss"] == 0.5
+    assert sorted(p.name for p in (tmp_path / "one" / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"samples": 0}, "samples = 0: must be at least 1"),
+        ({"generators": []}, "generators"),
+        ({"limits": limits(checkpoint_every=1)}, "checkpoints need a run_dir"),
+        ({"policies": {"deadline": "trunkate"}}, "did you mean 'truncate'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_starts(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(**options)
+
+
+def test_a_generator_that_is_not_whole_says_what_is_missing() -> None:
+    with pytest.raises(RunFailed, match=r"no group could be trained on.* NotImplementedError: SimpleGenerator must"):
+        run(generators=[SimpleGenerator()], prompts=["a"], limits=limits(), trainer=Counting())
+
+
+def test_cancelling_stops_the_run_and_closes_its_record(tmp_path: Path) -> None:
+    class Endless(TokenGenerator):
+        pass
+
+    generator = Endless()
+
+    async def scene() -> None:
+        task = asyncio.create_task(
+            engine.local.run_async(
+                generators=[generator],
+                trainer=Counting(),
+                prompts=["a"] * 9,
+                limits=limits(),
+                samples=1,
+                run_dir=tmp_path,
+            )
+        )
+        while not generator.works:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scene())
+    frames = list(read(tmp_path / "schedule").frames())
+    assert frames[-1].commands[-1].outcome == "stopped"
+    assert generator.calls == ["close"]
