@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--slots", type=int, default=512)
     arguments = parser.parse_args()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers else give way to whatever else runs
     connect()
     options = {"seconds": arguments.seconds, "replicas": arguments.replicas}
     rate = measure("saturated", generation_s=0.0, slots=arguments.slots, batch=256, **options)
