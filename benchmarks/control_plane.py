@@ -129,11 +129,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--slots", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1024, help="groups per train step where saturated")
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers else give way to whatever else runs
     connect()
     options = {"seconds": arguments.seconds, "replicas": arguments.replicas}
-    rate = measure("saturated", generation_s=0.0, slots=arguments.slots, batch=256, **options)
+    rate = measure("saturated", generation_s=0.0, slots=arguments.slots, batch=arguments.batch, **options)
     slots = 64
     measure("half load", generation_s=2 * slots * arguments.replicas / rate, slots=slots, batch=64, **options)
     measure("light", generation_s=0.1, slots=8, batch=8, **options)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from transitions import Machine, MachineError
+from transitions import EventData, Machine, MachineError
+from transitions import Transition as LibraryTransition
 
 from engine.errors import IllegalTransition
 
@@ -66,6 +67,20 @@ class Table:
         return self.states[0]
 
 
+class _Row(LibraryTransition):
+    """A row of a table, as `transitions` sees it: no condition and no callback, so that all there is to execute is the
+    change of state. Walking through the library's empty lists of callbacks instead costs three times as much."""
+
+    def execute(self, event_data: EventData) -> bool:
+        assert self.dest is not None  # no internal transitions in a table
+        event_data.machine.set_state(self.dest, event_data.model)
+        return True
+
+
+class _TableMachine(Machine):
+    transition_cls = _Row
+
+
 _BUILT: dict[str, tuple[Table, Machine]] = {}
 
 
@@ -73,7 +88,7 @@ def _machine(table: Table) -> Machine:
     """The one `transitions` machine of a table in this process; building one costs a millisecond."""
     built = _BUILT.get(table.name)
     if built is None or built[0] is not table:
-        machine = Machine(
+        machine = _TableMachine(
             model=None,
             states=list(table.states),
             initial=table.initial,

@@ -7,8 +7,10 @@ operation keeps the ledger, the deadlines and the state hash in step with the re
 import struct
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any
 
 from engine.commands import FinishRun
@@ -32,8 +34,13 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 def digest(numbers: tuple[int, ...], figures: tuple[float, ...] = ()) -> int:
     """64 bits of some numbers; stable over processes, platforms and Python versions, unlike `hash`."""
-    packed = struct.pack(f"<{len(numbers)}q{len(figures)}d", *numbers, *figures)
+    packed = _layout(len(numbers), len(figures)).pack(*numbers, *figures)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+
+
+@lru_cache
+def _layout(numbers: int, figures: int) -> struct.Struct:
+    return struct.Struct(f"<{numbers}q{figures}d")
 
 
 class State:
@@ -85,7 +92,7 @@ class State:
         """Something other than a group may have changed since the weights were last looked after."""
         self._touched: list[Group] = []
         self._sum = 0
-        self._others: tuple[int, ...] | None = None
+        self._others: int | None = None
         first = WeightsVersion(0, 0)
         self.versions[0] = first
         self.steps_in[0] = 0
@@ -237,27 +244,29 @@ class State:
     def hash(self) -> int:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
-            self._others = self._other_records()
+            self._others = self._digest_others()
         return (self._sum + self._frame_digest(self._others)) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.state != "queued")
-        return (groups + self._frame_digest(self._other_records())) & MASK
+        return (groups + self._frame_digest(self._digest_others())) & MASK
 
-    def _frame_digest(self, others: tuple[int, ...]) -> int:
-        numbers = (
-            self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
-            self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures, self.publishing,
-            self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.next_ready, self.stale_echoes,
-            self.outcome is not None, *others,
+    def _frame_digest(self, others: int) -> int:
+        return others + digest(
+            (
+                self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
+                self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures,
+                self.publishing, self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.next_ready,
+                self.stale_echoes, self.outcome is not None,
+            )
         )  # fmt: skip
-        return digest(numbers)
 
-    def _other_records(self) -> tuple[int, ...]:
+    def _digest_others(self) -> int:
+        """Of steps, replicas and versions, in their order."""
         records: list[Step | Replica | WeightsVersion] = [
             *self.steps.values(),
             *self.fleet.replicas.values(),
             *self.versions.values(),
         ]
-        return tuple(number for record in records for number in record.identity())
+        return digest(tuple(chain.from_iterable(record.identity() for record in records)))
