@@ -392,10 +392,10 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: p
 
     class Doomed(FakeHandle):
         def updates(self) -> Iterator[Status]:
-            yield from ()
+            self.world.run(lambda world: world.scheduler.state.ledger.running > 0)
             for replica in (0, 1):
-                self.world.run(lambda world: world.scheduler.state.steps_trained > 0)
                 self.world.driver.deliver(ReplicaLost(replica=replica, incarnation=1, returns=False, reason="burnt"))
+            self.world.run(lambda world: world.driver.outcome is not None)
             yield self.world.metrics.status()
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Doomed)
