@@ -78,7 +78,13 @@ def make_prompts() -> Prompts:
 
 def measure(name: str, *, seconds: float, generation_s: float, replicas: int, slots: int, batch: int) -> float:
     """Run for a while, print a row of figures; groups consumed per second."""
-    directory = Path(tempfile.mkdtemp(prefix="control-plane-"))
+    with tempfile.TemporaryDirectory(prefix="control-plane-") as directory:
+        return _measure(name, Path(directory), seconds, generation_s, replicas, slots, batch)
+
+
+def _measure(
+    name: str, directory: Path, seconds: float, generation_s: float, replicas: int, slots: int, batch: int
+) -> float:
     limits = Limits(
         train_batch_size=batch,
         max_staleness_steps=1_000_000,

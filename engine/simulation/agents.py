@@ -45,6 +45,7 @@ from engine.events import (
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 
 Emit = Callable[[Event], None]
+NEVER = -1.0
 
 
 @dataclass(slots=True)
@@ -56,6 +57,9 @@ class SimGroup:
     spans: list[tuple[int, Version]] = field(default_factory=list)
     """(tokens, version), in the order sampled."""
     progress: float = 0.0
+    """Tokens, with the share of the next one."""
+    since: float = NEVER
+    """When `progress` was so much, in the seconds of whoever keeps a clock."""
 
     @property
     def tokens(self) -> int:

@@ -17,10 +17,12 @@ from engine.commands import (
     DrawPrompts,
     FinishRun,
     PublishWeights,
+    ResumeGroup,
     RetireWeights,
     SaveCheckpoint,
     ScoreBatch,
     SetTimer,
+    StartGroup,
     StopReplica,
     TrainStep,
 )
@@ -31,10 +33,13 @@ from engine.ids import GroupId, ReplicaId
 from engine.policies import PolicySet
 from engine.ports import Recorder
 from engine.scheduler import Scheduler
-from engine.simulation.agents import SimReplica, SimStore, SimTrainer
+from engine.simulation.agents import NEVER, SimGroup, SimReplica, SimStore, SimTrainer
 from engine.simulation.judge import Finding, Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
+
+ROUNDING = 1e-6
+"""Of a token: sums of durations fall short of it by their rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,8 @@ class Setting:
     sync_s: float = 2.0
     mean_tokens: float = 20.0
     """Lengths are Pareto distributed: most are short and a few are very long."""
+    max_tokens: int | None = None
+    """The longest is cut here; None: a few are longer than everything else together."""
     spread: float = 1.0
     """Share of groups whose rewards differ; the others are dropped by a zero-variance filter."""
     faults: Faults = Faults()
@@ -100,12 +107,12 @@ class World:
         self.check = check
         self.driver = Driver(self.scheduler, self, recorder or _NoRecord(), self, self._observe)
         self.replicas: dict[ReplicaId, SimReplica] = {}
+        self.trainer_busy_s = 0.0
         self.trainer = SimTrainer(lambda event: self._send(-1, event))
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._arrival: dict[tuple[str, int], float] = {}
         self._drawn = 0
-        self._sampled_at: dict[ReplicaId, float] = {}
         self._timers: set[int] = set()
         self._after(0.0, lambda: self.driver.deliver(RunStarted()))
         for id in range(setting.replicas):
@@ -145,7 +152,8 @@ class World:
 
     def _length(self, group: GroupId) -> int:
         draw = Random(self.setting.seed * 1_000_003 + group).paretovariate(1.5)
-        return max(1, round(self.setting.mean_tokens / 3 * draw))
+        length = max(1, round(self.setting.mean_tokens / 3 * draw))
+        return length if self.setting.max_tokens is None else min(length, self.setting.max_tokens)
 
     # network
 
@@ -208,7 +216,9 @@ class World:
 
     def _training_time(self, command: Command) -> float:
         base = self.setting.train_s if isinstance(command, TrainStep) else self.setting.sync_s
-        return base * self.random.uniform(0.5, 1.5)
+        seconds = base * self.random.uniform(0.5, 1.5)
+        self.trainer_busy_s += seconds
+        return seconds
 
     def _trainer_done(self) -> None:
         self.trainer.do(succeed=not self._chance(self.setting.faults.fail_trainer))
@@ -220,7 +230,6 @@ class World:
     def _join(self, id: ReplicaId, incarnation: int) -> None:
         replica = SimReplica(id, incarnation, self.setting.slots, 0, self.store, lambda event: self._send(id, event))
         self.replicas[id] = replica
-        self._sampled_at[id] = self.time
         self._send(id, ReplicaJoined(replica=id, incarnation=incarnation, slots=self.setting.slots, version=0))
 
     def _kill(self, id: ReplicaId, incarnation: int) -> None:
@@ -246,52 +255,68 @@ class World:
             replica = self.replicas.get(id)
             if replica is None or replica.incarnation != incarnation:
                 return
-            self._sample(replica)
+            started = command.group if isinstance(command, StartGroup | ResumeGroup) else None
+            if started is None:
+                self._sample(replica)
             replica.take(command)
             if self._chance(self.setting.faults.die):
                 self._kill(id, incarnation)
-                return
-            self._plan(replica)
+            elif started is None:
+                self._plan(replica)
+            else:
+                self._plan_group(replica, started)
 
         self._transit(("down", id), arrive)
 
     def _sample(self, replica: SimReplica) -> None:
         """Bring every group of a replica up to the present."""
-        elapsed = self.time - self._sampled_at[replica.id]
-        self._sampled_at[replica.id] = self.time
-        if replica.frozen:
-            return
         for group in replica.groups.values():
-            group.progress += elapsed
-            group.sample(int(group.progress + 1e-9) - group.tokens, replica.version)
+            self._sample_group(replica, group)
+
+    def _sample_group(self, replica: SimReplica, group: SimGroup) -> None:
+        if not replica.frozen:
+            group.progress += self.time - group.since
+            group.sample(int(group.progress + ROUNDING) - group.tokens, replica.version)
+        group.since = self.time
 
     def _plan(self, replica: SimReplica) -> None:
-        """Look at a replica again when its next group or sync order is done."""
+        """Look at a replica again when its next sync order is done and, unless it is frozen, when its groups are."""
+        self._plan_sync(replica)
+        for id in replica.groups:
+            self._plan_group(replica, id)
+
+    def _plan_sync(self, replica: SimReplica) -> None:
         if replica.can_sync():
             self._after(self.setting.sync_s * self.random.uniform(0.5, 1.5), lambda: self._sync(replica))
-        if replica.groups and not replica.frozen:
-            left = min(group.target - group.progress for group in replica.groups.values())
-            self._after(max(left, 0.0), lambda: self._finish(replica))
+
+    def _plan_group(self, replica: SimReplica, id: GroupId) -> None:
+        group = replica.groups.get(id)
+        if group is None:
+            return  # finished at once: it was resumed to be truncated
+        if group.since == NEVER:
+            group.since = self.time
+        if not replica.frozen:
+            self._after(max(group.target - group.progress, 0.0), lambda: self._finish(replica, id, group))
 
     def _sync(self, replica: SimReplica) -> None:
         if self.replicas.get(replica.id) is not replica or not replica.can_sync():
             return
         self._sample(replica)
         replica.sync(succeed=not self._chance(self.setting.faults.fail_sync))
-        self._plan(replica)
+        self._plan_sync(replica)
 
-    def _finish(self, replica: SimReplica) -> None:
-        if self.replicas.get(replica.id) is not replica:
+    def _finish(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
+        """A group may be done, unless its replica was frozen meanwhile: then it is looked at again after that."""
+        if self.replicas.get(replica.id) is not replica or replica.groups.get(id) is not group or replica.frozen:
             return
-        self._sample(replica)
+        self._sample_group(replica, group)
+        if group.tokens < group.target:
+            return
         faults = self.setting.faults
-        done = [id for id, group in replica.groups.items() if group.tokens >= group.target]
-        for id in done:
-            if self._chance(faults.fail_group):
-                replica.fail(id, "infrastructure")
-            elif self._chance(faults.fail_data):
-                replica.fail(id, "data")
-            else:
-                replica.finish(id, spread=1.0 if self.random.random() < self.setting.spread else 0.0)
-        if done or not replica.frozen:
-            self._plan(replica)
+        if self._chance(faults.fail_group):
+            replica.fail(id, "infrastructure")
+        elif self._chance(faults.fail_data):
+            replica.fail(id, "data")
+        else:
+            replica.finish(id, spread=1.0 if self.random.random() < self.setting.spread else 0.0)
+        self._plan_sync(replica)

@@ -1,0 +1,84 @@
+"""What recording, replaying and simulating cost, and how close a simulated run comes to its lower bound.
+
+    python benchmarks/simulation.py
+
+Prints the events per second of a run while it is recorded and while it is replayed, in one process and one run; the
+wall seconds of a simulated step of 1 024 groups; and for three balances of generation and training the virtual
+seconds of a run over the least it could take: max(tokens of all groups / slots, seconds of training). The longest
+group takes three times the mean of a step, which S = 4 allows for; with a longer tail a hard bound has to wait for it.
+"""
+
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from scheduler import REPLICAS, Echo, Wall, drive
+
+from engine.driver import Driver
+from engine.events import ReplicaJoined, RunStarted
+from engine.schedule import Header, Recorder, read
+from engine.schedule.replayer import replay
+from engine.scheduler import Scheduler
+from engine.simulation.world import Setting, World
+from engine.states.limits import Limits
+
+GROUPS, BATCH, STEPS = 20_000, 1024, 150
+
+
+def replay_ratio(directory: Path) -> tuple[float, float]:
+    """(events/s recorded, events/s replayed) of the same run."""
+    limits = Limits(train_batch_size=256, max_staleness_steps=3, max_concurrent_groups=1024)
+    scheduler, echo = Scheduler(limits), Echo()
+    header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
+    recorder = Recorder(directory, header)
+    driver = Driver(scheduler, Wall(), recorder, echo)
+    gc.collect()
+    begin = time.perf_counter()
+    for id in range(REPLICAS):
+        driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=1024 // REPLICAS, version=0))
+    driver.deliver(RunStarted())
+    drive(driver, echo, scheduler, GROUPS)
+    recorder.close()
+    recorded = driver.events_handled / (time.perf_counter() - begin)
+    begin = time.perf_counter()
+    report = replay(read(directory))
+    assert report.divergence is None and report.events == driver.events_handled
+    return recorded, report.events / (time.perf_counter() - begin)
+
+
+def simulate(train_s: float) -> tuple[float, float]:
+    """(wall seconds of a step, virtual seconds over the lower bound) of a run of 1 024 groups a step."""
+    replicas, slots = 16, 96
+    limits = Limits(
+        train_batch_size=BATCH, max_staleness_steps=4, max_concurrent_groups=replicas * slots, max_steps=STEPS
+    )
+    setting = Setting(
+        limits=limits, replicas=replicas, slots=slots, prompts=BATCH * STEPS, train_s=train_s, sync_s=0.0,
+        latency_s=0.0, mean_tokens=200.0, max_tokens=300,
+    )  # fmt: skip
+    world = World(setting, check=False)
+    begin = time.perf_counter()
+    outcome = world.run()
+    elapsed = time.perf_counter() - begin
+    assert outcome.outcome == "finished"
+    tokens = sum(world.store.length(group) for group in range(BATCH * STEPS))
+    return elapsed / STEPS, world.now() / max(tokens / (replicas * slots), world.trainer_busy_s)
+
+
+def main() -> None:
+    ratios = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as directory:
+            ratios.append(replay_ratio(Path(directory) / "schedule"))
+    recorded, replayed = (statistics.median(column) for column in zip(*ratios, strict=True))
+    print(f"recording {recorded:.0f} events/s, replaying {replayed:.0f} events/s: {replayed / recorded:.2f} x")
+    for name, train_s in (("generation-bound", 20.0), ("balanced", 100.0), ("training-bound", 400.0)):
+        wall_s, ratio = simulate(train_s)
+        print(f"{name:<17} {1000 * wall_s:5.0f} ms a simulated step of {BATCH} groups; {ratio:.3f} x its lower bound")
+    print("targets: replay 0.8 x, 150 ms a step, 1.03 x the bound")
+
+
+if __name__ == "__main__":
+    main()
