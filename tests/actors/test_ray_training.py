@@ -82,7 +82,9 @@ def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) ->
     run_dir = made / "run-distributed"
     run_dir.mkdir()
     rollout = {"transport": "distributed", "send_bucket_mb": 1, "transport_timeout_s": 30.0}
-    planned = plan_of(parse_config(tree(made, **rollout)), run_dir)
+    config = tree(made, **rollout)
+    config["trainer"]["weight_decay"] = 0.5  # weights change in a step whose rewards are all equal, too
+    planned = plan_of(parse_config(config), run_dir)
     watched = replace(
         planned,
         make_trainer=partial(watched_trainer, planned.make_trainer, run_dir),
