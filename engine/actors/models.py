@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.actors.plan import Plan, Restore, Rollout
+from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.config import Config
+from engine.config.schema import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
@@ -55,6 +57,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         make_trainer=partial(make_trainer, inputs.model, settings),
         restore_trainer=restore_trainer,
         make_prompts=partial(make_prompts, config, inputs),
+        transport=TRANSPORTS[config.rollout.transport](config.rollout),
         policies=config.policies().names,
         run_dir=run_dir.resolve(),
         config=config.model_dump(mode="json"),
@@ -67,6 +70,21 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
     )
+
+
+def _distributed(rollout: RolloutSection) -> Transport:
+    # Both ends of a message hold a bucket of its size.
+    bucket_mb = min(rollout.send_bucket_mb, rollout.receive_bucket_mb)
+    return DistributedTransport(
+        backend=rollout.transport_backend, bucket_bytes=bucket_mb << 20, timeout_s=rollout.transport_timeout_s
+    )
+
+
+TRANSPORTS: dict[str, Callable[[RolloutSection], Transport]] = {
+    "object_store": lambda rollout: ObjectStoreTransport(),
+    "distributed": _distributed,
+}
+"""By `rollout.transport`."""
 
 
 def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:

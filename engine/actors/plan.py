@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.hosts.prompts import Prompts
 from engine.ids import ReplicaId
 from engine.roles import Generator, Trainer
@@ -48,6 +49,8 @@ class Plan:
     slots: int = 8
     restore_trainer: Callable[[Trainer, Restore], None] | None = None
     """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
+    transport: Transport = field(default_factory=ObjectStoreTransport)
+    """How published weights reach the replicas."""
     policies: Mapping[str, str] = field(default_factory=dict)
     run_dir: Path | None = None
     """Takes record, metrics, checkpoints and logs; None: nothing is kept."""

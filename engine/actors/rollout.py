@@ -67,7 +67,7 @@ class RolloutActor:
             generator=self._rollout.generator,
             samples=plan.samples,
             trajectories=RemoteTrajectories(trajectories),
-            weights=RemoteWeights(weights),
+            weights=RemoteWeights(weights, plan.transport),
             emit=outbox.add,
             broken=self._break,
         )

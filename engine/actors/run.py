@@ -20,6 +20,7 @@ from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.scheduler import SchedulerActor, Traffic, Update
 from engine.config import Config
+from engine.errors import ConfigError
 from engine.metrics.status import Status
 
 OBJECT_STORE_BYTES = 256 << 20
@@ -75,8 +76,16 @@ def connect(object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
 
 
 def with_gpus(plan: Plan) -> Plan:
-    """Share the cluster's GPUs out, evenly and at most one to an actor; a plan that says otherwise stands."""
+    """Share the cluster's GPUs out, evenly and at most one to an actor; a plan that says otherwise stands.
+
+    Raises: `ConfigError` where the transport needs more than there are.
+    """
     gpus = float(ray.cluster_resources().get("GPU", 0))
+    needed = plan.replicas + 2
+    if plan.transport.store_gpus and gpus < needed:
+        law = f"each replica, the trainer and the weights store need a GPU of their own: {needed}; there are {gpus:g}"
+        raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
+    gpus -= plan.transport.store_gpus
     if not gpus or plan.rollout_gpus or plan.trainer_gpus:
         return plan
     share = min(1.0, int(1000 * gpus / (plan.replicas + 1)) / 1000)

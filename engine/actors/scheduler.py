@@ -103,7 +103,8 @@ class SchedulerActor:
         self._self = ray.get_runtime_context().current_actor
         light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
         self._trajectories = ray.remote(TrajectoryStoreActor).options(**light).remote()
-        self._weights = ray.remote(WeightsStoreActor).options(**light).remote()
+        held: dict[str, Any] = {**light, "num_gpus": plan.transport.store_gpus}
+        self._weights = ray.remote(WeightsStoreActor).options(**held).remote(plan.transport)
         self._fleet = Fleet(plan, (self._packed, self._self, self._trajectories, self._weights), self._deliver)
         self._executor = RayExecutor(
             fleet=self._fleet,

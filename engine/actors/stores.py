@@ -1,8 +1,7 @@
 """The two store actors, which outlive replicas and trainer, and their clients as the hosts use them.
 
-Groups are kept as the bytes they came in. Weights are kept as references into Ray's object store: the store asks the
-trainer for them, and what a caller is answered belongs to the caller, so that they outlive the trainer without
-passing through the store's memory.
+Groups are kept as the bytes they came in. Weights are asked of the trainer and kept as the run's transport has them: as
+references into Ray's object store, or as tensors in the store actor's own memory. Either way they outlive the trainer.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ from typing import Any
 import ray
 
 from engine.actors.outbox import Batcher
-from engine.actors.tensors import pack_tensors, unpack_tensors
+from engine.actors.transports import Transport
 from engine.actors.wire import pack_group, unpack_group
 from engine.hosts.trajectories import StoreStats, TrajectoryStore
 from engine.hosts.weights import WeightsStore
@@ -69,20 +68,19 @@ class RemoteTrajectories:
 
 
 class WeightsStoreActor:
-    """Holds references to published versions; owns what they refer to."""
+    """Holds published versions for the replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._store = WeightsStore()
+        self._transport = transport
 
     async def pull(self, version: Version, publisher: Any) -> None:
-        """Have the weights of a version from the trainer; returns once they are in the object store."""
-        reference = publisher.give.remote(version)
-        await reference
-        self._store.put(version, reference)
+        """Have the weights of a version from the trainer; returns once they no longer need it."""
+        self._store.put(version, await self._transport.keep(publisher.give.remote(version)))
 
-    async def get(self, version: Version) -> list[Any]:
-        """The reference in a list: Ray would take a bare one for the answer itself."""
-        return [self._store.get(version)]
+    async def get(self, version: Version) -> Any:
+        """What `Transport.take` makes weights of."""
+        return self._transport.give(self._store.get(version))
 
     async def retire(self, version: Version) -> None:
         self._store.retire(version)
@@ -95,12 +93,13 @@ class WeightsStoreActor:
 class RemoteWeights:
     """The store actor from a replica or the trainer. The trainer's actor must have `give`, which calls `handed_out`."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, transport: Transport) -> None:
         self._store = store
+        self._transport = transport
         self._outgoing: dict[Version, Any] = {}
 
     async def put(self, version: Version, weights: Any) -> None:
-        self._outgoing[version] = await asyncio.to_thread(pack_tensors, weights)
+        self._outgoing[version] = await asyncio.to_thread(self._transport.pack, weights)
         try:
             await self._store.pull.remote(version, ray.get_runtime_context().current_actor)
         finally:
@@ -108,8 +107,7 @@ class RemoteWeights:
 
     def handed_out(self, version: Version) -> Any:
         """What the store is to be answered when it asks for a version."""
-        return self._outgoing[version]
+        return self._transport.hand_out(self._outgoing[version])
 
     async def get(self, version: Version) -> Any:
-        (reference,) = await self._store.get.remote(version)
-        return unpack_tensors(await reference)
+        return await self._transport.take(self._store.get.remote(version))

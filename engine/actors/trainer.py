@@ -36,7 +36,7 @@ class TrainerActor:
         self._early: list[bytes] = []
         self._broken: asyncio.Future[str] | None = None
         self._host: TrainerHost | None = None
-        self._weights = RemoteWeights(weights)
+        self._weights = RemoteWeights(weights, self._plan.transport)
 
     async def open(self, restore: Restore | None = None) -> None:
         """Load the trainer, or bring a new one to where a dead one was. Raises whatever the user's factory raises."""

@@ -214,6 +214,19 @@ class RolloutSection(Section):
     kv: Literal["keep", "recompute"] = Field(
         "keep", description="Whether frozen requests keep the cache of the old weights."
     )
+    transport: Literal["object_store", "distributed"] = Field(
+        "object_store", description="How weights reach replicas: Ray's object store, or torch.distributed."
+    )
+    transport_backend: Literal["gloo", "nccl"] = Field(
+        "gloo", description="Of transport distributed; nccl, untested for want of GPUs, takes one GPU for the store."
+    )
+    transport_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds without the other side after which a transfer has failed."
+    )
+    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="MiB of weights that a sender puts in one message.")
+    receive_bucket_mb: int = Field(
+        64, ge=1, le=16_384, description="MiB that a receiver takes in at once, beyond the tensors themselves."
+    )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; 1 keeps every token.")
     max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")

@@ -22,12 +22,20 @@ class StagedWeights:
     tensors: dict[str, torch.Tensor]
 
 
+class OwnTensors(dict[str, torch.Tensor]):
+    """Tensors in host memory that only their receiver has: it may keep them as they are instead of copying them."""
+
+
 def copy_to_host(model: torch.nn.Module, version: Version, weights: Any) -> StagedWeights:
-    """Copy tensors (or arrays) by name, in the model's own types, so that the swap has nothing left to convert."""
+    """Copy tensors (or arrays) by name, in the model's own types, so that the swap has nothing left to convert.
+
+    `OwnTensors` that are as the swap wants them are taken, not copied.
+    """
     if not isinstance(weights, Mapping):
         raise EngineError(f"weights of version {version} must map names to tensors, not be {type(weights).__name__}")
     types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     pin = any(tensor.is_cuda for tensor in model.state_dict().values())
+    take = isinstance(weights, OwnTensors) and not pin
     tensors: dict[str, torch.Tensor] = {}
     copied: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
     for name, value in weights.items():
@@ -35,8 +43,10 @@ def copy_to_host(model: torch.nn.Module, version: Version, weights: Any) -> Stag
         dtype = types.get(name, source.dtype)
         place = (source.data_ptr(), source.shape, dtype)
         if place not in copied or source.numel() == 0:
-            host = torch.empty(source.shape, dtype=dtype, pin_memory=pin)
-            copied[place] = host.copy_(source)
+            if take and source.dtype == dtype:
+                copied[place] = source
+            else:
+                copied[place] = torch.empty(source.shape, dtype=dtype, pin_memory=pin).copy_(source)
         tensors[name] = copied[place]  # tied at the sender: one copy here too
     return StagedWeights(version, tensors)
 

@@ -28,6 +28,7 @@ from ray_plans import (
 
 from engine.actors.plan import Plan
 from engine.actors.run import RunHandle, start
+from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
 from engine.events import (
     GroupAborted,
@@ -161,6 +162,9 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
         start(plan(tmp_path, make_rollout=refused))
     with pytest.raises(ConfigError, match="did you mean 'truncate'"):
         start(plan(tmp_path / "other", policies={"deadline": "trunkate"}))
+    nccl = DistributedTransport(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
+    with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; gloo would hold"):
+        start(plan(tmp_path / "third", transport=nccl))
     wait_for_no_actors()
 
 

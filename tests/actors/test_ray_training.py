@@ -3,16 +3,20 @@ tokens."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray_plans import check_record, events_of
+from watched_weights import watched_rollout, watched_trainer
 
-from engine.actors.run import launch
+from engine.actors.models import plan_of
+from engine.actors.run import launch, start
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
-from engine.events import CheckpointSaved, GroupAborted, GroupGenerated, WeightsInstalled
+from engine.events import CheckpointSaved, GroupAborted, GroupGenerated, PublishFailed, SyncFailed, WeightsInstalled
 from engine.metrics.status import Status
 from engine.schedule import read
 
@@ -72,6 +76,31 @@ def test_a_training_run_keeps_every_law_and_replays_to_the_bit(trained: tuple[st
     assert len(events_of(run_dir, WeightsInstalled)) >= STEPS
     aborted = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
     assert (mode == "abort") == bool(aborted & {e.group for e in swapped})
+
+
+def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) -> None:
+    run_dir = made / "run-distributed"
+    run_dir.mkdir()
+    rollout = {"transport": "distributed", "send_bucket_mb": 1, "transport_timeout_s": 30.0}
+    config = tree(made, **rollout)
+    config["trainer"]["weight_decay"] = 0.5  # weights change in a step whose rewards are all equal, too
+    planned = plan_of(parse_config(config), run_dir)
+    watched = replace(
+        planned,
+        make_trainer=partial(watched_trainer, planned.make_trainer, run_dir),
+        make_rollout=partial(watched_rollout, planned.make_rollout, run_dir),
+    )
+    with start(watched) as run:
+        status = run.wait()
+    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS)
+    check_record(run_dir)
+    assert not events_of(run_dir, SyncFailed, PublishFailed)
+    published = {path.name.split("-")[1]: path.read_text() for path in run_dir.glob("published-*")}
+    installed = {path.name: path.read_text() for path in run_dir.glob("installed-*")}
+    assert len(set(published.values())) == STEPS, "every step changes the weights"
+    assert len(installed) >= STEPS
+    assert {name.split("-")[2] for name in installed} == {"0", "1"}
+    assert all(read_back == published[name.split("-")[1]] for name, read_back in installed.items())
 
 
 def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tuple[str, Path, list[Status]]) -> None:

@@ -1,0 +1,202 @@
+"""One transfer of tensors between two processes, over a `torch.distributed` group of two that lives for it alone.
+
+Called by `transports.DistributedTransport`, on threads; knows nothing of Ray. The group is made from its own store, not
+by `init_process_group`: replicas come and go, so no group of all of them could live long, and torch's default group
+stays the user's. Every wait ends by itself after `timeout_s`. Must never outlive its transfer: whatever happens, group,
+store and sockets are given up before either side returns.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+
+from engine.actors.offer import Manifest, Offer
+from engine.errors import EngineError
+from engine.rollout.weights import OwnTensors
+
+log = logging.getLogger(__name__)
+
+SENDER, RECEIVER = 0, 1
+"""Ranks."""
+
+
+def offer(
+    weights: Mapping[str, torch.Tensor], host: str, *, backend: str, bucket_bytes: int, timeout_s: float
+) -> Offer:
+    """Begin to wait, on a thread, for one receiver at a free port of `host`, and return what it is to be told.
+
+    The thread ends when the receiver has everything, or when it is not heard of for `timeout_s`. The tensors must not
+    change meanwhile. Raises: `OSError` where `host` is not an address of this machine, `EngineError` for tensors that
+    are more than their bytes.
+    """
+    manifest, tensors = described(weights)
+    listener = socket.create_server((host, 0), family=_family(host))
+    made = Offer(
+        host=host,
+        port=listener.getsockname()[1],
+        manifest=manifest,
+        backend=backend,
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+    )
+    name = f"weights-{made.port}"
+    threading.Thread(target=_serve, args=(made, listener, tensors), name=name, daemon=True).start()
+    return made
+
+
+def receive(offered: Offer) -> OwnTensors:
+    """Tensors in this process' host memory that are nobody else's. Blocks: to be called on a thread.
+
+    Needs at most one bucket of memory beyond the tensors themselves.
+    Raises: `EngineError` when the sender is gone, or is not heard of for its `timeout_s`.
+    """
+    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in offered.manifest.tensors]
+    try:
+        with joined(offered, RECEIVER) as channel:
+            for pieces in messages(tensors, offered.bucket_bytes):
+                channel.receive(pieces)
+            channel.send([torch.zeros(1, dtype=torch.uint8)])
+    except (RuntimeError, OSError) as error:
+        story = f"no weights from {offered.host}:{offered.port}: {_reason(error)}"
+        raise EngineError(story, host=offered.host, port=offered.port) from None
+    return OwnTensors((name, tensors[index]) for name, index in offered.manifest.names)
+
+
+def described(weights: Mapping[str, torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
+    """The manifest of some tensors, and each of them once."""
+    tensors: list[torch.Tensor] = []
+    places: dict[tuple[Any, ...], int] = {}
+    names: list[tuple[str, int]] = []
+    for name, tensor in weights.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise EngineError(f"{name} is {tensor.layout}: only dense tensors can be sent", name=name)
+        # Names that are tied are often tensors of their own on the same memory.
+        memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else (id(tensor),)
+        place = (*memory, tensor.shape, tensor.stride(), tensor.dtype)
+        if place not in places:
+            places[place] = len(tensors)
+            tensors.append(tensor.detach())
+        names.append((name, places[place]))
+    what = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+    return Manifest(tensors=what, names=tuple(names)), tensors
+
+
+def messages(tensors: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """The bytes of all tensors, one after the other, cut into messages: each is a list of flat pieces that together
+    have at most `bucket_bytes`."""
+    pieces: list[torch.Tensor] = []
+    room = bucket_bytes
+    for tensor in tensors:
+        rest = tensor.contiguous().reshape(-1).view(torch.uint8)
+        while rest.numel():
+            pieces.append(rest[:room])
+            rest = rest[room:]
+            room -= pieces[-1].numel()
+            if not room:
+                yield pieces
+                pieces, room = [], bucket_bytes
+    if pieces:
+        yield pieces
+
+
+def _serve(offered: Offer, listener: socket.socket, tensors: list[torch.Tensor]) -> None:
+    """The sender's thread. Who asked for the tensors learns of a failure by itself, so it is only logged here."""
+    try:
+        with joined(offered, SENDER, listener) as channel:
+            for pieces in messages(tensors, offered.bucket_bytes):
+                channel.send(pieces)
+            # Closed any earlier, what is still on its way would be lost.
+            channel.receive([torch.empty(1, dtype=torch.uint8)])
+    except (RuntimeError, OSError) as error:
+        log.warning("weights offered at %s:%d were not taken: %s", offered.host, offered.port, _reason(error))
+
+
+class Channel:
+    """One end of a group of two. Each call moves one message and returns when it is moved; raises `RuntimeError`."""
+
+    def __init__(self, group: Any, rank: int, device: str, wait: timedelta) -> None:
+        self._group = group
+        self._peer = 1 - rank
+        self._device = torch.device(device)
+        self._wait = wait
+
+    def send(self, pieces: list[torch.Tensor]) -> None:
+        bucket = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(self._device)
+        # The handle would keep the connection alive: it gets no name.
+        self._group.send([bucket], self._peer, 0).wait(self._wait)
+
+    def receive(self, pieces: list[torch.Tensor]) -> None:
+        """Fill the pieces, without a bucket between where a message is one of them."""
+        direct = len(pieces) == 1 and pieces[0].device == self._device
+        size = sum(piece.numel() for piece in pieces)
+        bucket = pieces[0] if direct else torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._group.recv([bucket], self._peer, 0).wait(self._wait)
+        if not direct:
+            for piece, got in zip(pieces, bucket.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(got)
+
+    def close(self) -> None:
+        self._group = None
+
+
+@contextmanager
+def joined(offered: Offer, rank: int, listener: socket.socket | None = None) -> Iterator[Channel]:
+    """A channel to the other side, which is waited for; given up at the end. `listener`: the sender's socket."""
+    wait = timedelta(seconds=offered.timeout_s)
+    make, device = BACKENDS[offered.backend]
+    served: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    store = distributed.TCPStore(offered.host, offered.port, timeout=wait, wait_for_workers=False, **served)
+    channel = Channel(make(store, rank, _own_address(offered.host, offered.port), wait), rank, device, wait)
+    try:
+        yield channel
+    finally:
+        channel.close()  # before the store, which its rendezvous was made over
+        del store
+
+
+def _gloo(store: Any, rank: int, host: str, wait: timedelta) -> Any:
+    """Over TCP, from the address by which the other side is reached: no name of this machine is looked up."""
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = wait
+    options._threads = 1
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    return distributed.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _nccl(store: Any, rank: int, host: str, wait: timedelta) -> Any:
+    """Between two GPUs; never run for want of them."""
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # else a wait ends before the message is there
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = wait
+    return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+BACKENDS: dict[str, tuple[Callable[[Any, int, str, timedelta], Any], str]] = {
+    "gloo": (_gloo, "cpu"),
+    "nccl": (_nccl, "cuda"),
+}
+"""How a group is made, and on which device its messages are."""
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to another. Nothing is sent to find it out."""
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _reason(error: Exception) -> str:
+    """Torch's own words without its stack: the first line."""
+    return str(error).strip().partition("\n")[0]

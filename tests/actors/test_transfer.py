@@ -1,0 +1,149 @@
+"""Transfers of tensors between real processes over gloo: exact, bounded in time, and gone when they are over."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from transfer_ends import HALVES, HOST, LARGE, differences, receive_half, sample, send_half, take
+
+from engine.actors import transfer
+from engine.actors.offer import Offer
+from engine.errors import EngineError
+
+SPAWN = multiprocessing.get_context("spawn")
+LONG_S = 60.0
+SHORT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[ProcessPoolExecutor]:
+    """Two processes that receive."""
+    with ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+        yield pool
+
+
+@contextmanager
+def other(run: Any, deadly: bool) -> Iterator[Connection]:
+    """A process that `run` ends or stalls."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=run, args=(theirs, deadly), daemon=True)
+    process.start()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        for end in (ours, theirs):
+            end.close()
+
+
+def offered(weights: dict[str, torch.Tensor], bucket_bytes: int = 4096, timeout_s: float = LONG_S) -> Offer:
+    return transfer.offer(weights, HOST, backend="gloo", bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+
+def sender_of(offer: Offer) -> threading.Thread | None:
+    return next((thread for thread in threading.enumerate() if thread.name == f"weights-{offer.port}"), None)
+
+
+def until_free(offer: Offer) -> None:
+    """Wait for a sender's thread, which would wait `LONG_S` for a receiver that it knew nothing of."""
+    thread = sender_of(offer)
+    if thread is not None:
+        thread.join(LONG_S / 2)
+        assert not thread.is_alive()
+
+
+def held() -> tuple[list[str], int]:
+    """Senders' threads, and the number of files and sockets: every group and every store has some."""
+    senders = [thread.name for thread in threading.enumerate() if thread.name.startswith("weights-")]
+    return senders, len(os.listdir("/proc/self/fd"))
+
+
+def held_after_a_transfer() -> tuple[list[str], int]:
+    """The same when what torch keeps for good is there and nothing else is."""
+    for sender in [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]:
+        sender.join(LONG_S / 2)
+    offer = offered(sample())
+    transfer.receive(offer)
+    until_free(offer)
+    return held()
+
+
+@pytest.mark.parametrize("bucket_bytes", [7, 4096, 1 << 24], ids=["tiny", "cutting", "all in one"])
+def test_every_kind_of_tensor_arrives_to_the_bit(others: ProcessPoolExecutor, bucket_bytes: int) -> None:
+    weights = sample()
+    if bucket_bytes == 7:  # not a multiple of any element's size
+        weights = {name: weights[name] for name in weights if weights[name].numel() < 1000}
+        whole = sample()
+        got = transfer.receive(offered(weights, bucket_bytes))
+        assert differences({name: got.get(name, whole[name]) for name in whole}) == []
+    else:
+        assert others.submit(take, offered(weights, bucket_bytes)).result(LONG_S) == []
+
+
+def test_what_is_tied_is_sent_once() -> None:
+    manifest, tensors = transfer.described(sample())
+    sent = dict(manifest.names)
+    assert sent["tied"] == sent["tied too"] != sent["not tied"]
+    assert len(tensors) == len(sample()) - 1
+
+
+def test_a_message_holds_a_bucket_at_most() -> None:
+    tensors = [torch.arange(n, dtype=torch.int32) for n in (3, 0, 1000, 5)]
+    sizes = [sum(piece.numel() for piece in pieces) for pieces in transfer.messages(tensors, 512)]
+    assert sizes == [512] * 7 + [4 * 1008 - 7 * 512]
+
+
+def test_several_receivers_are_served_at_once(others: ProcessPoolExecutor) -> None:
+    weights = sample()
+    taken = [others.submit(take, offered(weights)) for _ in range(2)]
+    # Offered as the first of three, taken while both others are: nobody waits for anybody.
+    assert transfer.receive(offered(weights)).keys() == weights.keys()
+    assert [one.result(LONG_S) for one in taken] == [[], []]
+
+
+@pytest.mark.parametrize("deadly", [True, False], ids=["dies", "stalls"])
+def test_a_sender_lost_half_way_is_an_error_at_the_receiver(deadly: bool) -> None:
+    with other(send_half, deadly) as sender:
+        offer = sender.recv()
+        before = held_after_a_transfer()
+        # A dead one is noticed by its connection, long before the time is up.
+        with pytest.raises(EngineError, match=f"no weights from {HOST}:{offer.port}"):
+            transfer.receive(replace(offer, timeout_s=LONG_S if deadly else SHORT_S))
+        assert held() == before
+
+
+@pytest.mark.parametrize("deadly", [True, False], ids=["dies", "stalls"])
+def test_a_receiver_lost_half_way_leaves_the_sender_free(deadly: bool) -> None:
+    with other(receive_half, deadly) as receiver:
+        assert receiver.recv() == "up"
+        before = held_after_a_transfer()
+        large = {"large": torch.zeros(LARGE, dtype=torch.uint8)}
+        offer = offered(large, LARGE // HALVES, LONG_S if deadly else SHORT_S)
+        receiver.send(offer)
+        until_free(offer)
+        assert held() == before
+    assert transfer.receive(offered(large)).keys() == large.keys()
+
+
+def test_an_offer_that_nobody_takes_is_withdrawn() -> None:
+    before = held_after_a_transfer()
+    offer = offered(sample(), timeout_s=SHORT_S)
+    until_free(offer)
+    assert held() == before
+    with pytest.raises(EngineError, match="no weights from"):
+        transfer.receive(offer)
+    assert held() == before
+
+
+def test_what_is_more_than_its_bytes_is_refused() -> None:
+    with pytest.raises(EngineError, match="only dense tensors"):
+        offered({"sparse": torch.eye(3).to_sparse()})

@@ -1,0 +1,62 @@
+"""A trainer and replicas that write down the weights they publish and install, for tests to compare."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.actors.plan import Rollout
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    made = hashlib.sha256()
+    for name in sorted(weights):
+        made.update(name.encode())
+        made.update(weights[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+class WatchedTrainer:
+    """Passes every call on; writes what each publication holds, the first as version 1."""
+
+    def __init__(self, trainer: Any, directory: Path) -> None:
+        self._trainer = trainer
+        self._directory = directory
+        self._version = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = self._trainer.weights()
+        self._version += 1
+        (self._directory / f"published-{self._version}").write_text(digest(weights))
+        return weights
+
+
+class WatchedGenerator:
+    """Passes every call on; writes what the sampled model holds after each install."""
+
+    def __init__(self, generator: Any, directory: Path, replica: int) -> None:
+        self._generator = generator
+        self._directory = directory
+        self._replica = replica
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    async def install(self, version: int) -> None:
+        await self._generator.install(version)
+        model = self._generator._backend._model.model
+        (self._directory / f"installed-{version}-{self._replica}").write_text(digest(model.state_dict()))
+
+
+def watched_trainer(make: Callable[[], Any], directory: Path) -> WatchedTrainer:
+    return WatchedTrainer(make(), directory)
+
+
+def watched_rollout(make: Callable[[int], Rollout], directory: Path, replica: int) -> Rollout:
+    rollout = make(replica)
+    return Rollout(generator=WatchedGenerator(rollout.generator, directory, replica), evaluator=rollout.evaluator)
