@@ -1,9 +1,16 @@
 """What went wrong, out of the wrappings that Ray puts around it."""
 
-from ray.exceptions import RayActorError, RayTaskError
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.errors import EngineError, RunFailed
 from engine.hosts.reasons import clean, reason_of
+
+DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
+CLASS, PID = re.compile(r"class_name: (\w+)"), re.compile(r"pid: (\d+)")
 
 
 def unwrapped(error: BaseException) -> BaseException:
@@ -11,8 +18,15 @@ def unwrapped(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     if isinstance(error, RayActorError):
-        return RunFailed(clean(f"a process of the run died: {' '.join(str(error).split())}"))
+        return RunFailed(clean(_death(" ".join(str(error).split()))))
     return error
+
+
+def _death(story: str) -> str:
+    """Ray's page about a dead actor as a line: who, and what is known of how."""
+    name, pid, detail = CLASS.search(story), PID.search(story), DETAIL.search(story)
+    who = f"{name[1] if name else 'an actor'}{f' (process {pid[1]})' if pid else ''}"
+    return f"{who} died: {(detail[1] if detail else story).rstrip(".")}"
 
 
 def failure_reason(error: BaseException) -> str:
@@ -24,3 +38,12 @@ def raised(error: BaseException) -> EngineError:
     """The same as one of the engine's own errors, to be raised in another process."""
     own = unwrapped(error)
     return own if isinstance(own, EngineError) else RunFailed(reason_of(own))
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Around calls to another actor: what they raise is what was raised there, or says in a line who died."""
+    try:
+        yield
+    except RayError as error:
+        raise raised(error) from None

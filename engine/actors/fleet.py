@@ -130,7 +130,7 @@ class Fleet:
         try:
             reason = await link.actor.alive.remote()
         except Exception as error:
-            reason = f"its actor died: {failure_reason(error)}"
+            reason = failure_reason(error)
         if not self._closed and self._links.get(link.replica) is link:
             self._lose(link, reason)
 

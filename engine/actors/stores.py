@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from engine.actors.failures import named
 from engine.actors.outbox import Batcher
 from engine.actors.transports import Transport
 from engine.actors.wire import pack_group, unpack_group
@@ -53,18 +54,22 @@ class RemoteTrajectories:
         self._puts: Batcher[Packed] = Batcher(lambda groups: store.put.remote(list(groups)))
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        await self._puts.put((group.group, attempt, pack_group(group)))
+        with named():
+            await self._puts.put((group.group, attempt, pack_group(group)))
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
-        packed = await self._store.partial.remote(group)
+        with named():
+            packed = await self._store.partial.remote(group)
         return None if packed is None else unpack_group(packed)
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        packed = await self._store.get.remote(list(groups))
+        with named():
+            packed = await self._store.get.remote(list(groups))
         return await asyncio.to_thread(lambda: [unpack_group(one) for one in packed])
 
     async def discard(self, groups: Sequence[GroupId]) -> None:
-        await self._store.discard.remote(list(groups))
+        with named():
+            await self._store.discard.remote(list(groups))
 
 
 class WeightsStoreActor:
@@ -101,7 +106,8 @@ class RemoteWeights:
     async def put(self, version: Version, weights: Any) -> None:
         self._outgoing[version] = await asyncio.to_thread(self._transport.pack, weights)
         try:
-            await self._store.pull.remote(version, ray.get_runtime_context().current_actor)
+            with named():
+                await self._store.pull.remote(version, ray.get_runtime_context().current_actor)
         finally:
             del self._outgoing[version]
 
@@ -110,4 +116,5 @@ class RemoteWeights:
         return self._transport.hand_out(self._outgoing[version])
 
     async def get(self, version: Version) -> Any:
-        return await self._transport.take(self._store.get.remote(version))
+        with named():
+            return await self._transport.take(self._store.get.remote(version))

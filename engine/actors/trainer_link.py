@@ -112,7 +112,7 @@ class TrainerLink:
         try:
             reason = await actor.alive.remote()
         except Exception as error:
-            reason = f"its actor died: {failure_reason(error)}"
+            reason = failure_reason(error)
         if not self._closed:
             await self._replace(reason)
 
