@@ -26,7 +26,8 @@ def _death(story: str) -> str:
     """Ray's page about a dead actor as a line: who, and what is known of how."""
     name, pid, detail = CLASS.search(story), PID.search(story), DETAIL.search(story)
     who = f"{name[1] if name else 'an actor'}{f' (process {pid[1]})' if pid else ''}"
-    return f"{who} died: {(detail[1] if detail else story).rstrip(".")}"
+    how = detail[1] if detail else story
+    return f"{who} died: {how.rstrip('.')}"
 
 
 def failure_reason(error: BaseException) -> str:
