@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
-from engine.rollout.batch_sampler import BatchSampler, nothing_new
+from engine.rollout.batch_sampler import BatchSampler
 from engine.rollout.causal_model import CausalModel
+from engine.rollout.requests import nothing_new
 from engine.rollout.weights import StagedWeights, copy_to_host, swap_in
 
 log = logging.getLogger(__name__)
