@@ -160,7 +160,7 @@ class VllmBackend:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(self._reason or f"vLLM failed: {type(error).__name__}: {error}") from error
+            raise self._refused(error) from error
 
     async def _stream(self, run: Running) -> SampleResult:
         from vllm.inputs.engine import tokens_input
@@ -342,8 +342,15 @@ class VllmBackend:
             raise EngineError(self._reason)
         error = asked.exception()
         if error is not None:
-            raise EngineError(f"vLLM refused: {type(error).__name__}: {error}") from error
+            raise self._refused(error) from error
         return asked.result()
+
+    def _refused(self, error: BaseException) -> EngineError:
+        """What a caller is told; the end of the engine is known by it before its process has gone."""
+        said = f"{type(error).__name__}: {error}"
+        if self._engine.errored:
+            self._fail(f"vLLM's engine failed: {said}")
+        return EngineError(self._reason or f"vLLM refused: {said}")
 
 
 def spans_of(reported: Any, tokens: int, in_force: Sequence[Version]) -> list[Span]:

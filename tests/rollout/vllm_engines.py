@@ -104,6 +104,9 @@ class Rented:
         await self.engine.resume()
         IDLE.append(self.engine)
 
+    async def failed(self) -> str:
+        return str(await self.engine.failed())
+
     def tokens_sampled(self) -> int:
         if self._ready is None or not self._ready.done():
             return 0
