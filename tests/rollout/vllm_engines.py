@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 from transformers import PreTrainedModel
 
 from engine.ids import Version
@@ -37,6 +38,11 @@ def start(model: PreTrainedModel, **options: Any) -> Any:
 def rent(model: PreTrainedModel) -> "Rented":
     """An engine with the weights of `model`, the same one each time but for them."""
     return Rented(IDLE.pop() if IDLE else start(model), model.state_dict())
+
+
+def processes() -> set[int]:
+    """The engines' own processes, of all that run."""
+    return {child.pid for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()}
 
 
 def close_all() -> None:
