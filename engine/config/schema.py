@@ -6,13 +6,14 @@ no file: `loading.py` does.
 """
 
 import dataclasses
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
+from engine.rollout.vllm_args import refuse_own
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
@@ -201,7 +202,9 @@ class SchedulerSection(Section):
 class RolloutSection(Section):
     """The rollout engines and how they sample."""
 
-    backend: Literal["torch"] = Field("torch", description="What generates: the embedded torch sampler.")
+    backend: Literal["torch", "vllm"] = Field(
+        "torch", description="What generates: the embedded torch sampler, or vLLM in the replica's process."
+    )
     replicas: int = Field(2, ge=1, le=4096, description="Rollout engines.")
     slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
@@ -225,7 +228,10 @@ class RolloutSection(Section):
     )
     send_bucket_mb: int = Field(64, ge=1, le=16_384, description="MiB of weights that a sender puts in one message.")
     receive_bucket_mb: int = Field(
-        64, ge=1, le=16_384, description="MiB that a receiver takes in at once, beyond the tensors themselves."
+        64,
+        ge=1,
+        le=16_384,
+        description="MiB that a receiver (a replica; a vLLM worker) takes in at once, beyond the tensors.",
     )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; 1 keeps every token.")
@@ -233,7 +239,22 @@ class RolloutSection(Section):
     stop: list[str] = Field(
         default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
     )
-    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
+    gpus: float = Field(0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
+    )
+    install_timeout_s: float = Field(
+        300.0, gt=0, le=86_400, description="Seconds that vLLM may take to swap weights before the old ones go back in."
+    )
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        refuse_own(self.engine_args)
+        if self.engine_args and self.backend != "vllm":
+            law = f"rollout.backend {self.backend} takes no engine arguments"
+            raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")
+        return self
 
 
 class TrainerSection(Section):

@@ -140,6 +140,10 @@ class ModelGenerator:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._backend.close()
 
+    async def failed(self) -> str:
+        """See `roles.Fallible`."""
+        return await self._backend.failed()
+
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""
         return self._backend.tokens_sampled()
