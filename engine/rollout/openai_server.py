@@ -92,11 +92,18 @@ async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str,
             if loop.time() + pause_s > until:
                 law = f"the server is not there: {error.message}"
                 raise ConfigError("rollout.urls", http.url, law, "start it first") from None
-            await asyncio.sleep(pause_s)
+            await _timer(pause_s)  # nothing tells when a server elsewhere comes up
             pause_s *= 2
         else:
             listed = answer.get("data") if isinstance(answer, dict) else None
             return [card for card in listed or [] if isinstance(card, dict) and "id" in card]
+
+
+async def _timer(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    rung: asyncio.Future[None] = loop.create_future()
+    loop.call_later(seconds, rung.cancel)
+    await asyncio.wait([rung])
 
 
 def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[str, Any]:
