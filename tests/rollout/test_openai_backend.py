@@ -189,7 +189,7 @@ def test_a_server_that_lacks_something_is_refused(lacks: dict[str, bool], says: 
 def test_nobody_there(tmp_path: Path) -> None:
     with SmallServer() as server:
         pass
-    with pytest.raises(ConfigError, match="not there.*start it first"):
+    with pytest.raises(ConfigError, match=r"not there.*start it first"):
         OpenAIBackend(server.url, model="-", wait_s=0.0)
 
 
@@ -222,7 +222,7 @@ def test_what_came_is_kept_and_the_rest_asked_for_again(faults: Any, lengths: li
 
 def test_a_request_that_always_fails_is_given_up_but_not_its_server() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        with pytest.raises(EngineError, match="given up.*500"):
+        with pytest.raises(EngineError, match=r"given up.*500"):
             await backend.sample(request(max_tokens=4))
         assert len(server.bodies) == RETRIES + 1
         assert len((await backend.sample(request(max_tokens=4))).token_ids) == 4
@@ -232,7 +232,7 @@ def test_a_request_that_always_fails_is_given_up_but_not_its_server() -> None:
 
 def test_context_overflow_that_only_the_server_knows_is_the_datas_fault() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        with pytest.raises(DataFailure, match="prompt of 3.*context"):
+        with pytest.raises(DataFailure, match=r"prompt of 3.*context"):
             await backend.sample(request(max_tokens=4))
 
     over_small(scenario, 400)
