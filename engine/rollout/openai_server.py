@@ -55,6 +55,8 @@ async def abilities_of(
         health="/health" if "/health" in paths else "/v1/models",
     )
     ids = await _same_tokens(http, found, encode)
+    if found.pauses:
+        await _awake(http)
     await _check_samples(http, found, ids or [1])
     await _check_logprobs(http, found, ids or [1])
     return found
@@ -128,6 +130,14 @@ async def _described(http: Http) -> dict[str, Any]:
 def _fields(described: dict[str, Any]) -> frozenset[str] | None:
     schema = described.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
     return frozenset(schema["properties"]) if schema.get("properties") else None
+
+
+async def _awake(http: Http) -> None:
+    """A run that was killed may have left the server paused: then it would answer nothing, without saying why."""
+    try:
+        await http.call("POST", "/resume")
+    except EngineError as error:
+        raise ConfigError("rollout.urls", http.url, error.message) from None
 
 
 async def _same_tokens(http: Http, found: Abilities, encode: Callable[[str], Sequence[int]] | None) -> list[int] | None:

@@ -16,7 +16,6 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
     test_aborting_some_leaves_the_others_as_they_were,
     test_budget_shrinks_by_the_prefix,
     test_cancelled_caller_frees_its_place,
-    test_close_fails_what_is_running_and_everything_later,
     test_exhausted_budget_ends_with_length_and_no_tokens,
     test_failed_install_leaves_the_old_weights,
     test_frozen_request_can_be_aborted,
@@ -249,6 +248,20 @@ def test_a_dead_server_is_reported() -> None:
         assert "lost" in await failed
         with pytest.raises(EngineError, match="lost"):
             await backend.sample(request())
+
+    over_small(scenario)
+
+
+def test_close_fails_what_is_running_and_everything_later() -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        server.gate.clear()
+        running = asyncio.create_task(backend.sample(request("running")))
+        while not server.bodies:
+            await asyncio.to_thread(os.sched_yield)
+        await backend.close()
+        for late in (running, backend.sample(request("later")), backend.pause("keep")):
+            with pytest.raises(EngineError, match="closed"):
+                await late
 
     over_small(scenario)
 
