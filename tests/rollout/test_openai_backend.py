@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import test_backend_scenarios as scenarios
-from conftest import CONTEXT, Kind, run, run_over, until_sampled
+from conftest import CONTEXT, Kind, run, run_over
 from http_servers import KEY, NAME, SmallServer, model, vllm_server
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
@@ -38,6 +38,35 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 LONG = scenarios.LONG
 
 
+class CountedBackend(OpenAIBackend):
+    """Wakes who waits for a number of tokens: watching for it would take the core that the server needs."""
+
+    _count = 0
+    _awaited: tuple[int, asyncio.Event] | None = None
+
+    @property
+    def _sampled(self) -> int:
+        return self._count
+
+    @_sampled.setter
+    def _sampled(self, count: int) -> None:
+        self._count = count
+        if self._awaited is not None and count >= self._awaited[0]:
+            self._awaited[1].set()
+
+
+async def until_sampled(backend: Any, tokens: int) -> None:
+    reached = asyncio.Event()
+    if backend.tokens_sampled() < tokens:
+        backend._awaited = (tokens, reached)
+        await reached.wait()
+
+
+@pytest.fixture(autouse=True)
+def waiting_without_watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "until_sampled", until_sampled)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, int]]:
     """Address, model and process group of a server that the tests here share."""
@@ -52,15 +81,24 @@ def connect(served: tuple[str, Path, int], tmp_path: Path) -> Callable[..., Open
         url, directory, _ = served
         options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
         options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
-        return OpenAIBackend(url, **(options | changes))
+        return CountedBackend(url, **(options | changes))
 
     return connected
 
 
 @pytest.fixture
 def make_backend(connect: Callable[..., OpenAIBackend]) -> Callable[..., RolloutBackend]:
-    """With `rows`, which a server has of its own, there are two replicas to a server: neither may give it weights."""
-    return lambda family, **options: connect(weights_dir=None) if options else connect()
+    """With `rows`, which a server has of its own, there are two replicas to a server: neither may pause it for the
+    other, nor give it weights."""
+
+    def make(family: str, **options: Any) -> RolloutBackend:
+        if not options:
+            return connect()
+        backend = connect(weights_dir=None)
+        object.__setattr__(backend.abilities, "pauses", False)
+        return backend
+
+    return make
 
 
 @pytest.fixture
@@ -80,13 +118,15 @@ def request(name: str = "r", *, max_tokens: int = LONG, seed: int = 1, **changes
 def test_three_installs_serve_the_new_weights_and_mark_the_spans(
     connect: Callable[..., OpenAIBackend], mode: str
 ) -> None:
+    weights = {version: model(seed=version).state_dict() for version in (1, 2, 3)}
+
     async def scenario(backend: RolloutBackend) -> list[SampleResult]:
         results = []
         task = asyncio.create_task(backend.sample(request("across")))
         seams = []
         for version in (1, 2, 3):
             await until_sampled(backend, (seams or [0])[-1] + 20)
-            await backend.stage(version, model(seed=version).state_dict())
+            await backend.stage(version, weights[version])
             await backend.pause(mode)
             seams.append(backend.tokens_sampled())
             await backend.install(version)
@@ -268,7 +308,7 @@ def test_close_fails_what_is_running_and_everything_later() -> None:
 
 def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> OpenAIBackend:
     model().save_pretrained(tmp_path / "model")
-    return OpenAIBackend(
+    return CountedBackend(
         server.url, model=str(tmp_path / "model"), weights_dir=str(tmp_path / "weights"), sync_mode=mode, timeout_s=5.0,
         initial=model().state_dict(),
     )  # fmt: skip
