@@ -36,6 +36,7 @@ from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 LONG = scenarios.LONG
+MOST = 250
 
 
 class CountedBackend(OpenAIBackend):
@@ -122,10 +123,10 @@ def test_three_installs_serve_the_new_weights_and_mark_the_spans(
 
     async def scenario(backend: RolloutBackend) -> list[SampleResult]:
         results = []
-        task = asyncio.create_task(backend.sample(request("across")))
+        task = asyncio.create_task(backend.sample(request("across", max_tokens=MOST)))
         seams = []
         for version in (1, 2, 3):
-            await until_sampled(backend, (seams or [0])[-1] + 20)
+            await until_sampled(backend, seams[-1] + 1 if seams else 20)
             await backend.stage(version, weights[version])
             await backend.pause(mode)
             seams.append(backend.tokens_sampled())
@@ -138,7 +139,7 @@ def test_three_installs_serve_the_new_weights_and_mark_the_spans(
             assert across.finish_reason == "abort" and across.spans == [Span(0, seams[0], 0)]
         else:
             assert across.spans == [
-                Span(a, b, v) for v, (a, b) in enumerate(zip([0, *seams], [*seams, LONG], strict=True))
+                Span(a, b, v) for v, (a, b) in enumerate(zip([0, *seams], [*seams, MOST], strict=True))
             ]
         results.append(await backend.sample(request("new", max_tokens=40, temperature=0.0)))
         return results
