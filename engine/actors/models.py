@@ -142,7 +142,7 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     r = config.rollout
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
     reward = load_reward(inputs.reward)
-    backend = BACKENDS[r.backend](config, inputs)
+    backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop)
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
     likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
@@ -155,7 +155,7 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     )
 
 
-def torch_backend(config: Config, inputs: Inputs) -> RolloutBackend:
+def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
     """The embedded sampler."""
     import torch
 
@@ -166,7 +166,7 @@ def torch_backend(config: Config, inputs: Inputs) -> RolloutBackend:
     return TorchBackend(inputs.model, device=device, rows=rows_of(config), kv=r.kv, threads=r.threads)
 
 
-def vllm_backend(config: Config, inputs: Inputs) -> RolloutBackend:
+def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
     """vLLM, its engine in processes of its own."""
     from engine.rollout.vllm import VllmBackend
 
@@ -183,7 +183,38 @@ def vllm_backend(config: Config, inputs: Inputs) -> RolloutBackend:
     )
 
 
-BACKENDS: dict[str, Callable[[Config, Inputs], RolloutBackend]] = {"torch": torch_backend, "vllm": vllm_backend}
+def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """The replica's server, given the run's initial weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from engine.rollout.openai import OpenAIBackend
+
+    r = config.rollout
+    key = None if r.api_key_env is None else os.environ.get(r.api_key_env)
+    if r.api_key_env is not None and not key:
+        raise ConfigError("rollout.api_key_env", r.api_key_env, "no such environment variable", "set it to the key")
+    model = AutoModelForCausalLM.from_pretrained(inputs.model)
+    return OpenAIBackend(
+        r.urls[replica],
+        model=inputs.model,
+        served_model_name=r.served_model_name,
+        key=key,
+        weights_dir=r.weights_dir,
+        initial=model.state_dict(),
+        sync_mode=r.sync_mode,
+        kv=r.kv,
+        vocabulary=model.config.vocab_size,
+        encode=AutoTokenizer.from_pretrained(inputs.model).encode,
+        timeout_s=r.request_timeout_s,
+        wait_s=r.connect_timeout_s,
+    )
+
+
+BACKENDS: dict[str, Callable[[Config, Inputs, ReplicaId], RolloutBackend]] = {
+    "torch": torch_backend,
+    "vllm": vllm_backend,
+    "openai": openai_backend,
+}
 """By `rollout.backend`. Called in the actor, on a thread."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from engine.config.servers import replicas_of
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
 from engine.rollout.vllm_args import refuse_own
@@ -202,10 +203,11 @@ class SchedulerSection(Section):
 class RolloutSection(Section):
     """The rollout engines and how they sample."""
 
-    backend: Literal["torch", "vllm"] = Field(
-        "torch", description="What generates: the embedded torch sampler, or vLLM in the replica's process."
+    backend: Literal["torch", "vllm", "openai"] = Field(
+        "torch",
+        description="What generates: the embedded torch sampler, vLLM in the replica's process, or servers by URL.",
     )
-    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines.")
+    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
     slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
     sync_mode: Literal["keep", "abort", "wait"] = Field(
@@ -248,9 +250,31 @@ class RolloutSection(Section):
         300.0, gt=0, le=86_400, description="Seconds that vLLM may take to swap weights before the old ones go back in."
     )
 
+    urls: list[str] = Field(
+        default_factory=list, max_length=4096, description="OpenAI-compatible servers, each one a replica."
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="What the servers call the model; null: the only one they serve."
+    )
+    api_key_env: str | None = Field(
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable that holds the servers' key; null: none."
+    )
+    request_timeout_s: float = Field(
+        120.0, gt=0, le=86_400, description="Seconds a server may take for an answer, an install, or the next token."
+    )
+    connect_timeout_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds a server may take to come up, at the start and after its loss."
+    )
+    weights_dir: str | None = Field(
+        None, min_length=1, description="Directory for new weights, under the same path here and at the servers."
+    )
+
     @model_validator(mode="after")
     def _laws(self) -> Self:
         refuse_own(self.engine_args)
+        given = self.replicas if "replicas" in self.model_fields_set else None
+        if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
+            object.__setattr__(self, "replicas", replicas)
         if self.engine_args and self.backend != "vllm":
             law = f"rollout.backend {self.backend} takes no engine arguments"
             raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")

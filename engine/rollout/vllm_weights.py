@@ -85,10 +85,10 @@ class ModelTensors:
 class StagingArea:
     """The directories of one backend, below `root`; one that an owner left behind by dying is removed by the next."""
 
-    def __init__(self, model: str, bucket_mb: float) -> None:
+    def __init__(self, model: str, bucket_mb: float, place: Path | None = None) -> None:
         self.tensors = ModelTensors.of(model)
         self._bucket = int(bucket_mb * MIB)
-        place = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        place = place or (MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         _sweep(place)
         made = Path(tempfile.mkdtemp(prefix=".step-engine-", dir=place))
         self._lock = _locked(made)
