@@ -426,7 +426,7 @@ def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
         ({"backend": "vllm", "engine_args": {"model": "x"}}, "rollout.engine_args.model", "the engine sets it"),
         ({"backend": "torch", "engine_args": {"dtype": "float32"}}, "rollout.engine_args", "rollout.backend: vllm"),
         ({"backend": "vllm", "install_timeout_s": 0.0}, "rollout.install_timeout_s", "above 0"),
-        ({"backend": "vllm", "receive_bucket_mb": 0}, "rollout.receive_bucket_mb", "above 0"),
+        ({"backend": "vllm", "receive_bucket_mb": 0}, "rollout.receive_bucket_mb", "at least 1"),
     ],
 )
 def test_what_vllm_cannot_be_given_is_refused(rollout: dict[str, Any], field: str, says: str) -> None:

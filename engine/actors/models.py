@@ -14,7 +14,7 @@ from typing import Any
 from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.config import Config, check_backend
-from engine.config.schema import RolloutSection
+from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
@@ -126,11 +126,12 @@ def make_trainer(model: str, settings: Any) -> Trainer:
 
 
 def restore_trainer(trainer: Any, restore: Restore) -> None:
-    """From a checkpoint to the bit; from published weights with an optimizer that begins anew."""
+    """From a checkpoint to the bit; from published weights with an optimizer whose moments begin anew."""
     if restore.checkpoint is not None:
         trainer.load(restore.checkpoint)
     else:
         trainer.model.load_state_dict(restore.weights)
+        trainer.optimizer_steps = restore.optimizer_steps
 
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:

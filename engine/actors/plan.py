@@ -32,6 +32,8 @@ class Restore:
     weights."""
 
     steps: int
+    optimizer_steps: int = 0
+    """Optimizer updates in those steps, by which learning rates are scheduled."""
     checkpoint: str | None = None
     weights: Any = None
 

@@ -26,7 +26,7 @@ from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, StopRequested
 from engine.hosts.clock import WallClock
-from engine.hosts.reasons import reason_of
+from engine.hosts.reasons import clean, reason_of
 from engine.ids import Incarnation, StepId
 from engine.metrics import export
 from engine.metrics.collector import RunMetrics, Transitions
@@ -105,7 +105,9 @@ class SchedulerActor:
         self._trajectories = ray.remote(TrajectoryStoreActor).options(**light).remote()
         held: dict[str, Any] = {**light, "num_gpus": plan.transport.store_gpus}
         self._weights = ray.remote(WeightsStoreActor).options(**held).remote(plan.transport)
-        self._fleet = Fleet(plan, (self._packed, self._self, self._trajectories, self._weights), self._deliver)
+        self._fleet = Fleet(
+            plan, (self._packed, self._self, self._trajectories, self._weights), self._deliver, self._give_up
+        )
         self._executor = RayExecutor(
             fleet=self._fleet,
             prompts=prompts,
@@ -161,6 +163,7 @@ class SchedulerActor:
         arrived = time.perf_counter()
         for step, said in figures:
             self._metrics.report(step, said)
+            self._fleet.trainer.reported(said)
         batch = unpack_events(events)
         if source == "trainer":
             for event in batch:
@@ -222,6 +225,10 @@ class SchedulerActor:
                 self._over.set_exception(error)
         finally:
             self._draining = not outermost
+
+    def _give_up(self, reason: str) -> None:
+        """End the run resumably, for a reason of its own."""
+        self._deliver(StopRequested(reason=clean(reason)))
 
     def _finish(self, command: FinishRun) -> None:
         if not self._over.done():

@@ -29,6 +29,10 @@ class TrajectoryStoreActor:
     def __init__(self) -> None:
         self._store: TrajectoryStore[bytes] = TrajectoryStore()
 
+    async def alive(self) -> None:
+        """Never answered: that the actor dies is known by this call."""
+        await asyncio.Event().wait()
+
     async def put(self, groups: list[Packed]) -> None:
         for group, attempt, payload in groups:
             self._store.put(group, attempt, payload, len(payload))
@@ -78,6 +82,10 @@ class WeightsStoreActor:
     def __init__(self, transport: Transport) -> None:
         self._store = WeightsStore()
         self._transport = transport
+
+    async def alive(self) -> None:
+        """Never answered: that the actor dies is known by this call."""
+        await asyncio.Event().wait()
 
     async def pull(self, version: Version, publisher: Any) -> None:
         """Have the weights of a version from the trainer; returns once they no longer need it."""

@@ -5,6 +5,7 @@ Its event loop carries messages; models are loaded and trained on threads.
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -45,7 +46,7 @@ class TrainerActor:
         prepare_process("trainer", plan.run_dir, plan.trainer_threads)
         if restore is not None and restore.checkpoint is None and restore.steps:
             weights = await self._weights.get(await self._stores[1].newest.remote())
-            restore = Restore(steps=restore.steps, weights=weights)
+            restore = replace(restore, weights=weights)
         trainer = await asyncio.to_thread(self._make, restore)
         report = self._scheduler.report.remote
         outbox = Outbox(

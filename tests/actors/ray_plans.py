@@ -65,7 +65,7 @@ class Counter(SimpleTrainer):
             os.kill(os.getpid(), signal.SIGKILL)
         assert batch.step == self.steps, "a step was lost or done twice"
         self.steps += 1
-        return {"loss": 1.0 / self.steps}
+        return {"loss": 1.0 / self.steps, "optimizer_steps": 2.0}
 
     def weights(self) -> int:
         return self.steps
@@ -74,6 +74,7 @@ class Counter(SimpleTrainer):
 def restore_counter(trainer: Any, restore: Restore) -> None:
     trainer.steps = restore.weights
     assert trainer.steps == restore.steps
+    assert restore.optimizer_steps == 2 * restore.steps
 
 
 def refused(replica: int) -> Rollout:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,29 @@ def test_a_run_stops_on_request_and_leaves_no_process(tmp_path: Path) -> None:
 def test_closing_in_the_middle_leaves_no_process(tmp_path: Path) -> None:
     with start(plan(tmp_path, endless)):
         assert len(actors_of_ours()) >= 6
+    wait_for_no_actors()
+
+
+@pytest.mark.parametrize("store", ["TrajectoryStore", "WeightsStore"])
+def test_a_store_that_is_killed_ends_the_run_by_its_name(tmp_path: Path, store: str) -> None:
+    with start(plan(tmp_path, endless)) as run:
+        (actor,) = [p for p in actors_of_ours() if f"{store}Act" in _title(p)]
+        os.kill(actor.pid, signal.SIGKILL)
+        status = run.wait()
+    assert status.outcome == "stopped"
+    name = store.removesuffix("Store").lower()
+    assert re.fullmatch(rf"the {name} store is lost: {store}Actor .*died.*", status.reason), status.reason
+    check_record(tmp_path)
+    wait_for_no_actors()
+
+
+def test_a_trainer_and_the_weights_store_that_are_killed_together_end_the_run(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless)) as run:
+        for actor in [p for p in actors_of_ours() if re.search("WeightsStoreAct|TrainerActor", _title(p))]:
+            os.kill(actor.pid, signal.SIGKILL)
+        status = run.wait()
+    assert status.outcome == "stopped"
+    check_record(tmp_path)
     wait_for_no_actors()
 
 
