@@ -80,6 +80,10 @@ def refused(replica: int) -> Rollout:
     raise ConfigError("rollout.device", "cuda:9", "this machine has none", "cpu")
 
 
+def exhausted(replica: int) -> Rollout:
+    return next(iter([]))
+
+
 def plan(run_dir: Path, generator: Callable[[int], Any] = lambda replica: Quick(), **changes: Any) -> Plan:
     """Two replicas of six slots, batches of four, S = 2."""
     return replace(

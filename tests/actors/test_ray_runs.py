@@ -20,6 +20,7 @@ from ray_plans import (
     check_record,
     endless,
     events_of,
+    exhausted,
     paced,
     plan,
     refused,
@@ -162,6 +163,8 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
         start(plan(tmp_path, make_rollout=refused))
     with pytest.raises(ConfigError, match="did you mean 'truncate'"):
         start(plan(tmp_path / "other", policies={"deadline": "trunkate"}))
+    with pytest.raises(RunFailed, match="exhausted raised StopIteration"):
+        start(plan(tmp_path / "iterator", make_rollout=exhausted))
     nccl = DistributedTransport(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
     with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; gloo would hold"):
         start(plan(tmp_path / "third", transport=nccl))
