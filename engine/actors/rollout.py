@@ -59,7 +59,7 @@ class RolloutActor:
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report(source, self._incarnation, sequence, events, figures),
-            lost=lambda: self._break("its scheduler is gone"),
+            lost=self._break,
         )
         trajectories, weights = self._stores
         self._host = ReplicaHost(

@@ -51,7 +51,7 @@ class TrainerActor:
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report("trainer", self._incarnation, sequence, events, figures),
-            lost=lambda: self._break("its scheduler is gone"),
+            lost=self._break,
         )
         self._host = TrainerHost(
             trainer=trainer,
