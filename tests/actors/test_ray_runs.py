@@ -16,6 +16,7 @@ from ray_plans import (
     PROMPTS,
     Counter,
     Doomed,
+    Lavish,
     Quick,
     check_record,
     endless,
@@ -33,6 +34,7 @@ from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
 from engine.events import (
     GroupAborted,
+    GroupFailed,
     GroupGenerated,
     PublishFailed,
     ReplicaJoined,
@@ -116,6 +118,15 @@ def test_a_rollout_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path: P
     assert check_record(tmp_path).state.ledger.consumed == PROMPTS
     joined = [(e.replica, e.incarnation) for e in events_of(tmp_path, ReplicaJoined)]
     assert (lost.replica, 2) in joined or status.step == PROMPTS // 4, "it may end before the new life is up"
+
+
+def test_rewards_too_large_to_add_up_cost_their_group_alone(tmp_path: Path) -> None:
+    status = run_whole(plan(tmp_path, lambda replica: Lavish()))
+    assert status.outcome == "finished"
+    failed = events_of(tmp_path, GroupFailed)
+    assert {(e.group, e.cause) for e in failed} == {(3, "data")}
+    assert "too large to take a mean" in failed[0].reason
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS - 1
 
 
 def test_replicas_that_always_die_fail_the_run_with_a_named_cause(tmp_path: Path) -> None:
