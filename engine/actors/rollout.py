@@ -17,6 +17,7 @@ from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import DataFailure, EngineError
 from engine.hosts.replica import ReplicaHost
+from engine.hosts.threads import contained
 from engine.ids import Incarnation, ReplicaId, Version
 from engine.roles import GroupWork
 from engine.trajectory import Prompt
@@ -54,11 +55,11 @@ class RolloutActor:
         plan, source = self._plan, f"rollout-{self._replica}"
         self._broken = asyncio.get_running_loop().create_future()
         prepare_process(source, plan.run_dir, plan.rollout_threads)
-        self._rollout = await asyncio.to_thread(plan.make_rollout, self._replica)
+        self._rollout = await asyncio.to_thread(contained, plan.make_rollout, self._replica)
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report(source, self._incarnation, sequence, events, figures),
-            lost=lambda: self._break("its scheduler is gone"),
+            lost=self._break,
         )
         trajectories, weights = self._stores
         self._host = ReplicaHost(

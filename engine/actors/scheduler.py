@@ -27,6 +27,7 @@ from engine.errors import EngineError
 from engine.events import Event, RunStarted, StopRequested
 from engine.hosts.clock import WallClock
 from engine.hosts.reasons import clean, reason_of
+from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
 from engine.metrics import export
 from engine.metrics.collector import RunMetrics, Transitions
@@ -91,7 +92,7 @@ class SchedulerActor:
         """
         plan, loop = self._plan, asyncio.get_running_loop()
         prepare_process("scheduler", plan.run_dir)
-        prompts = await asyncio.to_thread(plan.make_prompts)
+        prompts = await asyncio.to_thread(contained, plan.make_prompts)
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)

@@ -43,8 +43,8 @@ class TrajectoryStoreActor:
     async def get(self, groups: list[GroupId]) -> list[bytes]:
         return self._store.get(groups)
 
-    async def discard(self, groups: list[GroupId]) -> None:
-        self._store.discard(groups)
+    async def discard(self, groups: list[GroupId], attempt: int | None = None) -> None:
+        self._store.discard(groups, attempt)
 
     async def stats(self) -> StoreStats:
         return self._store.stats()
@@ -71,9 +71,9 @@ class RemoteTrajectories:
             packed = await self._store.get.remote(list(groups))
         return await asyncio.to_thread(lambda: [unpack_group(one) for one in packed])
 
-    async def discard(self, groups: Sequence[GroupId]) -> None:
+    async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         with named():
-            await self._store.discard.remote(list(groups))
+            await self._store.discard.remote(list(groups), attempt)
 
 
 class WeightsStoreActor:

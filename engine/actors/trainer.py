@@ -16,6 +16,7 @@ from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import EngineError
+from engine.hosts.threads import contained
 from engine.hosts.trainer import TrainerHost
 from engine.ids import Incarnation, Version
 from engine.roles import Trainer
@@ -47,11 +48,11 @@ class TrainerActor:
         if restore is not None and restore.checkpoint is None and restore.steps:
             weights = await self._weights.get(await self._stores[1].newest.remote())
             restore = replace(restore, weights=weights)
-        trainer = await asyncio.to_thread(self._make, restore)
+        trainer = await asyncio.to_thread(contained, self._make, restore)
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report("trainer", self._incarnation, sequence, events, figures),
-            lost=lambda: self._break("its scheduler is gone"),
+            lost=self._break,
         )
         self._host = TrainerHost(
             trainer=trainer,

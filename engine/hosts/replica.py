@@ -226,7 +226,7 @@ class ReplicaHost:
             event = generated_event(group, attempt.number, **self._who)
         await self._trajectories.put(group, attempt.number)
         if attempt.unwanted:
-            await self._trajectories.discard([group.group])
+            await self._trajectories.discard([group.group], attempt.number)
         return event
 
     def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
@@ -242,7 +242,7 @@ class ReplicaHost:
             self._stop(attempt)
         elif attempt is None:
             # It ended here while the order was on its way: what it left behind is nobody's.
-            self._spawn(self._logged(self._trajectories.discard([command.group]), "discarding"))
+            self._spawn(self._logged(self._trajectories.discard([command.group], command.attempt), "discarding"))
 
     def _stop(self, attempt: Attempt) -> None:
         """End an attempt whose outcome nobody wants."""

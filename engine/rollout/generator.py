@@ -1,15 +1,13 @@
 """The built-in `Generator`: prompt groups in, trajectories with text, log-probs, versions and rewards out.
 
 Hosted by `actors/` and `local/`, one per replica, over any `RolloutBackend`. It turns prompts into token ids and groups
-into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the event loop
-(rewards run on threads of their own), never sample a token that an earlier attempt already has, and never let an
+into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the event loop,
+never sample a token that an earlier attempt already has, and never let an
 attempt change a trajectory's random numbers.
 """
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,10 +15,9 @@ from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
+from engine.rollout.scoring import Reward, RewardCalls
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-
-Reward = Callable[[Prompt, Trajectory], float]
 
 
 class Tokenizer(Protocol):
@@ -53,7 +50,8 @@ class Attempt:
 class ModelGenerator:
     """Samples with `backend`, scores with `reward`. One request per unfinished trajectory, all of a group at once.
 
-    `reward` is called on one of `reward_threads` threads, at most `reward_timeout_s` long.
+    `reward` is called on threads, `reward_threads` calls at once; one that takes longer than `reward_timeout_s` has
+    failed and is waited for no more.
     """
 
     def __init__(
@@ -69,11 +67,9 @@ class ModelGenerator:
     ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
-        self._reward = reward
         self._params = params
         self._seed = seed
-        self._reward_timeout_s = reward_timeout_s
-        self._threads = ThreadPoolExecutor(reward_threads, thread_name_prefix="reward")
+        self._rewards = RewardCalls(reward, threads=reward_threads, timeout_s=reward_timeout_s)
         self._attempts: dict[GroupId, Attempt] = {}
         self._paused = False
         self._frozen = False
@@ -137,12 +133,17 @@ class ModelGenerator:
                 attempt.released.set()
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._backend.close()
 
     async def failed(self) -> str:
-        """See `roles.Fallible`."""
-        return await self._backend.failed()
+        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
+        ends = [asyncio.ensure_future(self._backend.failed()), asyncio.ensure_future(self._rewards.failed())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for end in ends:
+                end.cancel()
 
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""
@@ -206,36 +207,12 @@ class ModelGenerator:
         for trajectory in unscored:
             trajectory.text = self._tokenizer.decode(trajectory.token_ids, skip_special_tokens=True)
         outcomes = await asyncio.gather(
-            *(self._score_one(group.prompt, trajectory) for trajectory in unscored), return_exceptions=True
+            *(self._rewards.score(group.prompt, trajectory) for trajectory in unscored), return_exceptions=True
         )
         for trajectory, outcome in zip(unscored, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
             trajectory.reward = outcome
-
-    async def _score_one(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """Off the loop. Whatever the reward does wrong is a `DataFailure` that names it."""
-        name = name_of(self._reward)
-        call = asyncio.get_running_loop().run_in_executor(self._threads, self._reward, prompt, trajectory)
-        await asyncio.wait([call], timeout=self._reward_timeout_s)
-        if not call.done():
-            call.cancel()
-            raise DataFailure(
-                f"reward {name} took longer than {self._reward_timeout_s} s on prompt row {prompt.row}", row=prompt.row
-            )
-        error = call.exception()
-        if error is not None:
-            raise DataFailure(
-                f"reward {name} raised {type(error).__name__} on prompt row {prompt.row}: {error}", row=prompt.row
-            ) from error
-        value: Any = call.result()
-        if not _is_finite(value):
-            raise DataFailure(
-                f"reward {name} returned {value!r} on prompt row {prompt.row}, not a finite number",
-                row=prompt.row,
-                value=repr(value),
-            )
-        return float(value)
 
     def _named(self, error: Exception, prompt: Prompt) -> Exception:
         """A backend knows no prompts: add which one it was."""
@@ -274,13 +251,6 @@ def copy_of(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """`module.function`, as a user would look for it."""
-    module = getattr(function, "__module__", "") or ""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return f"{module}.{name}" if module else name
-
-
 def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:
     """One exception of a nested group: a data failure if there is one, for it needs no further attempt to
     show again."""
@@ -289,13 +259,6 @@ def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:
         leaves += [first_of(error)] if isinstance(error, BaseExceptionGroup) else [error]
     chosen = next((error for error in leaves if isinstance(error, DataFailure)), leaves[0])
     return chosen if isinstance(chosen, Exception) else EngineError(f"sampling ended with {chosen!r}")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
 
 
 async def _all_sampled(attempts: Sequence[Attempt]) -> None:

@@ -51,6 +51,16 @@ class Doomed(SimpleGenerator):
         return []
 
 
+class Lavish(Quick):
+    """Gives one group rewards that are finite, while their sum is not."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        sampled = await super().sample(work, weights, version)
+        for trajectory in sampled:
+            trajectory.reward = 1e308 if work.group == 3 else trajectory.reward
+        return sampled
+
+
 class Counter(SimpleTrainer):
     """Weights are the number of steps done. Dies in the step that `dies_in` names, once for each marker file."""
 
@@ -79,6 +89,10 @@ def restore_counter(trainer: Any, restore: Restore) -> None:
 
 def refused(replica: int) -> Rollout:
     raise ConfigError("rollout.device", "cuda:9", "this machine has none", "cpu")
+
+
+def exhausted(replica: int) -> Rollout:
+    return next(iter([]))
 
 
 def plan(run_dir: Path, generator: Callable[[int], Any] = lambda replica: Quick(), **changes: Any) -> Plan:

@@ -17,10 +17,12 @@ from ray_plans import (
     PROMPTS,
     Counter,
     Doomed,
+    Lavish,
     Quick,
     check_record,
     endless,
     events_of,
+    exhausted,
     paced,
     plan,
     refused,
@@ -33,6 +35,7 @@ from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
 from engine.events import (
     GroupAborted,
+    GroupFailed,
     GroupGenerated,
     PublishFailed,
     ReplicaJoined,
@@ -118,6 +121,15 @@ def test_a_rollout_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path: P
     assert (lost.replica, 2) in joined or status.step == PROMPTS // 4, "it may end before the new life is up"
 
 
+def test_rewards_too_large_to_add_up_cost_their_group_alone(tmp_path: Path) -> None:
+    status = run_whole(plan(tmp_path, lambda replica: Lavish()))
+    assert status.outcome == "finished"
+    failed = events_of(tmp_path, GroupFailed)
+    assert {(e.group, e.cause) for e in failed} == {(3, "data")}
+    assert "too large to take a mean" in failed[0].reason
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS - 1
+
+
 def test_replicas_that_always_die_fail_the_run_with_a_named_cause(tmp_path: Path) -> None:
     limits = replace(plan(tmp_path).limits, infrastructure_attempts=100)
     status = run_whole(
@@ -163,6 +175,8 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
         start(plan(tmp_path, make_rollout=refused))
     with pytest.raises(ConfigError, match="did you mean 'truncate'"):
         start(plan(tmp_path / "other", policies={"deadline": "trunkate"}))
+    with pytest.raises(RunFailed, match="exhausted raised StopIteration"):
+        start(plan(tmp_path / "iterator", make_rollout=exhausted))
     nccl = DistributedTransport(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
     with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; gloo would hold"):
         start(plan(tmp_path / "third", transport=nccl))
