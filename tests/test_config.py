@@ -391,6 +391,7 @@ def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: st
         ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
         ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 a step waits"),
         ({"rollout": {"sync_mode": "wait"}}, "idles every replica"),
+        ({"rollout": {"top_p": 0.9}}, "top_p = 0.9 biases the importance ratio"),
         ({"rollout": {"max_tokens": 50}}, "cuts the longest right answers, which take 142 tokens"),
         ({"trainer": {"checkpoint_every": 0}}, "a crash starts over"),
     ],

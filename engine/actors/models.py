@@ -14,6 +14,7 @@ from typing import Any
 from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.config import Config, check_backend
+from engine.config.inputs import model_directory, object_store_bytes
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
@@ -71,6 +72,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
+        object_store_bytes=object_store_bytes(config, model_directory(config)),
         rollout_gpus=config.rollout.gpus,
     )
 

@@ -58,6 +58,8 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield "S = 0 is synchronous: rollout and training take turns"
     if s.policies.deadline != "wait" and stale == s.sync_every - 1:
         yield f"at S = k - 1 = {stale} a refill binds at once: after max_drops = {s.max_drops} a step waits"
+    if r.top_p < 1:
+        yield f"top_p = {r.top_p:g} biases the importance ratio: only the behaviour log-probs are cut; 1 does not"
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     if config.model.path is not None and config.data.validation_path is None:

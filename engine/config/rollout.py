@@ -46,7 +46,7 @@ class RolloutSection(Section):
         description="MiB that a receiver (a replica; a vLLM worker) takes in at once, beyond the tensors.",
     )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; 1 keeps every token.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; below 1 biases the ratio.")
     max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")
     stop: list[str] = Field(
         default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
