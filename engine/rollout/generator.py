@@ -7,20 +7,17 @@ attempt change a trajectory's random numbers.
 """
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
+from engine.rollout.scoring import Reward, Scorer
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
-
-Reward = Callable[[Prompt, Trajectory], float]
 
 
 class Tokenizer(Protocol):
@@ -69,11 +66,9 @@ class ModelGenerator:
     ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
-        self._reward = reward
+        self._scorer = Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s)
         self._params = params
         self._seed = seed
-        self._reward_timeout_s = reward_timeout_s
-        self._threads = ThreadPoolExecutor(reward_threads, thread_name_prefix="reward")
         self._attempts: dict[GroupId, Attempt] = {}
         self._paused = False
         self._frozen = False
@@ -93,7 +88,7 @@ class ModelGenerator:
                 return Generated(group=attempt.group, aborted=True)
             for trajectory in attempt.group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._score_group(attempt.group)
+            await self._scorer.score(attempt.group)
             return Generated(group=attempt.group)
         finally:
             del self._attempts[work.group]
@@ -137,7 +132,7 @@ class ModelGenerator:
                 attempt.released.set()
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._scorer.close()
         await self._backend.close()
 
     def tokens_sampled(self) -> int:
@@ -149,7 +144,7 @@ class ModelGenerator:
     def _group_of(self, work: GroupWork) -> TrajectoryGroup:
         """The group to work on: copies of what `partial` holds, so that a failed attempt leaves it as it was."""
         partial = work.partial.trajectories[: work.samples] if work.partial is not None else []
-        trajectories = [copy_of(trajectory) for trajectory in partial]
+        trajectories = [trajectory.copy() for trajectory in partial]
         prompt_ids = trajectories[0].prompt_ids if trajectories else prompt_ids_of(self._tokenizer, work.prompt)
         trajectories += [Trajectory(prompt_ids=list(prompt_ids)) for _ in range(work.samples - len(trajectories))]
         return TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=trajectories)
@@ -195,44 +190,6 @@ class ModelGenerator:
         attempt.cut = attempt.cut or how
         attempt.released.set()
 
-    # Scoring.
-
-    async def _score_group(self, group: TrajectoryGroup) -> None:
-        unscored = [trajectory for trajectory in group.trajectories if trajectory.reward is None]
-        for trajectory in unscored:
-            trajectory.text = self._tokenizer.decode(trajectory.token_ids, skip_special_tokens=True)
-        outcomes = await asyncio.gather(
-            *(self._score_one(group.prompt, trajectory) for trajectory in unscored), return_exceptions=True
-        )
-        for trajectory, outcome in zip(unscored, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            trajectory.reward = outcome
-
-    async def _score_one(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """Off the loop. Whatever the reward does wrong is a `DataFailure` that names it."""
-        name = name_of(self._reward)
-        call = asyncio.get_running_loop().run_in_executor(self._threads, self._reward, prompt, trajectory)
-        await asyncio.wait([call], timeout=self._reward_timeout_s)
-        if not call.done():
-            call.cancel()
-            raise DataFailure(
-                f"reward {name} took longer than {self._reward_timeout_s} s on prompt row {prompt.row}", row=prompt.row
-            )
-        error = call.exception()
-        if error is not None:
-            raise DataFailure(
-                f"reward {name} raised {type(error).__name__} on prompt row {prompt.row}: {error}", row=prompt.row
-            ) from error
-        value: Any = call.result()
-        if not _is_finite(value):
-            raise DataFailure(
-                f"reward {name} returned {value!r} on prompt row {prompt.row}, not a finite number",
-                row=prompt.row,
-                value=repr(value),
-            )
-        return float(value)
-
     def _named(self, error: Exception, prompt: Prompt) -> Exception:
         """A backend knows no prompts: add which one it was."""
         if isinstance(error, DataFailure):
@@ -258,25 +215,6 @@ def prompt_ids_of(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return list(ids)
 
 
-def copy_of(trajectory: Trajectory) -> Trajectory:
-    """A trajectory whose lists are its own."""
-    return replace(
-        trajectory,
-        prompt_ids=list(trajectory.prompt_ids),
-        token_ids=list(trajectory.token_ids),
-        logprobs=list(trajectory.logprobs),
-        loss_mask=list(trajectory.loss_mask),
-        spans=list(trajectory.spans),
-    )
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """`module.function`, as a user would look for it."""
-    module = getattr(function, "__module__", "") or ""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return f"{module}.{name}" if module else name
-
-
 def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:
     """One exception of a nested group: a data failure if there is one, for it needs no further attempt to
     show again."""
@@ -285,13 +223,6 @@ def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:
         leaves += [first_of(error)] if isinstance(error, BaseExceptionGroup) else [error]
     chosen = next((error for error in leaves if isinstance(error, DataFailure)), leaves[0])
     return chosen if isinstance(chosen, Exception) else EngineError(f"sampling ended with {chosen!r}")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
 
 
 async def _all_sampled(attempts: Sequence[Attempt]) -> None:
