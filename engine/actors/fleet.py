@@ -50,8 +50,9 @@ class ReplicaLink:
 class Fleet:
     """The rollout actors and the trainer of one run."""
 
-    def __init__(self, plan: Plan, given: Given, deliver: Callable[[Event], None]) -> None:
+    def __init__(self, plan: Plan, given: Given, deliver: Callable[[Event], None], gateway: Any = None) -> None:
         self._plan = plan
+        self._gateway = gateway
         self._given = given
         self._deliver = deliver
         self._links: dict[ReplicaId, ReplicaLink] = {}
@@ -122,7 +123,7 @@ class Fleet:
         actor = (
             ray.remote(RolloutActor)
             .options(num_cpus=0, num_gpus=plan.rollout_gpus, enable_task_events=False, max_concurrency=100_000)
-            .remote(packed, replica, incarnation, *handles)
+            .remote(packed, replica, incarnation, *handles, self._gateway)
         )
         return ReplicaLink(replica, incarnation, actor)
 

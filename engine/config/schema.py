@@ -9,8 +9,10 @@ import dataclasses
 from typing import Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from engine.config.agent import NAMED, AgentSection
+from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
 from engine.states.limits import Limits
@@ -22,12 +24,6 @@ DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 _MADE = Quickstart()
 _FAMILY = {field.name for field in dataclasses.fields(Division)}
 REGISTERED = r"^[a-z][a-z0-9_-]*$"
-
-
-class Section(BaseModel):
-    """Base of every block: no unknown keys, no silent conversions, no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -139,9 +135,7 @@ class DataSection(Section):
 class RewardSection(Section):
     """How a response is judged. Not needed with `model.make`."""
 
-    function: str | None = Field(
-        None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description="The user's reward, as module:function."
-    )
+    function: str | None = Field(None, pattern=NAMED, description="The user's reward, as module:function.")
     timeout_s: float = Field(30.0, gt=0, le=86_400, description="Seconds after which one reward call counts as failed.")
 
 
@@ -291,6 +285,7 @@ class Config(Section):
     model: ModelSection = Field(description="Which model is trained.")
     data: DataSection = Field(default_factory=DataSection, description="The prompts.")
     reward: RewardSection = Field(default_factory=RewardSection, description="How a response is judged.")
+    agent: AgentSection = Field(default_factory=AgentSection, description="Multi-turn rollouts.")
     scheduler: SchedulerSection = Field(
         default_factory=SchedulerSection, description="Batches, concurrency, staleness."
     )
@@ -311,7 +306,8 @@ class Config(Section):
                 f"trainer.advantage {self.trainer.advantage} compares a group's trajectories: one alone teaches nothing"
             )
             raise ConfigError("scheduler.samples_per_prompt", samples, law, "2 or more would hold")
-        for field, value in {"data.path": self.data.path, "reward.function": self.reward.function}.items():
+        reward = self.reward.function or self.agent.function or self.agent.rollout  # these may return their own
+        for field, value in {"data.path": self.data.path, "reward.function": reward}.items():
             if value is None and self.model.make is None:
                 fix = "give it, or let model.make build model, data and reward"
                 raise ConfigError(field, value, "a model of your own needs it", fix)

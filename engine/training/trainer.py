@@ -103,9 +103,9 @@ class ModelTrainer:
 
         Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
         (before clipping); over their tokens, `clip_share_low`, `clip_share_high`, `approx_kl`, `entropy` (nats),
-        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch's rollouts, `reward_mean`, `reward_std`, `accuracy` (share of
-        rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`; `lr` of the last minibatch,
-        `optimizer_steps`,
+        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch's rollouts, `reward_mean`, `reward_std`, `accuracy`
+        (share of rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`; `lr` of the last
+        minibatch, `optimizer_steps`,
         `nonfinite_minibatches`, and `seconds_*`.
         """
         tally = StepTally()
