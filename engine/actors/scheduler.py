@@ -126,11 +126,7 @@ class SchedulerActor:
         if plan.metrics_port is not None:
             registry = export.registry(self._metrics, lambda: self._clock.now())
             self._server = MetricsServer(registry, host=plan.metrics_host, port=plan.metrics_port)
-        if self._gateway is not None:
-            with named():
-                await self._gateway.open.remote()
-            self._fleet.spawn(self._watch_gateway())
-        await self._fleet.open()
+        await asyncio.gather(self._fleet.open(), self._open_gateway())
         if plan.measure_at_start:
             await self._measure(0)
         return self._server.url if self._server else None
@@ -238,6 +234,12 @@ class SchedulerActor:
                 self._over.set_exception(error)
         finally:
             self._draining = not outermost
+
+    async def _open_gateway(self) -> None:
+        if self._gateway is not None:
+            with named():
+                await self._gateway.open.remote()
+            self._fleet.spawn(self._watch_gateway())
 
     async def _watch_gateway(self) -> None:
         """Without it no agent can go on, and its conversations are lost: the run ends there."""
