@@ -37,6 +37,9 @@ class Generated:
     """What `Generator.generate` returns: a finished group, or the partial one that an abort left."""
 
     group: TrajectoryGroup
+    oldest_version: Version | None = None
+    """Where its tokens outlived the attempt that sampled them elsewhere than in `GroupWork.partial`: the oldest
+    version among them."""
     aborted: bool = False
     """True when `pause("abort")`, `abort` or a cancel cut it short; then unfinished trajectories hold their
     prefixes."""

@@ -5,7 +5,7 @@ lengths, versions and rewards. Plain Python data, so that a user's own generator
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.ids import GroupId, Version
@@ -47,13 +47,44 @@ class Trajectory:
     finish_reason: str = ""
     """`stop`, `length` (token budget spent), `truncated` (cut by the deadline policy) or empty while unfinished."""
     reward: float | None = None
+    continues: bool = False
+    """A further segment of the rollout before it in its group: the same reward, and no vote in the group's mean and
+    spread."""
 
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
 
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]) -> None:
-        """Append sampled tokens. `spans` count from the first of the new tokens; equal neighbours are joined."""
+    def copy(self) -> "Trajectory":
+        """One whose lists are its own."""
+        return replace(
+            self,
+            prompt_ids=list(self.prompt_ids),
+            token_ids=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            loss_mask=list(self.loss_mask),
+            spans=list(self.spans),
+        )
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[Span],
+        given_ids: Sequence[int] = (),
+    ) -> None:
+        """Append sampled tokens, after those of `given_ids`, which an environment put there.
+
+        `spans` count from the first sampled token; equal neighbours are joined. Given tokens are of the version that
+        sampled what follows them, so with `given_ids` there must be sampled tokens.
+        """
+        given = len(given_ids)
+        self.token_ids.extend(given_ids)
+        self.logprobs.extend([0.0] * given)
+        self.loss_mask.extend([0] * given)
+        if given:
+            (_, stop, version), *later = [span for span in spans if span.start < span.stop]
+            spans = [Span(-given, stop, version), *later]
         offset = len(self.token_ids)
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
@@ -69,7 +100,8 @@ class Trajectory:
 
 @dataclass(slots=True, kw_only=True)
 class TrajectoryGroup:
-    """Every trajectory of one prompt: the unit of admission, staleness and consumption."""
+    """Every trajectory of one prompt: the unit of admission, staleness and consumption. A rollout has one trajectory,
+    or several segments where its history was rewritten on the way; those after the first have `continues`."""
 
     group: GroupId
     prompt: Prompt
@@ -78,6 +110,18 @@ class TrajectoryGroup:
     @property
     def finished(self) -> bool:
         return all(t.finished for t in self.trajectories)
+
+    @property
+    def rollouts(self) -> list[list[Trajectory]]:
+        """The trajectories by rollout: each with the segments that continue it. A segment without one before it is
+        a rollout of its own."""
+        rollouts: list[list[Trajectory]] = []
+        for trajectory in self.trajectories:
+            if trajectory.continues and rollouts:
+                rollouts[-1].append(trajectory)
+            else:
+                rollouts.append([trajectory])
+        return rollouts
 
     @property
     def tokens(self) -> int:

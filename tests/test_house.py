@@ -49,14 +49,14 @@ ALLOWED: dict[str, set[str]] = {
     "driver": SCHEDULE,
     # what stands around the driver: siblings, never each other
     "simulation": DRIVER,
-    "gateway": DRIVER,
     "control": DRIVER,
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
     "hosts": EVENTS,
     "local": {*DRIVER, "hosts", "metrics"},
-    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir"},
+    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway"},
     # the work itself, which knows nothing of the scheduler
     "rollout": BOTTOM,
+    "gateway": {*BOTTOM, "rollout"},  # agents' calls become requests to a replica
     "training": BOTTOM,
     "tasks": BOTTOM,
     # readers, and where a run's files are
@@ -298,7 +298,9 @@ def test_the_layers_have_no_circle() -> None:
 # -- what an import brings ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["engine", "engine.driver", "engine.policies", "engine.config", "engine.local"])
+@pytest.mark.parametrize(
+    "module", ["engine", "engine.driver", "engine.policies", "engine.config", "engine.local", "engine.gateway.server"]
+)
 def test_a_light_import_brings_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'vllm', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -44,6 +44,7 @@ class RayExecutor:
         prompts: Prompts,
         trajectories: Any,
         weights: Any,
+        gateway: Any = None,
         deliver: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -51,6 +52,7 @@ class RayExecutor:
         self._prompts = prompts
         self._trajectories = trajectories
         self._weights = weights
+        self._gateway = gateway
         self._deliver = deliver
         self._finish = finish
         self._drawn = 0
@@ -85,8 +87,11 @@ class RayExecutor:
         self.calls += self._fleet.flush()
         if self._discards:
             self._trajectories.discard.remote(self._discards)
-            self._discards = []
             self.calls += 1
+            if self._gateway is not None:
+                self._gateway.discard.remote(self._discards)
+                self.calls += 1
+            self._discards = []
 
     def close(self) -> None:
         self._timers.close()

@@ -51,10 +51,16 @@ class Fleet:
     """The rollout actors and the trainer of one run."""
 
     def __init__(
-        self, plan: Plan, given: Given, deliver: Callable[[Event], None], give_up: Callable[[str], None]
+        self,
+        plan: Plan,
+        given: Given,
+        deliver: Callable[[Event], None],
+        give_up: Callable[[str], None],
+        gateway: Any = None,
     ) -> None:
         """`give_up` ends the run, for the reason it is told."""
         self._plan = plan
+        self._gateway = gateway
         self._given = given
         self._deliver = deliver
         self._give_up = give_up
@@ -128,7 +134,7 @@ class Fleet:
         actor = (
             ray.remote(RolloutActor)
             .options(num_cpus=0, num_gpus=plan.rollout_gpus, enable_task_events=False, max_concurrency=100_000)
-            .remote(packed, replica, incarnation, *handles)
+            .remote(packed, replica, incarnation, *handles, self._gateway)
         )
         return ReplicaLink(replica, incarnation, actor)
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.actors.agents import check_agent, gateway_of, generator_maker
 from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
 from engine.config import Config, check_backend
@@ -36,7 +37,7 @@ class Inputs:
     model: str
     training: str
     held_out: str | None
-    reward: str
+    reward: str | None
     prompt_field: str
 
 
@@ -47,7 +48,9 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
     """
     check_backend(config)
     inputs = inputs_of(config, progress)
-    load_reward(inputs.reward)
+    check_agent(config.agent)
+    if inputs.reward is not None:
+        load_reward(inputs.reward)
     Dataset.load(inputs.training, prompt_field=inputs.prompt_field)
     settings, validation = config.trainer_settings(), config.validation
     held_out = _held_out(inputs, validation.prompts) if validation.at_start or validation.at_end else []
@@ -59,6 +62,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         make_rollout=partial(make_rollout, config, inputs),
         make_trainer=partial(make_trainer, inputs.model, settings),
         restore_trainer=restore_trainer,
+        make_gateway=gateway_of(config, inputs.model, stop_ids_of),
         make_prompts=partial(make_prompts, config, inputs),
         transport=TRANSPORTS[config.rollout.transport](config.rollout),
         policies=config.policies().names,
@@ -99,8 +103,8 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
         ready = prepare(made, config.model.arithmetic.quickstart(config.run.seed), progress)
         return Inputs(ready.model_path, ready.training_path, ready.validation_path, ready.reward, "prompt")
     path, data, reward = config.model.path, config.data, config.reward
-    if path is None or data.path is None or reward.function is None:
-        raise ConfigError("model.path", path, "model, data and reward are needed", "give them, or model.make")
+    if path is None or data.path is None:
+        raise ConfigError("model.path", path, "model and data are needed", "give them, or model.make")
     model = str(Path(path).expanduser().resolve()) if os.path.isdir(os.path.expanduser(path)) else path
     held_out = None if data.validation_path is None else str(Path(data.validation_path).expanduser().resolve())
     training = str(Path(data.path).expanduser().resolve())
@@ -140,21 +144,17 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     """A replica: its backend under the run's sampling parameters, and once more for held-out prompts."""
     from transformers import AutoTokenizer
 
-    from engine.rollout.generator import ModelGenerator
-
     r = config.rollout
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
-    reward = load_reward(inputs.reward)
+    reward = None if inputs.reward is None else load_reward(inputs.reward)
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop)
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
     likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
-    shared: dict[str, Any] = {"seed": config.run.seed, "reward_timeout_s": config.reward.timeout_s}
+    make = generator_maker(config)
     return Rollout(
-        generator=ModelGenerator(backend, tokenizer, reward, params=params, **shared),
-        evaluator=ModelGenerator(
-            backend, tokenizer, reward, params=likeliest if config.validation.greedy else params, **shared
-        ),
+        generator=make(backend, tokenizer, reward, params),
+        evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params),
     )
 
 

@@ -7,7 +7,7 @@ Made from a configuration by `models.plan_of`, or by a user who brings their own
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.hosts.prompts import Prompts
@@ -15,6 +15,9 @@ from engine.ids import ReplicaId
 from engine.roles import Generator, Trainer
 from engine.states.limits import Limits
 from engine.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from engine.actors.gateway import GatewayParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Plan:
     make_prompts: Callable[[], Prompts]
     replicas: int = 1
     slots: int = 8
+    make_gateway: Callable[[], "GatewayParts"] | None = None
+    """For generators whose groups are agents; None: there is no gateway."""
     restore_trainer: Callable[[Trainer, Restore], None] | None = None
     """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
     transport: Transport = field(default_factory=ObjectStoreTransport)

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from engine.actors.gateway import GatewayLink
 from engine.actors.outbox import Outbox
 from engine.actors.plan import Rollout
 from engine.actors.process import PackedPlan, prepare_process
@@ -20,6 +21,8 @@ from engine.hosts.replica import ReplicaHost
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, ReplicaId, Version
 from engine.roles import GroupWork
+from engine.rollout.agent import AgentCall, AgentGenerator
+from engine.rollout.backend import SampleResult
 from engine.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -39,12 +42,14 @@ class RolloutActor:
         scheduler: Any,
         trajectories: Any,
         weights: Any,
+        gateway: Any = None,
     ) -> None:
         self._plan = plan.unpack()
         self._replica = replica
         self._incarnation = incarnation
         self._scheduler = scheduler
         self._stores = (trajectories, weights)
+        self._gateway = gateway
         self._orders: InOrder[bytes] = InOrder()
         self._broken: asyncio.Future[str] | None = None
         self._host: ReplicaHost | None = None
@@ -56,6 +61,9 @@ class RolloutActor:
         self._broken = asyncio.get_running_loop().create_future()
         prepare_process(source, plan.run_dir, plan.rollout_threads)
         self._rollout = await asyncio.to_thread(contained, plan.make_rollout, self._replica)
+        for agents in (self._rollout.generator, self._rollout.evaluator):
+            if isinstance(agents, AgentGenerator):
+                agents.connect(GatewayLink(self._gateway))
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report(source, self._incarnation, sequence, events, figures),
@@ -83,6 +91,14 @@ class RolloutActor:
             for command, prompt in unpack_orders(batch):
                 self._hosted().carry_out(command, prompt)
 
+    async def sample(self, call: AgentCall) -> SampleResult:
+        """A call of an agent, from the gateway. Held-out prompts have groups below 0."""
+        rollout = self._rollout
+        agents = None if rollout is None else rollout.evaluator if call.group < 0 else rollout.generator
+        if not isinstance(agents, AgentGenerator):
+            raise EngineError(f"replica {self._replica} has no agents")
+        return await agents.sample(call)
+
     async def alive(self) -> str:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
         assert self._broken is not None
@@ -98,8 +114,10 @@ class RolloutActor:
             raise EngineError("this run's generators cannot be measured")
         if version:
             await host.conclude(version)
+        replicas = self._plan.replicas
         works = [
-            GroupWork(group=-1 - index, attempt=1, prompt=prompt, samples=1) for index, prompt in enumerate(prompts)
+            GroupWork(group=-1 - index * replicas - self._replica, attempt=1, prompt=prompt, samples=1)
+            for index, prompt in enumerate(prompts)
         ]
         outcomes = await asyncio.gather(*(evaluator.generate(work) for work in works), return_exceptions=True)
         right, count = 0, 0

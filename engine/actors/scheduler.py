@@ -17,7 +17,9 @@ import ray
 
 from engine import __version__
 from engine.actors.executor import RayExecutor
-from engine.actors.fleet import Fleet
+from engine.actors.failures import failure_reason, named
+from engine.actors.fleet import GOODBYE_S, Fleet
+from engine.actors.gateway import GatewayActor
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
@@ -84,6 +86,7 @@ class SchedulerActor:
         self._ended = False
         self._draining = False
         self._server: MetricsServer | None = None
+        self._gateway: Any = None
 
     async def open(self) -> str | None:
         """Build everything, start every actor, measure the initial weights; the metrics endpoint, if there is one.
@@ -106,14 +109,17 @@ class SchedulerActor:
         self._trajectories = ray.remote(TrajectoryStoreActor).options(**light).remote()
         held: dict[str, Any] = {**light, "num_gpus": plan.transport.store_gpus}
         self._weights = ray.remote(WeightsStoreActor).options(**held).remote(plan.transport)
-        self._fleet = Fleet(
-            plan, (self._packed, self._self, self._trajectories, self._weights), self._deliver, self._give_up
-        )
+        if plan.make_gateway is not None:
+            options = {**light, "max_concurrency": 100_000}
+            self._gateway = ray.remote(GatewayActor).options(**options).remote(self._packed)
+        given = (self._packed, self._self, self._trajectories, self._weights)
+        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway)
         self._executor = RayExecutor(
             fleet=self._fleet,
             prompts=prompts,
             trajectories=self._trajectories,
             weights=self._weights,
+            gateway=self._gateway,
             deliver=self._deliver,
             finish=self._finish,
         )
@@ -121,7 +127,7 @@ class SchedulerActor:
         if plan.metrics_port is not None:
             registry = export.registry(self._metrics, lambda: self._clock.now())
             self._server = MetricsServer(registry, host=plan.metrics_host, port=plan.metrics_port)
-        await self._fleet.open()
+        await asyncio.gather(self._fleet.open(), self._open_gateway())
         if plan.measure_at_start:
             await self._measure(0)
         return self._server.url if self._server else None
@@ -201,6 +207,10 @@ class SchedulerActor:
     async def close(self) -> None:
         """End every actor of the run and close the record, whatever the run is doing."""
         self._executor.close()
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
+            ray.kill(gateway)
         await self._fleet.close()
         for store in (self._trajectories, self._weights):
             ray.kill(store)
@@ -230,6 +240,20 @@ class SchedulerActor:
     def _give_up(self, reason: str) -> None:
         """End the run resumably, for a reason of its own."""
         self._deliver(StopRequested(reason=clean(reason)))
+
+    async def _open_gateway(self) -> None:
+        if self._gateway is not None:
+            with named():
+                await self._gateway.open.remote()
+            self._fleet.spawn(self._watch_gateway())
+
+    async def _watch_gateway(self) -> None:
+        """Without it no agent can go on, and its conversations are lost: the run ends there."""
+        try:
+            await self._gateway.alive.remote()
+        except Exception as error:
+            if self._gateway is not None:
+                self._give_up(f"the gateway is lost: {failure_reason(error)}")
 
     def _finish(self, command: FinishRun) -> None:
         if not self._over.done():

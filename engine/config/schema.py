@@ -11,6 +11,7 @@ from typing import Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
+from engine.config.agent import NAMED, AgentSection
 from engine.config.rollout import RolloutSection
 from engine.config.section import DEVICE, Section
 from engine.errors import ConfigError
@@ -134,9 +135,7 @@ class DataSection(Section):
 class RewardSection(Section):
     """How a response is judged. Not needed with `model.make`."""
 
-    function: str | None = Field(
-        None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description="The user's reward, as module:function."
-    )
+    function: str | None = Field(None, pattern=NAMED, description="The user's reward, as module:function.")
     timeout_s: float = Field(30.0, gt=0, le=86_400, description="Seconds after which one reward call counts as failed.")
 
 
@@ -248,6 +247,7 @@ class Config(Section):
     model: ModelSection = Field(description="Which model is trained.")
     data: DataSection = Field(default_factory=DataSection, description="The prompts.")
     reward: RewardSection = Field(default_factory=RewardSection, description="How a response is judged.")
+    agent: AgentSection = Field(default_factory=AgentSection, description="Multi-turn rollouts.")
     scheduler: SchedulerSection = Field(
         default_factory=SchedulerSection, description="Batches, concurrency, staleness."
     )
@@ -268,7 +268,8 @@ class Config(Section):
                 f"trainer.advantage {self.trainer.advantage} compares a group's trajectories: one alone teaches nothing"
             )
             raise ConfigError("scheduler.samples_per_prompt", samples, law, "2 or more would hold")
-        for field, value in {"data.path": self.data.path, "reward.function": self.reward.function}.items():
+        reward = self.reward.function or self.agent.function or self.agent.rollout  # these may return their own
+        for field, value in {"data.path": self.data.path, "reward.function": reward}.items():
             if value is None and self.model.make is None:
                 fix = "give it, or let model.make build model, data and reward"
                 raise ConfigError(field, value, "a model of your own needs it", fix)

@@ -27,11 +27,14 @@ def check_generated(work: GroupWork, generated: Any, oldest: Version, newest: Ve
     group = generated.group
     if group.group != work.group:
         raise EngineError(f"generate() was given group {work.group} and returned group {group.group}")
-    count = len(group.trajectories)
+    count = sum(not getattr(trajectory, "continues", False) for trajectory in group.trajectories)
     if count != work.samples and not (generated.aborted and count < work.samples):
         raise EngineError(f"generate() returned {count} trajectories, not the {work.samples} asked for")
+    kept = generated.oldest_version
+    oldest = oldest if kept is None else min(oldest, kept)
     for index, trajectory in enumerate(group.trajectories):
         problem = shape_problem(trajectory, oldest, newest, finished=not generated.aborted)
+        problem = problem or segment_problem(group.trajectories, index)
         if problem:
             raise EngineError(
                 f"trajectory {index} of group {work.group}: {problem}", group=work.group, trajectory=index
@@ -68,6 +71,18 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
     if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
         return "loss_mask holds something else than 0 and 1"
     return _spans_problem(trajectory, tokens, oldest, newest)
+
+
+def segment_problem(trajectories: list[Trajectory], index: int) -> str:
+    """What is wrong with a trajectory as a further segment of the one before it; empty if nothing is."""
+    if not trajectories[index].continues:
+        return ""
+    if index == 0:
+        return "it continues a trajectory, and none is before it"
+    own, first = trajectories[index].reward, trajectories[index - 1].reward
+    return (
+        "" if own == first else f"its reward is {own} and that of the segment before it {first}: they are one rollout"
+    )
 
 
 def reward_problem(reward: Any) -> str:

@@ -11,9 +11,9 @@ from engine.trajectory import TrajectoryGroup
 def generated_event(
     group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation
 ) -> GroupGenerated:
-    """Rewards are over the live trajectories, those with tokens to train on; 0 where there are none."""
+    """Rewards are over the live rollouts, those with tokens to train on in any segment; 0 where there are none."""
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
-    rewards = [float(t.reward or 0.0) for t in group.trajectories if 1 in t.loss_mask]
+    rewards = [float(r[0].reward or 0.0) for r in group.rollouts if any(1 in t.loss_mask for t in r)]
     return GroupGenerated(
         group=group.group,
         attempt=attempt,

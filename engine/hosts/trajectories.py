@@ -6,12 +6,12 @@ into what it keeps: `local` puts groups, `actors` puts packed bytes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine.errors import EngineError
 from engine.ids import GroupId
-from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.trajectory import TrajectoryGroup
 
 Payload = TypeVar("Payload")
 
@@ -85,7 +85,7 @@ class TrajectoryStore(Generic[Payload]):
 
 def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
     """A group whose trajectories and their lists are its own; the prompt is shared."""
-    return TrajectoryGroup(group=group.group, prompt=group.prompt, trajectories=[_copy(t) for t in group.trajectories])
+    return TrajectoryGroup(group=group.group, prompt=group.prompt, trajectories=[t.copy() for t in group.trajectories])
 
 
 def size_of(group: TrajectoryGroup) -> int:
@@ -93,15 +93,4 @@ def size_of(group: TrajectoryGroup) -> int:
     return sum(
         256 + 8 * len(t.prompt_ids) + 24 * len(t.token_ids) + 72 * len(t.spans) + len(t.text)
         for t in group.trajectories
-    )
-
-
-def _copy(trajectory: Trajectory) -> Trajectory:
-    return replace(
-        trajectory,
-        prompt_ids=list(trajectory.prompt_ids),
-        token_ids=list(trajectory.token_ids),
-        logprobs=list(trajectory.logprobs),
-        loss_mask=list(trajectory.loss_mask),
-        spans=list(trajectory.spans),
     )

@@ -8,14 +8,14 @@ attempt change a trajectory's random numbers.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
-from engine.rollout.scoring import Reward, RewardCalls
+from engine.rollout.scoring import Reward, Scorer, first_failure
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -67,9 +67,9 @@ class ModelGenerator:
     ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
+        self._scorer = Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s)
         self._params = params
         self._seed = seed
-        self._rewards = RewardCalls(reward, threads=reward_threads, timeout_s=reward_timeout_s)
         self._attempts: dict[GroupId, Attempt] = {}
         self._paused = False
         self._frozen = False
@@ -89,7 +89,7 @@ class ModelGenerator:
                 return Generated(group=attempt.group, aborted=True)
             for trajectory in attempt.group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._score_group(attempt.group)
+            await self._scorer.score(attempt.group)
             return Generated(group=attempt.group)
         finally:
             del self._attempts[work.group]
@@ -137,13 +137,7 @@ class ModelGenerator:
 
     async def failed(self) -> str:
         """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
-        ends = [asyncio.ensure_future(self._backend.failed()), asyncio.ensure_future(self._rewards.failed())]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for end in ends:
-                end.cancel()
+        return await first_failure(self._backend.failed(), self._scorer.failed())
 
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""
@@ -154,7 +148,7 @@ class ModelGenerator:
     def _group_of(self, work: GroupWork) -> TrajectoryGroup:
         """The group to work on: copies of what `partial` holds, so that a failed attempt leaves it as it was."""
         partial = work.partial.trajectories[: work.samples] if work.partial is not None else []
-        trajectories = [copy_of(trajectory) for trajectory in partial]
+        trajectories = [trajectory.copy() for trajectory in partial]
         prompt_ids = trajectories[0].prompt_ids if trajectories else prompt_ids_of(self._tokenizer, work.prompt)
         trajectories += [Trajectory(prompt_ids=list(prompt_ids)) for _ in range(work.samples - len(trajectories))]
         return TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=trajectories)
@@ -200,20 +194,6 @@ class ModelGenerator:
         attempt.cut = attempt.cut or how
         attempt.released.set()
 
-    # Scoring.
-
-    async def _score_group(self, group: TrajectoryGroup) -> None:
-        unscored = [trajectory for trajectory in group.trajectories if trajectory.reward is None]
-        for trajectory in unscored:
-            trajectory.text = self._tokenizer.decode(trajectory.token_ids, skip_special_tokens=True)
-        outcomes = await asyncio.gather(
-            *(self._rewards.score(group.prompt, trajectory) for trajectory in unscored), return_exceptions=True
-        )
-        for trajectory, outcome in zip(unscored, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            trajectory.reward = outcome
-
     def _named(self, error: Exception, prompt: Prompt) -> Exception:
         """A backend knows no prompts: add which one it was."""
         if isinstance(error, DataFailure):
@@ -237,18 +217,6 @@ def prompt_ids_of(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     if not ids:
         raise DataFailure(f"prompt row {prompt.row} encodes to no tokens", row=prompt.row)
     return list(ids)
-
-
-def copy_of(trajectory: Trajectory) -> Trajectory:
-    """A trajectory whose lists are its own."""
-    return replace(
-        trajectory,
-        prompt_ids=list(trajectory.prompt_ids),
-        token_ids=list(trajectory.token_ids),
-        logprobs=list(trajectory.logprobs),
-        loss_mask=list(trajectory.loss_mask),
-        spans=list(trajectory.spans),
-    )
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> Exception:

@@ -1,19 +1,19 @@
-"""A user's reward on threads: each call on one of its own, so that one that never returns takes no place from others.
+"""Rewards of finished groups: the user's function, each call on a thread of its own, each rollout once.
 
-Called by `rollout.generator.ModelGenerator`. It must never block the event loop, never let a stuck call hold up the
-others or the end of the process, and never lose a call's outcome, whatever the call raises.
+Used by the generators of this package. It must never block the event loop, never let a stuck call hold up the others or
+the end of the process, and never lose a call's outcome, whatever the call raises.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 Reward = Callable[[Prompt, Trajectory], float]
 
@@ -117,6 +117,64 @@ class RewardCalls:
 
     def _loss(self) -> str:
         return f"{MOST_STUCK} calls of reward {self._name} took longer than {self._timeout_s} s and have not returned"
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+class Scorer:
+    """Gives groups their texts and rewards, by calls as `RewardCalls` makes them. `reward` None: rollouts bring their
+    own, and one that was cut short before it could is worth 0."""
+
+    def __init__(
+        self, decoder: Decoder, reward: Reward | None, *, threads: int = 4, timeout_s: float | None = None
+    ) -> None:
+        self._decoder = decoder
+        self._calls = None if reward is None else RewardCalls(reward, threads=threads, timeout_s=timeout_s)
+
+    async def score(self, group: TrajectoryGroup) -> None:
+        """Give every trajectory its text, and every rollout that has none its reward: that of its last segment."""
+        unscored = [rollout for rollout in group.rollouts if rollout[-1].reward is None]
+        for rollout in group.rollouts:
+            for trajectory in rollout:
+                if trajectory.reward is None or not trajectory.text:
+                    trajectory.text = self._decoder.decode(trajectory.token_ids, skip_special_tokens=True)
+        outcomes = await asyncio.gather(
+            *(self._score_one(group.prompt, rollout[-1]) for rollout in unscored), return_exceptions=True
+        )
+        for rollout, outcome in zip(unscored, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            for trajectory in rollout:
+                trajectory.reward = outcome
+
+    async def failed(self) -> str:
+        """As `RewardCalls.failed`."""
+        if self._calls is None:
+            await asyncio.Event().wait()  # no call, no failure
+            raise AssertionError
+        return await self._calls.failed()
+
+    async def _score_one(self, prompt: Prompt, trajectory: Trajectory) -> float:
+        if self._calls is not None:
+            return await self._calls.score(prompt, trajectory)
+        if trajectory.finish_reason == "truncated":
+            return 0.0
+        raise DataFailure(
+            f"the rollout of prompt row {prompt.row} returned no reward, and reward.function is not set", row=prompt.row
+        )
+
+
+async def first_failure(*failures: Awaitable[str]) -> str:
+    """The reason of whichever fails first; the others are no longer waited for."""
+    ends = [asyncio.ensure_future(failure) for failure in failures]
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for end in ends:
+            end.cancel()
 
 
 def number_in(value: Any) -> float | str:

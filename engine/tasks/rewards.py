@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -24,7 +24,28 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def load_reward(spec: str, *, config_field: str = "reward.function") -> Reward:
-    """Import "module:function". Modules in the working directory are found too, after installed ones."""
+    """Import a reward, "module:function". Modules in the working directory are found too, after installed ones."""
+    found = find(spec, config_field)
+    _check_signature(found, spec, config_field)
+    reward: Reward = found
+    return reward
+
+
+def load_coroutine(spec: str, parameters: Sequence[str], *, config_field: str) -> Callable[..., Any]:
+    """Import a coroutine function, "module:function", that takes so many arguments. Raises: `ConfigError`."""
+    found = find(spec, config_field)
+    wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError(config_field, spec, f"is a {type(found).__name__}, not a coroutine function", wanted)
+    try:
+        inspect.signature(found).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(config_field, spec, f"cannot be called as it will be: {error}", wanted) from error
+    return found
+
+
+def find(spec: str, config_field: str) -> Any:
+    """What "module:attribute" names. Raises: `ConfigError`."""
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(config_field, spec, "is not of the form module:function", "for example my_rewards:score")
@@ -36,9 +57,7 @@ def load_reward(spec: str, *, config_field: str = "reward.function") -> Reward:
             hint = f"did you mean {near[0]!r}?" if near else f"define it in {getattr(module, '__file__', module_name)}"
             raise ConfigError(config_field, spec, f"module {module_name!r} has no {attribute!r}", hint)
         found = getattr(found, part)
-    _check_signature(found, spec, config_field)
-    reward: Reward = found
-    return reward
+    return found
 
 
 def _import(name: str, spec: str, config_field: str) -> ModuleType:

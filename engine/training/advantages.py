@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 AdvantageFunction: TypeAlias = Callable[[Sequence[Sequence[float]]], list[list[float]]]
-"""Rewards [groups][trajectories] to advantages of the same shape; every token of a trajectory gets its trajectory's."""
+"""Rewards [groups][rollouts] to advantages of the same shape; every token of a rollout gets its rollout's."""
 
 EQUAL_REWARDS = 1e-6
 """Rewards that spread no further than this are equal: their group teaches nothing, and dividing by a spread of rounding

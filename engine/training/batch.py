@@ -30,6 +30,8 @@ class Sample:
     behaviour: Tensor
     """Their behaviour log-probs. [tokens] float32"""
     reward: float
+    continues: bool = False
+    """A further segment of the rollout of the sample before it: its reward votes once."""
     advantage: float = 0.0
     weight: float = 0.0
     """What one of its tokens weighs in the loss of its optimizer minibatch."""
@@ -75,19 +77,32 @@ class MicroBatch:
 
 def trainable_samples(group: TrajectoryGroup) -> list[Sample]:
     """The group's trajectories that have a trainable token, in order. The others contribute nothing, to the baseline
-    neither.
+    neither. The first that is left of a rollout's segments continues nothing.
 
     Raises `DataFailure` for a trajectory without reward, without a prompt, or whose lists differ in length.
     """
-    samples = []
     for index, trajectory in enumerate(group.trajectories):
         if any(trajectory.loss_mask):
             _check(trajectory, group, index)
-            samples.append(_sample(trajectory))
+    samples = []
+    for rollout in group.rollouts:
+        trained = [trajectory for trajectory in rollout if any(trajectory.loss_mask)]
+        samples += [_sample(trajectory, continues=place > 0) for place, trajectory in enumerate(trained)]
     return samples
 
 
-def _sample(trajectory: Trajectory) -> Sample:
+def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples in order, those of one rollout together."""
+    rollouts: list[list[Sample]] = []
+    for sample in samples:
+        if sample.continues:
+            rollouts[-1].append(sample)
+        else:
+            rollouts.append([sample])
+    return rollouts
+
+
+def _sample(trajectory: Trajectory, continues: bool) -> Sample:
     mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
     ids = torch.tensor(trajectory.prompt_ids + trajectory.token_ids, dtype=torch.int64)
     indices = mask.nonzero().squeeze(1) + len(trajectory.prompt_ids)
@@ -98,6 +113,7 @@ def _sample(trajectory: Trajectory) -> Sample:
         targets=ids[indices],
         behaviour=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
         reward=trajectory.reward,
+        continues=continues,
     )
 
 

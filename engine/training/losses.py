@@ -98,7 +98,8 @@ def token_weights(lengths: Sequence[int], aggregation: str, constant_tokens: int
     """The weight of each token of each trajectory, so that the minibatch's loss is Σ weight · token loss.
     [trajectories]
 
-    `lengths` are trainable tokens per trajectory of one optimizer minibatch, each at least 1.
+    `lengths` are trainable tokens per trajectory of one optimizer minibatch, each at least 1. A rollout of several
+    segments counts as one trajectory.
 
     - `token_mean`, 1 / Σ lengths: every token counts the same (DAPO, arXiv 2503.14476 section 3.3).
     - `sequence_mean`, 1 / (n · length): every trajectory counts the same (GRPO, arXiv 2402.03300 eq. 3).

@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 from engine.ids import StepId
 from engine.roles import Batch
 from engine.training.advantages import ADVANTAGES
-from engine.training.batch import Sample, trainable_samples
+from engine.training.batch import Sample, by_rollout, trainable_samples
 from engine.training.checkpoint import TrainerState, read_checkpoint, write_checkpoint
 from engine.training.diagnostics import Diagnostics
 from engine.training.gradients import Policy, accumulate_gradient
@@ -103,9 +103,9 @@ class ModelTrainer:
 
         Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
         (before clipping); over their tokens, `clip_share_low`, `clip_share_high`, `approx_kl`, `entropy` (nats),
-        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch, `reward_mean`, `reward_std`, `accuracy` (share of
-        rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`; `lr` of the last minibatch,
-        `optimizer_steps`,
+        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch's rollouts, `reward_mean`, `reward_std`, `accuracy`
+        (share of rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`; `lr` of the last
+        minibatch, `optimizer_steps`,
         `nonfinite_minibatches`, and `seconds_*`.
         """
         tally = StepTally()
@@ -156,11 +156,14 @@ class ModelTrainer:
         return state.step
 
     def _set_advantages(self, groups: Sequence[Sequence[Sample]]) -> None:
-        rewards = [[sample.reward for sample in group] for group in groups]
+        """Over rollouts; every segment of one gets its rollout's."""
+        rollouts = [by_rollout(group) for group in groups]
+        rewards = [[rollout[0].reward for rollout in group] for group in rollouts]
         advantages = ADVANTAGES[self.settings.advantage](rewards)
-        for group, values in zip(groups, advantages, strict=True):
-            for sample, value in zip(group, values, strict=True):
-                sample.advantage = value
+        for group, values in zip(rollouts, advantages, strict=True):
+            for rollout, value in zip(group, values, strict=True):
+                for sample in rollout:
+                    sample.advantage = value
 
     def _minibatches(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
         """Samples of each optimizer step, weighed; those left without any sample are not stepped."""
@@ -170,10 +173,12 @@ class ModelTrainer:
             samples = [sample for group in groups[start : start + size] for sample in group]
             if not samples:
                 continue
-            lengths = [sample.tokens for sample in samples]
+            rollouts = by_rollout(samples)
+            lengths = [sum(sample.tokens for sample in rollout) for rollout in rollouts]
             weights = token_weights(lengths, self.settings.aggregation, self.settings.aggregation_tokens)
-            for sample, weight in zip(samples, weights, strict=True):
-                sample.weight = weight
+            for rollout, weight in zip(rollouts, weights, strict=True):
+                for sample in rollout:
+                    sample.weight = weight
             minibatches.append(samples)
         return minibatches
 
@@ -229,7 +234,7 @@ class ModelTrainer:
 
 def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, float]:
     samples = [sample for group in groups for sample in group]
-    rewards = [sample.reward for sample in samples if math.isfinite(sample.reward)]
+    rewards = [sample.reward for sample in samples if math.isfinite(sample.reward) and not sample.continues]
     return {
         "loss": fmean(tally.losses) if tally.losses else 0.0,
         "grad_norm": fmean(tally.grad_norms) if tally.grad_norms else 0.0,

@@ -1,0 +1,90 @@
+"""From a configuration to multi-turn rollouts: the gateway's parts, and which generator a replica hosts.
+
+Called by `models.py`; the functions run in the actors.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.actors.gateway import GatewayParts
+from engine.config import Config
+from engine.config.agent import AgentSection
+from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
+from engine.gateway.sessions import Bounds
+from engine.gateway.tool_calls import PARSERS
+from engine.roles import Generator
+from engine.rollout.agent import AgentGenerator
+from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.chat import Chat
+from engine.rollout.generator import ModelGenerator, Reward
+from engine.rollout.program import ProgramGenerator
+from engine.rollout.scoring import Scorer
+from engine.tasks.rewards import load_coroutine
+
+AGENT = ("base_url", "api_key", "prompt")
+PROGRAM = ("client", "prompt")
+
+MakeGenerator = Callable[[RolloutBackend, Any, Reward | None, SamplingParams], Generator]
+"""(backend, tokenizer, reward, sampling parameters) → what a replica hosts."""
+
+
+def check_agent(agent: AgentSection) -> None:
+    """Import what the configuration names. Raises: `ConfigError`."""
+    if agent.function is not None:
+        load_coroutine(agent.function, AGENT, config_field="agent.function")
+    if agent.rollout is not None:
+        load_coroutine(agent.rollout, PROGRAM, config_field="agent.rollout")
+
+
+def gateway_of(config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]) -> Any:
+    """What `Plan.make_gateway` is: None where no agent runs on a gateway."""
+    return partial(make_gateway, config, model, stop_ids) if config.agent.on_gateway else None
+
+
+def make_gateway(
+    config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]
+) -> GatewayParts:
+    """Runs in the gateway's actor."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    agent = config.agent
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    return GatewayParts(
+        chat=Chat(tokenizer, stop_ids(tokenizer, model, config.rollout.stop)),
+        runner=_runner(agent),
+        bounds=Bounds(max_tokens=config.rollout.max_tokens, context=context, timeout_s=agent.timeout_s),
+        model=config.model.path or "model",
+        parser=PARSERS[agent.tool_parser],
+        max_body_bytes=agent.max_body_mb << 20,
+        host=agent.host,
+        port=agent.port,
+    )
+
+
+def _runner(agent: AgentSection) -> Runner:
+    if agent.command is not None:
+        return CommandRunner(list(agent.command))
+    return FunctionRunner(load_coroutine(agent.function or "", AGENT, config_field="agent.function"))
+
+
+def generator_maker(config: Config) -> MakeGenerator:
+    """Which generator the run's replicas host: for agents on the gateway, for rollouts in Python, or for single
+    responses."""
+    agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
+
+    def on_gateway(backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams) -> Generator:
+        return AgentGenerator(backend, Scorer(tokenizer, reward, timeout_s=timeout_s), params=params, seed=seed)
+
+    def program(backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams) -> Generator:
+        rollout = load_coroutine(agent.rollout or "", PROGRAM, config_field="agent.rollout")
+        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s)
+        chat = Chat(tokenizer, params.stop_ids)
+        return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
+
+    def single(backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams) -> Generator:
+        assert reward is not None  # the configuration's laws
+        return ModelGenerator(backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s)
+
+    return on_gateway if agent.on_gateway else program if agent.rollout is not None else single

@@ -1,0 +1,125 @@
+"""The gateway actor of a run: the HTTP server for agents, and the agents themselves.
+
+A child of the scheduler actor, which starts it before the replicas and ends it with the run. Replicas open groups here
+and are asked for samples in turn; the scheduler says which groups nobody wants any more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.failures import named, raised
+from engine.actors.process import PackedPlan, prepare_process
+from engine.errors import EngineError
+from engine.gateway.agents import Agents
+from engine.gateway.runners import Runner
+from engine.gateway.server import GatewayServer
+from engine.gateway.sessions import Bounds
+from engine.gateway.tool_calls import Parser
+from engine.ids import GroupId
+from engine.rollout.agent import AgentCall, GroupOutcome, OpenGroup
+from engine.rollout.backend import SampleResult
+from engine.rollout.chat import Chat
+from engine.trajectory import Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayParts:
+    """What a gateway is made of; `Plan.make_gateway` makes them in its actor."""
+
+    chat: Chat
+    runner: Runner
+    bounds: Bounds
+    model: str
+    parser: Parser
+    max_body_bytes: int
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+class GatewayActor:
+    """`open`, then `open_group` and `cut` from the replicas and `discard` from the scheduler, until `close`."""
+
+    def __init__(self, plan: PackedPlan) -> None:
+        self._plan = plan.unpack()
+        self._url = ""
+
+    async def open(self) -> str:
+        """Listen; returns the base URL. Raises: OSError where the port is taken, and what the user's code raises."""
+        plan = self._plan
+        prepare_process("gateway", plan.run_dir)
+        if plan.make_gateway is None:
+            raise EngineError("this run has no agents")
+        parts = self._parts = await asyncio.to_thread(plan.make_gateway)
+        self._agents = Agents(parts.bounds, self._run)
+        self._server = GatewayServer(
+            self._agents, parts.chat, model=parts.model, parser=parts.parser, max_body_bytes=parts.max_body_bytes
+        )
+        self._url = await self._server.start(parts.host, parts.port)
+        log.info("agents are served at %s", self._url)
+        return self._url
+
+    async def open_group(self, work: OpenGroup, replica: Any) -> GroupOutcome:
+        """See `gateway.agents.Agents.open`; `replica` is the rollout actor that asks."""
+        return await self._agents.open(work, ReplicaSampler(replica))
+
+    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
+        self._agents.cut(group, attempt, how)
+
+    async def discard(self, groups: Sequence[GroupId]) -> None:
+        self._agents.discard(groups)
+
+    async def alive(self) -> None:
+        """Never answered: that the actor dies is known by this call."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """End every agent and stop listening."""
+        await self._agents.close()
+        await self._server.close()
+        self._parts.runner.close()
+
+    async def _run(self, key: str, prompt: Prompt) -> float | None:
+        return await self._parts.runner.run(self._url, key, prompt)
+
+
+class ReplicaSampler:
+    """A rollout actor as the gateway samples on it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def sample(self, call: AgentCall) -> SampleResult:
+        answer = self._actor.sample.remote(call)
+        try:
+            result: SampleResult = await answer
+        except asyncio.CancelledError:
+            ray.cancel(answer)
+            raise
+        except RayError as error:
+            raise raised(error) from None
+        return result
+
+
+class GatewayLink:
+    """The gateway as a replica sees it, from inside its actor."""
+
+    def __init__(self, gateway: Any) -> None:
+        self._gateway = gateway
+        self._replica = ray.get_runtime_context().current_actor
+
+    async def open(self, work: OpenGroup) -> GroupOutcome:
+        with named():
+            outcome: GroupOutcome = await self._gateway.open_group.remote(work, self._replica)
+        return outcome
+
+    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
+        with named():
+            await self._gateway.cut.remote(group, attempt, how)

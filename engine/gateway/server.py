@@ -1,0 +1,151 @@
+"""The HTTP side: routes, bodies, keys and streams, on aiohttp.
+
+Started by `actors.gateway`, and by tests. Answers whoever has the key of a living agent, and nobody else. It must never
+read a body beyond its bound, nor answer with anything but OpenAI's objects, errors included.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from engine.errors import DataFailure
+from engine.gateway.agents import Agents
+from engine.gateway.answers import Answer, chat_body, chat_events, text_body, text_events
+from engine.gateway.requests import Asking, ChatAsking, RequestError, TextAsking, parse
+from engine.gateway.sessions import ContextSpent, Session, SessionOver
+from engine.gateway.tool_calls import Parser, none
+from engine.rollout.chat import Chat
+from engine.rollout.conversation import Asked, Call, chat, ids, key_of, text
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class GatewayServer:
+    """Serves the agents of `agents`. `parser` finds tool calls in answers; bodies are of `max_body_bytes` at most."""
+
+    def __init__(self, agents: Agents, chat: Chat, *, model: str, parser: Parser, max_body_bytes: int) -> None:
+        self._agents = agents
+        self._chat = chat
+        self._model = model
+        self._parser = parser
+        self._answered = 0
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[self._speak_openai])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/completions", self._completions)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns the base URL for agents. Raises: OSError where the port is taken."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        address = self._runner.addresses[0]
+        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+        return f"http://{shown}:{address[1]}/v1"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    # routes
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "step-engine"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        said = parse(ChatAsking, await request.read())
+        tools = said.tools if said.offers_tools else None
+        asked = chat(
+            said.plain_messages, lambda messages: self._chat.template(messages, tools), self._chat.encode_rendered
+        )
+        parser = self._parser if said.offers_tools else none
+        answer = await self._answer(session, asked, said, parser, with_logprobs=bool(said.logprobs))
+        return await self._send(request, said, chat_body(answer), chat_events(answer, said.usage_in_stream))
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        said = parse(TextAsking, await request.read())
+        if isinstance(said.prompt, str):
+            asked = text(said.prompt, self._chat.encode)
+        else:
+            asked = ids(said.prompt, self._chat.encode)
+        answer = await self._answer(session, asked, said, none, with_logprobs=said.logprobs is not None)
+        return await self._send(request, said, text_body(answer), text_events(answer, said.usage_in_stream))
+
+    # inside
+
+    async def _answer(
+        self, session: Session, asked: Asked, said: ChatAsking | TextAsking, parser: Parser, with_logprobs: bool
+    ) -> Answer:
+        call = session.begin(asked)
+        await session.sample(call, said.limit)
+        shown, hidden = self._ending(call, said.stops)
+        left, calls = parser(shown)
+        pairs = zip(call.token_ids, call.logprobs, strict=True)
+        self._answered += 1
+        answer = Answer(
+            id=f"call-{self._answered}",
+            created=int(time.time()),
+            model=self._model,
+            text=left,
+            finish_reason=call.finish_reason,
+            prompt_tokens=len(call.prompt_ids),
+            completion_tokens=len(call.token_ids),
+            tool_calls=calls,
+            logprobs=[(self._chat.full([token]), value) for token, value in pairs] if with_logprobs else None,
+        )
+        session.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
+        return answer
+
+    def _ending(self, call: Call, stops: list[str]) -> tuple[str, str]:
+        """The text of an answer and what its tokens say after it; cut where a string of the agent's ends it."""
+        stopped = self._chat.find_stop(call.token_ids, stops) if stops else None
+        if stopped is None:
+            return self._chat.answer(call.token_ids), self._chat.ending(call.token_ids)
+        tokens, shown = stopped
+        call.cut(tokens)
+        call.finish_reason = "stop"
+        return shown, self._chat.shown(call.token_ids)[len(shown) :]
+
+    async def _send(
+        self, request: web.Request, said: Asking, body: dict[str, Any], events: Iterator[bytes]
+    ) -> web.StreamResponse:
+        if not said.stream:
+            return web.json_response(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    def _session(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._agents.session(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise RequestError(401, "the key is not that of a living agent", code="invalid_api_key")
+        return session
+
+    @web.middleware
+    async def _speak_openai(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every failure is OpenAI's error object."""
+        try:
+            return await handler(request)
+        except RequestError as error:
+            failure = error
+        except ContextSpent as error:
+            failure = RequestError(400, str(error), code="context_length_exceeded", param="messages")
+        except DataFailure as error:
+            failure = RequestError(400, str(error))
+        except SessionOver:
+            failure = RequestError(401, "the agent's session is over", code="invalid_api_key")
+        except web.HTTPRequestEntityTooLarge as error:
+            failure = RequestError(413, error.text or "the body is too large", code="request_too_large")
+        except web.HTTPException as error:
+            failure = RequestError(error.status, f"{request.method} {request.path}: {error.reason}")
+        return web.json_response(failure.body, status=failure.status)

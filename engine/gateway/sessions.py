@@ -1,0 +1,307 @@
+"""Agents and their conversations, by group, and the replica that a group samples on.
+
+Called by `server.py` for every call and by `agents.py` for every order about a group. A group of agents outlives its
+replica: while none is open to it, its calls wait where they are and go on from their prefixes on the next one. It must
+never let two attempts of a group answer each other's orders.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.errors import DataFailure, EngineError
+from engine.ids import Version
+from engine.rollout.agent import AgentCall, GroupOutcome, OpenGroup, RolloutOutcome
+from engine.rollout.backend import SampleResult
+from engine.rollout.conversation import Asked, Call, Conversation
+
+log = logging.getLogger(__name__)
+
+
+class Sampler(Protocol):
+    """The sampling side: one replica."""
+
+    def sample(self, call: AgentCall) -> Coroutine[Any, Any, SampleResult]:
+        """As `RolloutBackend.sample`. Raises `DataFailure` for what no replica could sample; whatever else it raises
+        is this replica's failure, and the call goes on elsewhere."""
+
+
+class SessionOver(Exception):
+    """The session ended, or was ended, while a call was under way."""
+
+
+class ContextSpent(DataFailure):
+    """The history leaves no room for an answer in the model's context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What bounds every agent. `context` is in tokens; None where only the sampling side knows it."""
+
+    max_tokens: int
+    context: int | None
+    timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The way to the replica that an attempt runs on."""
+
+    sampler: Sampler
+    attempt: int
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the group is open elsewhere: what is still under way here is lost."""
+
+
+class Session:
+    """One agent: its key, its conversation, what came of it."""
+
+    def __init__(self, group: "AgentGroup", index: int, key: str) -> None:
+        self.group = group
+        self.index = index
+        self.key = key
+        self.conversation = Conversation()
+        self.calls_begun = 0
+        self.ended = False
+        self.reward: float | None = None
+        self.agent: asyncio.Task[None] | None = None
+        self._sampling: dict[asyncio.Task[None], None] = {}
+
+    def begin(self, asked: Asked) -> Call:
+        """Take a history in. Raises: `ContextSpent`."""
+        call = self.conversation.begin(asked)
+        self.calls_begun += 1
+        tokens, context = len(call.prompt_ids), self.group.bounds.context
+        if context is not None and tokens >= context:
+            self.drop(call)
+            self._spent(f"the conversation has {tokens} tokens; the model's context is {context} tokens")
+        return call
+
+    async def sample(self, call: Call, limit: int | None) -> None:
+        """Sample an answer of at most `limit` tokens, on one replica after the other if it must be.
+
+        Raises: `SessionOver`, `ContextSpent`, `DataFailure`; the call is dropped then.
+        """
+        bounds = self.group.bounds
+        most = min(bounds.max_tokens, limit or bounds.max_tokens)
+        task = asyncio.get_running_loop().create_task(self.group.sample(self, call, most, self.calls_begun))
+        self._sampling[task] = None
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise SessionOver
+            task.result()
+        except BaseException as error:
+            task.cancel()
+            self.drop(call)
+            if isinstance(error, DataFailure) and "context_tokens" in error.details:
+                self._spent(str(error))
+            raise
+        finally:
+            del self._sampling[task]
+
+    def drop(self, call: Call) -> None:
+        self.conversation.drop(call)
+
+    def end(self) -> None:
+        """No call is answered any more, and the agent is cancelled if it still runs."""
+        if self.agent is not None and self.agent is not asyncio.current_task():
+            self.agent.cancel()
+        for task in self._sampling:
+            task.cancel()
+        for call in list(self.conversation.running):
+            self.drop(call)
+
+    def outcome(self, finish: str) -> RolloutOutcome:
+        """What there is. `finish`: for an agent that has not ended, why it counts as finished; empty if it does
+        not."""
+        reason = self.conversation.finish_reason or "stop"
+        trajectories = self.conversation.trajectories()
+        for place, trajectory in enumerate(trajectories, 1):
+            last = place == len(trajectories)
+            trajectory.finish_reason = (reason if last else "stop") if self.ended else finish
+        return RolloutOutcome(trajectories=trajectories, reward=self.reward, rewrites=self.conversation.rewrites)
+
+    def _spent(self, story: str) -> None:
+        self.conversation.finish_reason = "length"
+        raise ContextSpent(story)
+
+
+class AgentGroup:
+    """The agents of one prompt group, from the first attempt that began them until they end."""
+
+    def __init__(self, work: OpenGroup, bounds: Bounds) -> None:
+        self.id = work.group
+        self.prompt = work.prompt
+        self.bounds = bounds
+        self.sessions: list[Session] = []
+        self.failure: Exception | None = None
+        self.over = False
+        self._line: Line | None = None
+        self._gate = asyncio.Event()
+        self._outcome: asyncio.Future[GroupOutcome] | None = None
+        self._flying = 0
+        self._landed = asyncio.Event()
+        self._landed.set()
+        self._left_s = bounds.timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._cuts: list[asyncio.Task[None]] = []
+
+    # what the scheduler wants
+
+    @property
+    def attempt(self) -> int:
+        """The newest it was opened for."""
+        return self._line.attempt if self._line is not None else 0
+
+    def open(self, line: Line) -> "asyncio.Future[GroupOutcome]":
+        """Let calls through to a replica. The future is done when every agent has ended, or with what is there when
+        the replica is taken away."""
+        self._resolve(self._story(aborted=True))
+        if self._line is not None:
+            self._line.replaced.set()
+        self._line = line
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._gate.set()
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._left_s, self._time_out)
+        self.look()
+        return self._outcome
+
+    def cut(self, attempt: int, how: str) -> None:
+        """Let no call through to the replica of an attempt any more. Once those under way are back, its `open` is
+        answered: `park`: with what is there, agents kept; `truncate`: as finished."""
+        if self._line is not None and self._line.attempt == attempt:
+            self._shut()
+            task = asyncio.get_running_loop().create_task(self._answer_cut(self._line, how))
+            self._cuts.append(task)
+
+    async def _answer_cut(self, line: Line, how: str) -> None:
+        await self._landed.wait()
+        if self._line is not line or self.over:
+            return
+        if how == "truncate":
+            self.over = True
+            self._resolve(self._story(finish="truncated"))
+        else:
+            self._resolve(self._story(aborted=True))
+
+    def newer_than(self, version: Version) -> bool:
+        """Whether any token is of newer weights than these: a replica that has them cannot go on from it."""
+        seen = [session.conversation.newest_version for session in self.sessions]
+        return any(newest is not None and newest > version for newest in seen)
+
+    # what the agents do
+
+    async def sample(self, session: Session, call: Call, most: int, number: int) -> None:
+        """Sample for a call until it has its answer, wherever the group is open."""
+        while True:
+            await self._gate.wait()
+            line = self._line
+            assert line is not None
+            asked = AgentCall(
+                id=f"{self.id}.{session.index}.{line.attempt}.{number}",
+                group=self.id,
+                attempt=line.attempt,
+                prompt_ids=call.prompt_ids,
+                prefix_ids=list(call.token_ids),
+                max_tokens=most,
+                place=(session.index, call.segment.number, call.segment.calls),
+            )
+            try:
+                result = await self._fly(line, asked)
+            except DataFailure:
+                raise
+            except Exception as error:
+                self._broken(line, error)
+                continue
+            if result is None:
+                continue
+            call.take(result)
+            if result.finish_reason != "abort":
+                return
+            if self._line is line:
+                self._gate.clear()  # whoever aborted it says next what becomes of the group
+
+    async def _fly(self, line: Line, asked: AgentCall) -> SampleResult | None:
+        """What a replica makes of a call; None if another one has taken its place meanwhile."""
+        self._flying += 1
+        self._landed.clear()
+        loop = asyncio.get_running_loop()
+        flight, replaced = loop.create_task(line.sampler.sample(asked)), loop.create_task(line.replaced.wait())
+        try:
+            await asyncio.wait([flight, replaced], return_when=asyncio.FIRST_COMPLETED)
+            return flight.result() if flight.done() else None
+        finally:
+            flight.cancel()
+            replaced.cancel()
+            self._flying -= 1
+            if not self._flying:
+                self._landed.set()
+
+    def _broken(self, line: Line, error: Exception) -> None:
+        """A replica failed a call: its attempt is over, the agents wait for another."""
+        log.warning("group %d cannot sample in attempt %d: %s", self.id, line.attempt, error)
+        if self._line is line:
+            self._shut()
+            if self._outcome is not None and not self._outcome.done():
+                failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")
+                self._outcome.set_exception(failure)
+
+    def ended(self, session: Session, reward: float | None) -> None:
+        session.ended = True
+        session.reward = reward
+        session.end()
+        self.look()
+
+    def fail(self, error: Exception) -> None:
+        """An agent failed: so has the attempt, and the group begins anew in the next."""
+        if self.failure is None:
+            self.failure = error
+            self._shut()
+            for session in self.sessions:
+                session.end()
+            self.look()
+
+    def look(self) -> None:
+        """Answer if there is nothing to wait for any more."""
+        if self._outcome is None or self._outcome.done():
+            return
+        if self.failure is not None:
+            self.over = True
+            self._outcome.set_exception(self.failure)
+        elif all(session.ended for session in self.sessions):
+            self.over = True
+            self._resolve(self._story())
+
+    def end(self) -> None:
+        self._shut()
+        for session in self.sessions:
+            session.end()
+        for task in self._cuts:
+            task.cancel()
+        self._resolve(self._story(aborted=True))
+
+    # inside
+
+    def _story(self, finish: str = "", aborted: bool = False) -> GroupOutcome:
+        return GroupOutcome(rollouts=[session.outcome(finish) for session in self.sessions], aborted=aborted)
+
+    def _resolve(self, outcome: GroupOutcome) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    def _shut(self) -> None:
+        self._gate.clear()
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_out(self) -> None:
+        late = [session.index for session in self.sessions if not session.ended]
+        story = f"agents {late} of prompt row {self.prompt.row} took longer than {self.bounds.timeout_s:g} s"
+        self.fail(DataFailure(story, row=self.prompt.row))

@@ -1,0 +1,184 @@
+"""Agents, gateway and embedded sampler in one process: what most tests of the gateway stand on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from engine.gateway.agents import Agents
+from engine.gateway.server import GatewayServer
+from engine.gateway.sessions import Bounds
+from engine.gateway.tool_calls import PARSERS
+from engine.roles import Generated, GroupWork
+from engine.rollout.agent import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
+from engine.rollout.chat import Chat
+from engine.rollout.scoring import Scorer
+from engine.rollout.torch import TorchBackend
+from engine.trajectory import Prompt, Span, Trajectory
+
+torch.set_num_threads(1)
+CONTEXT = 512
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+TEMPLATE = (
+    "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %}\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end>{% endfor %}"
+    "[assistant]"
+)
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    """Letters, and pairs of them that a text is encoded with where it can be: one text has several encodings."""
+    pairs = [(a, b) for a in "abcdefgh" for b in "abcdefgh"]
+    tokens = [*LETTERS, *(a + b for a, b in pairs)]
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", "<unknown>", *tokens])}
+    made = Tokenizer(models.BPE(vocabulary, pairs, unk_token="<unknown>"))
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<pad>", "<end>", "<unknown>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
+    wrapped.chat_template = template
+    return wrapped
+
+
+def model(seed: int = 0) -> Qwen2ForCausalLM:
+    """Random weights."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer()), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64, max_position_embeddings=CONTEXT, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+class Scripted:
+    """A backend that says what it is told, word for word, under version 0."""
+
+    context = CONTEXT
+
+    def __init__(self, *said: str) -> None:
+        self.said = list(said)
+        self.asked: list[SampleRequest] = []
+        self.tokens = tokenizer()
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        self.asked.append(request)
+        ids = self.tokens.encode(self.said.pop(0), add_special_tokens=False)[: request.params.max_tokens]
+        finish = "stop" if ids[-1] == 1 else "length"
+        spans = [Span(0, len(ids), 0)]
+        return SampleResult(token_ids=ids, logprobs=[-0.5] * len(ids), spans=spans, finish_reason=finish)
+
+    async def abort(self, ids: Any) -> None: ...
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def stage(self, version: int, weights: Any) -> None: ...
+
+    async def install(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def failed(self) -> str:
+        return await asyncio.Event().wait() and ""
+
+    def tokens_sampled(self) -> int:
+        return 0
+
+
+class Line:
+    """A generator's way to the gateway, and back, without processes between."""
+
+    def __init__(self, agents: Agents, generator: AgentGenerator) -> None:
+        self.agents = agents
+        self.generator = generator
+
+    async def open(self, work: OpenGroup) -> GroupOutcome:
+        return await self.agents.open(work, self)
+
+    async def cut(self, group: int, attempt: int, how: str) -> None:
+        self.agents.cut(group, attempt, how)
+
+    async def sample(self, call: AgentCall) -> SampleResult:
+        return await self.generator.sample(call)
+
+
+Agent = Callable[[AsyncOpenAI, Prompt], Awaitable[float | None]]
+
+
+def length_of(prompt: Prompt, trajectory: Trajectory) -> float:
+    return float(len(trajectory.text))
+
+
+class Rig:
+    """`async with Rig(agent) as rig: generated = await rig.generate()`."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        *backends: RolloutBackend,
+        template: str | None = TEMPLATE,
+        max_tokens: int = 12,
+        parser: str = "hermes",
+        timeout_s: float = 60.0,
+        max_body_bytes: int = 1 << 20,
+        reward: Any = length_of,
+    ) -> None:
+        self.tokens = tokenizer(template)
+        self.backends = backends or (TorchBackend(model(), rows=8),)
+        self.agents = Agents(Bounds(max_tokens=max_tokens, context=CONTEXT, timeout_s=timeout_s), self._launch)
+        self.server = GatewayServer(
+            self.agents, Chat(self.tokens, [1]), model="tiny", parser=PARSERS[parser], max_body_bytes=max_body_bytes
+        )
+        params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
+        self.generators = [
+            AgentGenerator(backend, Scorer(self.tokens, reward), params=params, seed=7) for backend in self.backends
+        ]
+        for generator in self.generators:
+            generator.connect(Line(self.agents, generator))
+        self.agent = agent
+        self.keys: list[str] = []
+        self.url = ""
+
+    async def _launch(self, key: str, prompt: Prompt) -> float | None:
+        self.keys.append(key)
+        async with self.client(key) as client:
+            return await self.agent(client, prompt)
+
+    def client(self, key: str) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0)
+
+    async def __aenter__(self) -> "Rig":
+        self.url = await self.server.start("127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.agents.close()
+        await self.server.close()
+        for generator in self.generators:
+            await generator.close()
+
+    async def generate(self, replica: int = 0, *, attempt: int = 1, samples: int = 1, **more: Any) -> Generated:
+        work = GroupWork(group=5, attempt=attempt, prompt=Prompt(row=3, text="say abcd"), samples=samples, **more)
+        return await self.generators[replica].generate(work)
+
+
+def run(scenario: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(scenario, 60)
+
+    return asyncio.run(bounded())
+
+
+async def one_group(agent: Agent, *backends: RolloutBackend, samples: int = 1, **options: Any) -> Any:
+    """The trajectories that one group of agents leaves."""
+    async with Rig(agent, *backends, **options) as rig:
+        generated = await rig.generate(samples=samples)
+        assert not generated.aborted
+        return generated.group.trajectories

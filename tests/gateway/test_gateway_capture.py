@@ -1,0 +1,213 @@
+"""What the gateway keeps of a conversation: every token, what is trained of it, and nothing that was not there."""
+
+from typing import Any
+
+import pytest
+from gateway_rig import Scripted, model, one_group, run, tokenizer
+from openai import AsyncOpenAI
+
+from engine.rollout.backend import SampleRequest, SamplingParams
+from engine.rollout.seeds import derive_seed
+from engine.rollout.torch import TorchBackend
+from engine.trajectory import Prompt, Trajectory
+
+SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
+    done = await client.chat.completions.create(model="any", messages=messages, **more)
+    message = done.choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    return done
+
+
+def runs_of(trajectory: Trajectory) -> list[tuple[int, str]]:
+    """(mask, text) of the stretches of equal mask."""
+    tokens, found = tokenizer(), []
+    for id, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True):
+        if not found or found[-1][0] != mask:
+            found.append((mask, []))
+        found[-1][1].append(id)
+    return [(mask, tokens.decode(ids)) for mask, ids in found]
+
+
+async def two_turns(client: AsyncOpenAI, prompt: Prompt) -> None:
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    await ask(client, messages)
+    messages.append({"role": "user", "content": "again"})
+    await ask(client, messages)
+
+
+def test_turns_are_kept_token_by_token_with_what_came_between_masked() -> None:
+    """The ids of `abcd` are single letters as sampled here; encoding the text would give pairs."""
+    letters = Scripted("x", "yy<end>")
+    spelled = [tokenizer().convert_tokens_to_ids(letter) for letter in "abcd"]
+    assert tokenizer().encode("abcd") != spelled
+
+    async def spell(request: SampleRequest) -> Any:
+        result = await Scripted.sample(letters, request)
+        if len(letters.asked) == 1:
+            result.token_ids, result.logprobs = [*spelled, 1], [-1.0, -2.0, -3.0, -4.0, -5.0]
+            result.spans, result.finish_reason = [result.spans[0]._replace(stop=5)], "stop"
+        return result
+
+    letters.sample = spell  # type: ignore[method-assign]
+    (only,) = run(one_group(two_turns, letters))
+    assert tokenizer().decode(only.prompt_ids) == "[user]say abcd<end>[assistant]"
+    assert only.token_ids[:5] == [*spelled, 1]
+    assert only.logprobs[:5] == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert runs_of(only) == [(1, "abcd<end>"), (0, "[user]again<end>[assistant]"), (1, "yy<end>")]
+    assert [span[:2] for span in only.spans] == [(0, len(only.token_ids))]
+    assert letters.asked[1].prompt_ids == only.prompt_ids + only.token_ids[: -len("yy") - 1]
+    assert not only.continues
+    assert only.finish_reason == "stop"
+
+
+def test_what_is_captured_is_what_the_model_samples_on_the_same_tokens() -> None:
+    (only,) = run(one_group(two_turns))
+
+    async def directly() -> list[Any]:
+        backend, results = TorchBackend(model(), rows=8), []
+        starts = [0, only.loss_mask.index(0) + only.loss_mask[only.loss_mask.index(0) :].index(1)]
+        for call, start in enumerate(starts, 1):
+            params = SamplingParams(max_tokens=12, stop_ids=(1,))
+            request = SampleRequest(
+                id=f"{call}", prompt_ids=only.prompt_ids + only.token_ids[:start], params=params,
+                seed=derive_seed(7, 5, 0, 0, call),
+            )  # fmt: skip
+            results.append((start, await backend.sample(request)))
+        await backend.close()
+        return results
+
+    for start, result in run(directly()):
+        stop = start + len(result.token_ids)
+        assert only.token_ids[start:stop] == result.token_ids
+        assert only.logprobs[start:stop] == pytest.approx(result.logprobs, abs=1e-5)
+        assert set(only.loss_mask[start:stop]) == {1}
+
+
+def test_an_answer_cut_by_its_length_goes_on_behind_the_end_that_the_template_writes() -> None:
+    (only,) = run(one_group(two_turns, Scripted("no end", "ok<end>")))
+    assert runs_of(only) == [(1, "no end"), (0, "<end>[user]again<end>[assistant]"), (1, "ok<end>")]
+
+
+def test_a_rewritten_history_begins_a_segment_that_continues_the_rollout() -> None:
+    async def forgetful(client: AsyncOpenAI, prompt: Prompt) -> float:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        await ask(client, messages)
+        await ask(client, [{"role": "user", "content": "summary of what was"}])
+        return 2.5
+
+    first, second = run(one_group(forgetful, Scripted("one<end>", "two<end>")))
+    assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
+    assert tokenizer().decode(second.prompt_ids) == "[user]summary of what was<end>[assistant]"
+    assert [t.continues for t in (first, second)] == [False, True]
+    assert [t.reward for t in (first, second)] == [2.5, 2.5]
+
+
+def test_an_agent_that_edits_its_own_answer_is_not_trained_on_the_edit() -> None:
+    async def editor(client: AsyncOpenAI, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        await ask(client, messages)
+        messages[-1]["content"] = "better"
+        messages.append({"role": "user", "content": "go on"})
+        await ask(client, messages)
+
+    first, second = run(one_group(editor, Scripted("one<end>", "two<end>")))
+    assert second.continues
+    assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
+
+
+def test_two_conversations_under_one_key_are_kept_apart() -> None:
+    async def interleaving(client: AsyncOpenAI, prompt: Prompt) -> None:
+        left: list[Any] = [{"role": "user", "content": "left"}]
+        right: list[Any] = [{"role": "user", "content": "right"}]
+        for messages in (left, right, left, right):
+            if len(messages) > 1:
+                messages.append({"role": "user", "content": "more"})
+            await ask(client, messages)
+
+    said = Scripted("a<end>", "a<end>", "b<end>", "c<end>")
+    left, right = run(one_group(interleaving, said))
+    assert runs_of(left) == [(1, "a<end>"), (0, "[user]more<end>[assistant]"), (1, "b<end>")]
+    assert runs_of(right) == [(1, "a<end>"), (0, "[user]more<end>[assistant]"), (1, "c<end>")]
+    assert tokenizer().decode(right.prompt_ids) == "[user]right<end>[assistant]"
+
+
+def test_tool_calls_are_parsed_and_come_back_as_the_tokens_that_they_were() -> None:
+    async def calculating(client: AsyncOpenAI, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        done = await ask(client, messages, tools=[SUM])
+        assert done.choices[0].finish_reason == "tool_calls"
+        (call,) = done.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("sum", '{"a": 1}')
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        done = await ask(client, messages, tools=[SUM])
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("3", "stop")
+
+    spaced = 'I add <tool_call>{"name":"sum",   "arguments":{"a":1}}</tool_call><end>'
+    (only,) = run(one_group(calculating, Scripted(spaced, "3<end>"), max_tokens=100))
+    assert runs_of(only) == [(1, spaced), (0, "[tool]3<end>[assistant]"), (1, "3<end>")]
+    assert tokenizer().decode(only.prompt_ids).startswith("tools: sum")
+
+
+@pytest.mark.parametrize("prompt", ["text", "ids"])
+def test_completions_go_on_from_what_they_said(prompt: str) -> None:
+    async def plain(client: AsyncOpenAI, _: Prompt) -> None:
+        if prompt == "text":
+            first = await client.completions.create(model="any", prompt="count: ", stop=["!"])
+            text = first.choices[0].text
+            assert text == "one, two"
+            await client.completions.create(model="any", prompt="count: " + text + "! and ")
+        else:
+            ids = tokenizer().encode("count: ")
+            await client.completions.create(model="any", prompt=ids)
+            ids += tokenizer().encode("one, two! more<end> and ")
+            await client.completions.create(model="any", prompt=ids)
+
+    (only,) = run(one_group(plain, Scripted("one, two! more<end>", "three<end>"), max_tokens=100))
+    kept = "one, two!" if prompt == "text" else "one, two! more<end>"
+    assert runs_of(only) == [(1, kept), (0, " and "), (1, "three<end>")]
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_a_stream_says_what_the_whole_answer_says(tools: bool) -> None:
+    said = 'so <tool_call>{"name": "sum", "arguments": {}}</tool_call><end>' if tools else "abcd<end>"
+    more: dict[str, Any] = {"tools": [SUM]} if tools else {}
+    seen: list[Any] = []
+
+    async def whole(client: AsyncOpenAI, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        done = await client.chat.completions.create(model="any", messages=messages, **more)
+        calls = done.choices[0].message.tool_calls or []
+        usage = done.usage.total_tokens
+        seen.append((done.choices[0].message.content, [c.function.name for c in calls], usage))
+
+    async def streaming(client: AsyncOpenAI, prompt: Prompt) -> None:
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        text, names, finish, usage = "", [], "", 0
+        async for chunk in await client.chat.completions.create(
+            model="any", messages=messages, stream=True, stream_options={"include_usage": True}, **more
+        ):
+            usage = chunk.usage.total_tokens if chunk.usage else usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                names += [call.function.name for call in choice.delta.tool_calls or ()]
+                finish = choice.finish_reason or finish
+        assert finish == ("tool_calls" if tools else "stop")
+        seen.append((text, names, usage))
+
+    results = [run(one_group(agent, Scripted(said), max_tokens=100)) for agent in (whole, streaming)]
+    assert seen[0] == seen[1]
+    assert results[0] == results[1]
+
+
+def test_log_probs_are_those_of_the_sampled_tokens() -> None:
+    told: list[float] = []
+
+    async def curious(client: AsyncOpenAI, prompt: Prompt) -> None:
+        done = await ask(client, [{"role": "user", "content": prompt.text}], logprobs=True)
+        told.extend(token.logprob for token in done.choices[0].logprobs.content)
+
+    (only,) = run(one_group(curious))
+    assert told == only.logprobs

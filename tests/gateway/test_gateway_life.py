@@ -1,0 +1,281 @@
+"""Keys, refusals, and what becomes of agents that fail, are cut short, or lose their replica."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from gateway_rig import CONTEXT, Rig, Scripted, model, one_group, run
+from openai import AsyncOpenAI
+
+from engine.errors import DataFailure, EngineError
+from engine.rollout.backend import SampleRequest, SampleResult
+from engine.rollout.torch import TorchBackend
+from engine.trajectory import Prompt, Span
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+async def hello(client: AsyncOpenAI, prompt: Prompt) -> None:
+    await client.chat.completions.create(model="any", messages=HELLO)
+
+
+async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
+    """Everything that a gateway must refuse, in one conversation that goes on afterwards."""
+    create = client.chat.completions.create
+    with pytest.raises(openai.AuthenticationError, match="not that of a living agent"):
+        await client.with_options(api_key="sk-wrong").models.list()
+    with pytest.raises(openai.APIStatusError) as large:
+        await create(model="any", messages=[{"role": "user", "content": "x" * 30_000}])
+    assert large.value.status_code == 413
+    assert large.value.code == "request_too_large"
+    with pytest.raises(openai.BadRequestError) as long:
+        await create(model="any", messages=[{"role": "user", "content": "x" * (CONTEXT + 1)}])
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="n must be 1"):
+        await create(model="any", messages=HELLO, n=2)
+    picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        await create(model="any", messages=picture)
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model="any", input="x")
+    assert [m.id async for m in client.models.list()] == ["tiny"]
+    await create(model="any", messages=HELLO)
+    return 1.0
+
+
+def test_what_is_refused_is_refused_in_openais_words_and_leaves_no_trace() -> None:
+    (only,) = run(one_group(refused, Scripted("hi<end>"), max_body_bytes=20_000))
+    assert (only.loss_mask, only.reward, only.finish_reason) == ([1, 1, 1], 1.0, "stop")
+
+
+def test_a_spent_context_ends_the_conversation_and_what_was_sampled_stays_trainable() -> None:
+    async def talkative(client: AsyncOpenAI, prompt: Prompt) -> float:
+        messages = list(HELLO)
+        try:
+            while True:
+                done = await client.chat.completions.create(model="any", messages=messages)
+                messages += [done.choices[0].message.model_dump(), {"role": "user", "content": "x" * 100}]
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+        return 1.0
+
+    (only,) = run(one_group(talkative))
+    assert only.finish_reason == "length"
+    assert sum(only.loss_mask) >= 3
+    assert len(only.prompt_ids) + len(only.token_ids) <= CONTEXT
+
+
+def test_a_model_without_a_chat_template_is_named_for_chats_and_serves_completions() -> None:
+    async def both(client: AsyncOpenAI, prompt: Prompt) -> float:
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            await client.chat.completions.create(model="any", messages=HELLO)
+        await client.completions.create(model="any", prompt="hello")
+        return 0.0
+
+    (only,) = run(one_group(both, template=None))
+    assert 1 in only.loss_mask
+
+
+def test_an_agent_that_raises_costs_its_group_an_attempt_and_the_next_begins_anew() -> None:
+    async def scenario() -> None:
+        lives = []
+
+        async def failing(client: AsyncOpenAI, prompt: Prompt) -> None:
+            await hello(client, prompt)
+            lives.append(client.api_key)
+            if len(lives) == 1:
+                raise DataFailure("no answer in it")
+
+        async with Rig(failing) as rig:
+            with pytest.raises(DataFailure, match="no answer in it"):
+                await rig.generate()
+            with pytest.raises(openai.AuthenticationError):
+                await rig.client(lives[0]).models.list()
+            generated = await rig.generate(attempt=2)
+            assert len(generated.group.trajectories) == 1
+            assert generated.oldest_version is None
+            with pytest.raises(openai.AuthenticationError):
+                await rig.client(lives[1]).models.list()
+
+    run(scenario())
+
+
+def test_an_agent_that_takes_too_long_is_cancelled() -> None:
+    async def scenario() -> None:
+        cancelled = asyncio.Event()
+
+        async def idle(client: AsyncOpenAI, prompt: Prompt) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with Rig(idle, timeout_s=0.05) as rig:
+            with pytest.raises(DataFailure, match=r"agents \[0\] of prompt row 3 took longer than 0.05 s"):
+                await rig.generate()
+            await cancelled.wait()
+
+    run(scenario())
+
+
+class Halting(TorchBackend):
+    """Samples so many tokens, then waits for its next order."""
+
+    halt_at = 6
+
+    def _turn(self) -> None:
+        if self.tokens_sampled() == self.halt_at:
+            self._obey(*self._inbox.get())
+            self.halt_at = -1
+        else:
+            super()._turn()
+
+
+async def halted(backend: TorchBackend) -> None:
+    while backend.tokens_sampled() < 6:
+        await asyncio.to_thread(lambda: None)
+
+
+async def long_answer(client: AsyncOpenAI, prompt: Prompt) -> float:
+    done = await client.chat.completions.create(model="any", messages=HELLO, max_tokens=20, stop=[])
+    return float(done.usage.completion_tokens)
+
+
+def uncut() -> Any:
+    (only,) = run(one_group(long_answer, TorchBackend(model(), rows=8), max_tokens=20))
+    return only
+
+
+@pytest.mark.parametrize("end", ["pause", "loss", "failure"])
+def test_a_conversation_survives_its_replica_and_goes_on_from_its_prefix(end: str) -> None:
+    async def scenario() -> Any:
+        first, second = Halting(model(), rows=8), TorchBackend(model(), rows=8)
+        async with Rig(long_answer, first, second, max_tokens=20) as rig:
+            running = asyncio.ensure_future(rig.generate())
+            await halted(first)
+            if end == "pause":
+                await rig.generators[0].pause("abort")
+                partial = await running
+                assert partial.aborted
+                assert len(partial.group.trajectories[0].token_ids) == 6
+            elif end == "failure":
+                await first.close()
+                with pytest.raises(EngineError, match="closed"):
+                    await running
+            generated = await rig.generate(1, attempt=2)
+            if end == "loss":
+                assert (await running).aborted, "nothing has come from the first replica, nor will it"
+            assert generated.oldest_version == 0
+            assert len(rig.keys) == 1, "the agent was not started again"
+            return generated.group.trajectories[0]
+
+    resumed, whole = run(scenario()), uncut()
+    assert resumed.token_ids == whole.token_ids
+    assert resumed.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+def test_a_replica_with_older_weights_cannot_go_on_so_the_agents_begin_anew() -> None:
+    class Newer(Scripted):
+        async def sample(self, request: SampleRequest) -> SampleResult:
+            if len(self.asked):
+                raise EngineError("this replica is gone")
+            result = await super().sample(request)
+            result.spans = [Span(0, len(result.token_ids), 3)]
+            return result
+
+    async def twice(client: AsyncOpenAI, prompt: Prompt) -> float:
+        await hello(client, prompt)
+        await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "more"}])
+        return 1.0
+
+    async def scenario() -> None:
+        async with Rig(twice, Newer("new<end>"), Scripted("old<end>", "older<end>")) as rig:
+            with pytest.raises(EngineError, match="gone"):
+                await rig.generate(0)
+            generated = await rig.generate(1, attempt=2)
+            assert len(rig.keys) == 2
+            assert {span.version for t in generated.group.trajectories for span in t.spans} == {0}
+
+    run(scenario())
+
+
+def test_truncation_finishes_a_group_with_what_there_is_and_ends_its_agents() -> None:
+    async def scenario() -> None:
+        backend = Halting(model(), rows=8)
+        async with Rig(long_answer, backend, max_tokens=20) as rig:
+            running = asyncio.ensure_future(rig.generate())
+            await halted(backend)
+            await rig.generators[0].truncate([5])
+            generated = await running
+            (only,) = generated.group.trajectories
+            assert (len(only.token_ids), only.finish_reason) == (6, "truncated")
+            assert only.reward == len(only.text)
+            assert rig.agents.session(rig.keys[0]) is None
+
+    run(scenario())
+
+
+def test_a_discarded_group_takes_its_agents_along() -> None:
+    async def scenario() -> None:
+        backend = Halting(model(), rows=8)
+        refusals: list[int] = []
+
+        async def watching(client: AsyncOpenAI, prompt: Prompt) -> None:
+            try:
+                await hello(client, prompt)
+            except asyncio.CancelledError:
+                refusals.append(1)
+                raise
+
+        async with Rig(watching, backend, max_tokens=20) as rig:
+            running = asyncio.ensure_future(rig.generate())
+            await halted(backend)
+            await rig.generators[0].abort([5])
+            assert (await running).aborted
+            rig.agents.discard([5])
+            await rig.agents.close()
+            assert refusals == [1]
+            assert rig.agents.session(rig.keys[0]) is None
+
+    run(scenario())
+
+
+def test_an_order_to_cut_that_overtakes_its_opening_is_not_lost() -> None:
+    async def scenario() -> None:
+        async with Rig(hello, Scripted("x<end>")) as rig:
+            rig.agents.cut(5, 1, "park")
+            assert (await rig.generate()).aborted
+            assert not (await rig.generate(attempt=2)).aborted
+
+    run(scenario())
+
+
+def test_a_caller_that_goes_away_leaves_no_answer_behind() -> None:
+    async def scenario() -> Any:
+        backend = Halting(model(), rows=8)
+
+        async def impatient(client: AsyncOpenAI, prompt: Prompt) -> float:
+            call = asyncio.ensure_future(hello(client, prompt))
+            await halted(backend)
+            call.cancel()
+            await asyncio.wait([call])
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "other"}])
+            return 1.0
+
+        async with Rig(impatient, backend, max_tokens=20) as rig:
+            return (await rig.generate()).group.trajectories
+
+    (only,) = run(scenario())
+    assert "other" in model_text(only.prompt_ids)
+
+
+def model_text(ids: list[int]) -> str:
+    from gateway_rig import tokenizer
+
+    return str(tokenizer().decode(ids))
+
+
+def test_a_reward_is_needed_from_somewhere() -> None:
+    with pytest.raises(DataFailure, match="returned no reward"):
+        run(one_group(hello, Scripted("x<end>"), reward=None))

@@ -1,0 +1,103 @@
+"""Whole runs over Ray with agents: weights swapped under conversations, a replica lost in one, every law kept."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
+import conversing
+from conversing import make_inputs
+from ray_plans import check_record, events_of
+
+import engine.rollout.torch
+from engine.actors.models import inputs_of, make_rollout, plan_of
+from engine.actors.run import start
+from engine.config import Config
+from engine.config.loading import parse_config
+from engine.errors import ConfigError
+from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, WeightsInstalled
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+PROMPTS, SAMPLES, STEPS = 24, 2, 6
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    import ray
+
+    from engine.actors.run import connect
+
+    connect()
+    yield
+    ray.shutdown()
+
+
+def configured(directory: Path, agent: dict[str, Any], **changes: Any) -> Config:
+    return parse_config(
+        {
+            "run": {"dir": str(directory), "seed": 3},
+            **make_inputs(directory, PROMPTS),
+            "reward": {"function": "conversing:whole"},
+            "agent": agent,
+            "scheduler": {"train_batch_size": 4, "samples_per_prompt": SAMPLES, "max_staleness_steps": 2},
+            "rollout": {"replicas": 2, "slots": 6, "max_tokens": 24, "sync_mode": "abort"},
+            "trainer": {"learning_rate": 1e-4, "checkpoint_every": 0, "threads": 1},
+            "validation": {"at_start": False, "at_end": False},
+            **changes,
+        }
+    )
+
+
+def deadly_rollout(config: Config, replica: int) -> Any:
+    """The configured replica, on a backend that dies once."""
+    engine.rollout.torch.TorchBackend = conversing.Deadly  # type: ignore[misc]
+    return make_rollout(config, inputs_of(config), replica)
+
+
+@pytest.mark.parametrize("kind", ["function", "rollout"])
+def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    agent = {"function": "conversing:converse"} if kind == "function" else {"rollout": "conversing:program"}
+    config = configured(tmp_path, agent)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    plan = replace(plan_of(config, run_dir), make_rollout=lambda replica: deadly_rollout(config, replica))
+    with start(plan) as run:
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", STEPS)
+    assert check_record(run_dir).state.ledger.consumed == PROMPTS
+    assert [e.replica for e in events_of(run_dir, ReplicaLost)] != []
+    assert events_of(run_dir, GroupFailed) == []
+    generated = events_of(run_dir, GroupGenerated)
+    assert len(generated) == PROMPTS
+    assert all(e.live == SAMPLES for e in generated)
+    resumed = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
+    assert resumed & {e.group for e in generated if e.oldest_version < e.newest_version}
+    assert len(events_of(run_dir, WeightsInstalled)) > 1
+    if kind == "function":
+        lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
+        assert lines["ended"] == PROMPTS * SAMPLES
+        assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
+
+
+@pytest.mark.parametrize(
+    ("agent", "story"),
+    [
+        ({"function": "conversing:nobody"}, "has no 'nobody'"),
+        ({"function": "conversing:whole"}, "not a coroutine function; async def whole"),
+        ({"rollout": "conversing:converse"}, "cannot be called as it will be"),
+        ({"rollout": "conversing:program", "command": ["x"]}, "agent.command is given too"),
+    ],
+)
+def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(
+    tmp_path: Path, agent: dict[str, Any], story: str
+) -> None:
+    with pytest.raises(ConfigError, match=story):
+        plan_of(configured(tmp_path, agent), tmp_path)

@@ -1,0 +1,102 @@
+"""How agents are run: coroutines and programs, what their failures cost, and that nothing of them is left."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.errors import DataFailure, EngineError
+from engine.gateway.runners import CommandRunner, FunctionRunner
+from engine.trajectory import Prompt
+
+PROMPT = Prompt(row=3, text="say it", fields={"answer": "4"})
+
+
+def command(program: str) -> CommandRunner:
+    return CommandRunner([sys.executable, "-c", program])
+
+
+def run(runner: Any) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(runner.run("http://here/v1", "sk-1", PROMPT), 60)
+
+    return asyncio.run(bounded())
+
+
+def test_a_program_is_told_where_the_model_is_and_what_is_asked(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    program = (
+        "import os, json; prompt = json.loads(os.environ['STEP_ENGINE_PROMPT']); "
+        f"open({str(told)!r}, 'w').write(' '.join([os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'], "
+        "prompt['text'], prompt['fields']['answer'], str(prompt['row'])]))"
+    )
+    assert run(command(program)) is None
+    assert told.read_text() == "http://here/v1 sk-1 say it 4 3"
+
+
+def test_a_program_that_fails_is_the_datas_fault_and_says_its_last_words() -> None:
+    with pytest.raises(DataFailure, match=r"prompt row 3 ended with exit code 7: .*no tool"):
+        run(command("import sys; print('x' * 9000, 'no tool', file=sys.stderr); sys.exit(7)"))
+
+
+def test_a_program_that_is_killed_is_not() -> None:
+    with pytest.raises(EngineError, match="was killed by SIGKILL") as failure:
+        run(command("import os; os.kill(os.getpid(), 9)"))
+    assert not isinstance(failure.value, DataFailure)
+
+
+def test_a_program_that_cannot_be_started_is_named() -> None:
+    with pytest.raises(EngineError, match="no-such-program cannot be started"):
+        run(CommandRunner(["no-such-program"]))
+
+
+def test_a_cancelled_program_takes_its_children_along(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    child = f"import os, signal; open({str(pipe)!r}, 'w').write(str(os.getpid())); signal.pause()"
+    program = f"import subprocess, sys, signal; subprocess.Popen([sys.executable, '-c', {child!r}]); signal.pause()"
+
+    async def scenario() -> int:
+        running = asyncio.ensure_future(command(program).run("", "", PROMPT))
+        pid = int(await asyncio.to_thread(pipe.read_text))
+        running.cancel()
+        await asyncio.wait([running])
+        return pid
+
+    pid = asyncio.run(scenario())
+    try:
+        psutil.Process(pid).wait(20)
+    except psutil.NoSuchProcess:
+        return
+
+
+def test_a_coroutine_that_blocks_does_not_block_the_gateway() -> None:
+    import threading
+
+    gate = threading.Event()
+
+    async def blocking(base_url: str, key: str, prompt: Prompt) -> float:
+        assert gate.wait(60)
+        return 2.0
+
+    async def scenario() -> float | None:
+        runner = FunctionRunner(blocking)
+        running = asyncio.ensure_future(runner.run("", "", PROMPT))
+        gate.set()
+        reward = await running
+        runner.close()
+        return reward
+
+    assert asyncio.run(scenario()) == 2.0
+
+
+def test_a_coroutine_that_raises_is_named() -> None:
+    async def raising(base_url: str, key: str, prompt: Prompt) -> None:
+        raise KeyError("tool")
+
+    with pytest.raises(DataFailure, match=r"raising raised KeyError on prompt row 3: 'tool'"):
+        run(FunctionRunner(raising))

@@ -1,0 +1,173 @@
+"""Rollouts in Python: what a client keeps, and that one cut short is answered from what it had."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
+from gateway_rig import Scripted, model, tokenizer
+
+from engine.errors import DataFailure
+from engine.roles import Generated, GroupWork
+from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
+from engine.rollout.chat import Chat
+from engine.rollout.program import Program, ProgramGenerator, RolloutClient
+from engine.rollout.scoring import Scorer
+from engine.rollout.torch import TorchBackend
+from engine.trajectory import Prompt, Trajectory
+
+
+def generator(
+    program: Program, backend: RolloutBackend, max_tokens: int = 12, timeout_s: float = 60
+) -> ProgramGenerator:
+    tokens = tokenizer()
+    params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
+    scorer = Scorer(tokens, lambda prompt, trajectory: float(len(trajectory.token_ids)))
+    return ProgramGenerator(
+        backend, Chat(tokens, [1]), scorer, program, params=params, seed=7, timeout_s=timeout_s
+    )  # fmt: skip
+
+
+def work(attempt: int = 1, **more: Any) -> GroupWork:
+    return GroupWork(group=5, attempt=attempt, prompt=Prompt(row=3, text="say it"), samples=2, **more)
+
+
+def run(scenario: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(scenario, 60)
+
+    return asyncio.run(bounded())
+
+
+async def generated(program: Program, backend: RolloutBackend, **options: Any) -> Generated:
+    made = generator(program, backend, **options)
+    try:
+        return await made.generate(work())
+    finally:
+        await made.close()
+
+
+def runs_of(trajectory: Trajectory) -> list[tuple[int, str]]:
+    found: list[tuple[int, list[int]]] = []
+    for id, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True):
+        if not found or found[-1][0] != mask:
+            found.append((mask, []))
+        found[-1][1].append(id)
+    return [(mask, tokenizer().decode(ids)) for mask, ids in found]
+
+
+def test_what_is_added_is_masked_and_a_returned_number_is_the_reward() -> None:
+    async def calculator(client: RolloutClient, prompt: Prompt) -> float:
+        client.add(prompt.text)
+        answer = await client.sample(stop=["="])
+        assert (answer.text, answer.finish_reason) == ("1+2", "stop")
+        client.add(" 3 ")
+        assert (await client.sample()).text == "done"
+        return 0.25
+
+    group = run(generated(calculator, Scripted("1+2=9", "done<end>", "1+2=9", "done<end>"))).group
+    assert [t.reward for t in group.trajectories] == [0.25, 0.25]
+    for trajectory in group.trajectories:
+        assert tokenizer().decode(trajectory.prompt_ids) == "say it"
+        assert runs_of(trajectory) == [(1, "1+2="), (0, " 3 "), (1, "done<end>")]
+        assert trajectory.finish_reason == "stop"
+
+
+def test_a_trajectory_of_the_rollouts_own_making_is_taken_as_it_is() -> None:
+    async def making(client: RolloutClient, prompt: Prompt) -> Trajectory:
+        return Trajectory(prompt_ids=[4], reward=0.5)
+
+    group = run(generated(making, Scripted())).group
+    assert [(t.prompt_ids, t.reward, t.finish_reason) for t in group.trajectories] == [([4], 0.5, "stop")] * 2
+
+
+async def three_turns(client: RolloutClient, prompt: Prompt) -> None:
+    messages: list[Any] = [{"role": "user", "content": prompt.text}]
+    for turn in range(3):
+        answer = await client.sample(messages)
+        messages += [answer.message, {"role": "user", "content": f"turn {turn}"}]
+
+
+class Halting(TorchBackend):
+    """Samples so many tokens, then waits for its next order."""
+
+    halt_at = 50
+
+    def _turn(self) -> None:
+        if self.halt_at >= 0 and self.tokens_sampled() >= self.halt_at:
+            self._obey(*self._inbox.get())
+            self.halt_at = -1
+        else:
+            super()._turn()
+
+
+class Counting(TorchBackend):
+    """Counts what it is asked to go on from."""
+
+    prefixes = 0
+
+    async def sample(self, request: SampleRequest) -> Any:
+        self.prefixes += len(request.prefix_ids)
+        return await super().sample(request)
+
+
+def test_a_rollout_that_was_cut_short_goes_on_from_what_it_had() -> None:
+    async def scenario() -> None:
+        first, second = Halting(model(), rows=8), Counting(model(), rows=8)
+        cut, other = generator(three_turns, first, 24), generator(three_turns, second, 24)
+        running = asyncio.ensure_future(cut.generate(work()))
+        while first.tokens_sampled() < 50:
+            await asyncio.to_thread(lambda: None)
+        await cut.pause("abort")
+        partial = await running
+        assert partial.aborted
+        had = sum(sum(t.loss_mask) for t in partial.group.trajectories)
+        assert had >= 50
+        resumed = await other.generate(work(2, partial=partial.group))
+        whole = await generated(three_turns, TorchBackend(model(), rows=8), max_tokens=24)
+        assert [t.token_ids for t in resumed.group.trajectories] == [t.token_ids for t in whole.group.trajectories]
+        assert [t.loss_mask for t in resumed.group.trajectories] == [t.loss_mask for t in whole.group.trajectories]
+        sampled = sum(sum(t.loss_mask) for t in whole.group.trajectories)
+        assert second.prefixes == had
+        assert second.tokens_sampled() == sampled - had, "nothing was sampled twice"
+        cut_short = await other.generate(work(3, partial=partial.group, truncate=True))
+        assert [t.token_ids for t in cut_short.group.trajectories] == [t.token_ids for t in partial.group.trajectories]
+        assert {t.finish_reason for t in cut_short.group.trajectories} <= {"truncated", "stop", "length"}
+        await cut.close()
+        await other.close()
+
+    run(scenario())
+
+
+def test_a_rollout_that_asks_for_something_else_is_not_answered_with_the_old() -> None:
+    async def scenario() -> None:
+        old = (await generated(three_turns, TorchBackend(model(), rows=8))).group
+        for trajectory in old.trajectories:
+            trajectory.finish_reason, trajectory.reward = "", None
+        old.prompt = Prompt(row=3, text="say it")
+
+        async def other(client: RolloutClient, prompt: Prompt) -> None:
+            await client.sample([{"role": "user", "content": "something else"}])
+
+        made = generator(other, Scripted("x<end>", "y<end>"))
+        group = (await made.generate(work(2, partial=old))).group
+        assert sorted(runs_of(t)[0][1] for t in group.trajectories) == ["x<end>", "y<end>"]
+        await made.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["raises", "late"])
+def test_what_a_rollout_does_wrong_is_named(fault: str) -> None:
+    async def wrong(client: RolloutClient, prompt: Prompt) -> None:
+        if fault == "raises":
+            raise KeyError("tool")
+        await asyncio.Event().wait()
+
+    story = "raised KeyError on prompt row 3: 'tool'" if fault == "raises" else r"row 3 took longer than 0.05 s"
+    with pytest.raises(DataFailure, match=story):
+        run(generated(wrong, Scripted(), timeout_s=60 if fault == "raises" else 0.05))
