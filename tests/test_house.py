@@ -143,7 +143,7 @@ def heavy_packages_stay_home(source: Source) -> Iterator[str]:
     homes: dict[str, bool] = {
         "ray": source.unit in {"actors", "cli"},
         "torch": source.unit in {"training", "rollout", "actors"},
-        "vllm": source.path == "engine/rollout/vllm.py",
+        "vllm": re.fullmatch(r"engine/rollout/vllm(_[a-z]+)?\.py", source.path) is not None,
     }
     for line, module in source.imports():
         if not homes.get(module.split(".")[0], True):

@@ -50,11 +50,20 @@ class ReplicaLink:
 class Fleet:
     """The rollout actors and the trainer of one run."""
 
-    def __init__(self, plan: Plan, given: Given, deliver: Callable[[Event], None], gateway: Any = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        given: Given,
+        deliver: Callable[[Event], None],
+        give_up: Callable[[str], None],
+        gateway: Any = None,
+    ) -> None:
+        """`give_up` ends the run, for the reason it is told."""
         self._plan = plan
         self._gateway = gateway
         self._given = given
         self._deliver = deliver
+        self._give_up = give_up
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
         self._restarts = dict.fromkeys(range(plan.replicas), 0)
@@ -77,6 +86,8 @@ class Fleet:
             link.actor.join.remote()
             self.spawn(self._watch(link))
         self.trainer.watch()
+        for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
+            self.spawn(self._watch_store(name, store))
 
     async def measure(self, prompts: Sequence[Prompt], version: Version) -> float:
         """Share of held-out prompts answered right, the prompts dealt out to the replicas that are up."""
@@ -134,6 +145,14 @@ class Fleet:
             reason = failure_reason(error)
         if not self._closed and self._links.get(link.replica) is link:
             self._lose(link, reason)
+
+    async def _watch_store(self, name: str, store: Any) -> None:
+        """Nothing can take the place of a store: what it held is gone with it."""
+        try:
+            await store.alive.remote()
+        except Exception as error:
+            if not self._closed:
+                self._give_up(f"the {name} store is lost: {failure_reason(error)}")
 
     def _lose(self, link: ReplicaLink, reason: str) -> None:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
@@ -194,5 +213,7 @@ class Fleet:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self._closed:
-            log.error("a task of the fleet failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._closed:
+            log.error("a task of the fleet failed", exc_info=error)
+            self._give_up(f"a task that looks after the actors failed: {failure_reason(error)}")

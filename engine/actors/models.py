@@ -1,4 +1,4 @@
-"""From a configuration to a plan: the built-in generator on the embedded sampler, and the built-in trainer.
+"""From a configuration to a plan: the built-in generator on the configured backend, and the built-in trainer.
 
 `plan_of` runs in the process that launches and finds out what is wrong with files and rewards before any actor
 starts; the functions behind it run in the actors, where torch is.
@@ -14,12 +14,14 @@ from typing import Any
 from engine.actors.agents import check_agent, gateway_of, generator_maker
 from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
-from engine.config import Config
-from engine.config.schema import RolloutSection
+from engine.config import Config, check_backend
+from engine.config.inputs import model_directory, object_store_bytes
+from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.roles import Trainer
+from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
@@ -42,8 +44,9 @@ class Inputs:
 def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> Plan:
     """The plan of a configured run. Makes the quickstart's model and data where the configuration asks for them.
 
-    Raises: `ConfigError` for a file, a model directory or a reward that cannot be used.
+    Raises: `ConfigError` for a file, a model directory, a reward or a rollout backend that cannot be used.
     """
+    check_backend(config)
     inputs = inputs_of(config, progress)
     check_agent(config.agent)
     if inputs.reward is not None:
@@ -73,6 +76,8 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
+        object_store_bytes=object_store_bytes(config, model_directory(config)),
+        rollout_gpus=config.rollout.gpus,
     )
 
 
@@ -127,27 +132,22 @@ def make_trainer(model: str, settings: Any) -> Trainer:
 
 
 def restore_trainer(trainer: Any, restore: Restore) -> None:
-    """From a checkpoint to the bit; from published weights with an optimizer that begins anew."""
+    """From a checkpoint to the bit; from published weights with an optimizer whose moments begin anew."""
     if restore.checkpoint is not None:
         trainer.load(restore.checkpoint)
     else:
         trainer.model.load_state_dict(restore.weights)
+        trainer.optimizer_steps = restore.optimizer_steps
 
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
-    """A replica: the embedded sampler under the run's sampling parameters, and once more for held-out prompts."""
-    import torch
+    """A replica: its backend under the run's sampling parameters, and once more for held-out prompts."""
     from transformers import AutoTokenizer
-
-    from engine.rollout.backend import SamplingParams
-    from engine.rollout.torch import TorchBackend
 
     r = config.rollout
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
     reward = None if inputs.reward is None else load_reward(inputs.reward)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if r.device == "auto" else r.device
-    rows = r.slots * config.scheduler.samples_per_prompt
-    backend = TorchBackend(inputs.model, device=device, rows=rows, kv=r.kv, threads=r.threads)
+    backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop)
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
     likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
@@ -156,6 +156,74 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
         generator=make(backend, tokenizer, reward, params),
         evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params),
     )
+
+
+def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """The embedded sampler."""
+    import torch
+
+    from engine.rollout.torch import TorchBackend
+
+    r = config.rollout
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if r.device == "auto" else r.device
+    return TorchBackend(inputs.model, device=device, rows=rows_of(config), kv=r.kv, threads=r.threads)
+
+
+def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """vLLM, its engine in processes of its own."""
+    from engine.rollout.vllm import VllmBackend
+
+    r = config.rollout
+    return VllmBackend(
+        inputs.model,
+        rows=rows_of(config),
+        kv=r.kv,
+        threads=r.threads,
+        seed=config.run.seed,
+        engine_args=r.engine_args,
+        receive_bucket_mb=r.receive_bucket_mb,
+        install_timeout_s=r.install_timeout_s,
+    )
+
+
+def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:
+    """The replica's server, given the run's initial weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from engine.rollout.openai import OpenAIBackend
+
+    r = config.rollout
+    key = None if r.api_key_env is None else os.environ.get(r.api_key_env)
+    if r.api_key_env is not None and not key:
+        raise ConfigError("rollout.api_key_env", r.api_key_env, "no such environment variable", "set it to the key")
+    model = AutoModelForCausalLM.from_pretrained(inputs.model)
+    return OpenAIBackend(
+        r.urls[replica],
+        model=inputs.model,
+        served_model_name=r.served_model_name,
+        key=key,
+        weights_dir=r.weights_dir,
+        initial=model.state_dict(),
+        sync_mode=r.sync_mode,
+        kv=r.kv,
+        vocabulary=model.config.vocab_size,
+        encode=AutoTokenizer.from_pretrained(inputs.model).encode,
+        timeout_s=r.request_timeout_s,
+        wait_s=r.connect_timeout_s,
+    )
+
+
+BACKENDS: dict[str, Callable[[Config, Inputs, ReplicaId], RolloutBackend]] = {
+    "torch": torch_backend,
+    "vllm": vllm_backend,
+    "openai": openai_backend,
+}
+"""By `rollout.backend`. Called in the actor, on a thread."""
+
+
+def rows_of(config: Config) -> int:
+    """Trajectories that a replica samples at once."""
+    return config.rollout.slots * config.scheduler.samples_per_prompt
 
 
 def stop_ids_of(tokenizer: Any, model: str, stop: list[str]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from engine.actors.failures import failure_reason
 from engine.actors.wire import pack_events
 from engine.events import Event
 from engine.ids import StepId
@@ -61,8 +62,9 @@ Report = Callable[[int, bytes, list[tuple[StepId, Mapping[str, Any]]]], Awaitabl
 class Outbox:
     """An actor's way to the scheduler. Each batch has a number; Ray sends it again until it is acknowledged."""
 
-    def __init__(self, report: Report, lost: Callable[[], None]) -> None:
-        """`lost` is called when there is no scheduler any more."""
+    def __init__(self, report: Report, lost: Callable[[str], None]) -> None:
+        """`lost(reason)` is called when an event cannot be told: the scheduler is gone, or what it holds cannot be
+        sent. Nothing is sent any more then."""
         self._report = report
         self._lost = lost
         self._sequence = 0
@@ -80,19 +82,14 @@ class Outbox:
         self._figures.append((step, figures))
 
     async def _drain(self) -> None:
-        while self._events:
-            events, self._events = self._events[:MAX_ITEMS], self._events[MAX_ITEMS:]
-            figures, self._figures = self._figures, []
-            self._sequence += 1
-            if not await self._deliver(pack_events(events), figures):
-                return  # `_task` stays: nothing is sent any more
-        self._task = None
-
-    async def _deliver(self, events: bytes, figures: list[tuple[StepId, Mapping[str, Any]]]) -> bool:
         try:
-            await self._report(self._sequence, events, figures)
-        except Exception:
-            log.exception("the scheduler is gone")
-            self._lost()
-            return False
-        return True
+            while self._events:
+                events, self._events = self._events[:MAX_ITEMS], self._events[MAX_ITEMS:]
+                figures, self._figures = self._figures, []
+                self._sequence += 1
+                await self._report(self._sequence, pack_events(events), figures)
+        except Exception as error:
+            log.exception("the scheduler cannot be told of events")
+            self._lost(f"the scheduler cannot be told of events: {failure_reason(error)}")
+            return  # `_task` stays: nothing is sent any more
+        self._task = None

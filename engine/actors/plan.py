@@ -35,6 +35,8 @@ class Restore:
     weights."""
 
     steps: int
+    optimizer_steps: int = 0
+    """Optimizer updates in those steps, by which learning rates are scheduled."""
     checkpoint: str | None = None
     weights: Any = None
 
@@ -74,5 +76,7 @@ class Plan:
     rollout_threads: int = 1
     trainer_threads: int = 0
     """CPU threads; 0: as many as there are cores."""
+    object_store_bytes: int | None = 256 << 20
+    """Of Ray's object store, where the run starts a cluster of its own; None: as much as may be."""
     rollout_gpus: float = 0.0
     trainer_gpus: float = 0.0

@@ -18,6 +18,7 @@ from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import DataFailure, EngineError
 from engine.hosts.replica import ReplicaHost
+from engine.hosts.threads import contained
 from engine.ids import Incarnation, ReplicaId, Version
 from engine.roles import GroupWork
 from engine.rollout.agent import AgentCall, AgentGenerator
@@ -59,14 +60,14 @@ class RolloutActor:
         plan, source = self._plan, f"rollout-{self._replica}"
         self._broken = asyncio.get_running_loop().create_future()
         prepare_process(source, plan.run_dir, plan.rollout_threads)
-        self._rollout = await asyncio.to_thread(plan.make_rollout, self._replica)
+        self._rollout = await asyncio.to_thread(contained, plan.make_rollout, self._replica)
         for agents in (self._rollout.generator, self._rollout.evaluator):
             if isinstance(agents, AgentGenerator):
                 agents.connect(GatewayLink(self._gateway))
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report(source, self._incarnation, sequence, events, figures),
-            lost=lambda: self._break("its scheduler is gone"),
+            lost=self._break,
         )
         trajectories, weights = self._stores
         self._host = ReplicaHost(

@@ -7,6 +7,8 @@ are children of the scheduler actor and it of this process: when this process go
 import dataclasses
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.scheduler import SchedulerActor, Traffic, Update
 from engine.config import Config
+from engine.config.inputs import LEAST_STORE_BYTES
+from engine.config.machine import object_store_limit
 from engine.errors import ConfigError
 from engine.metrics.status import Status
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Of a cluster of this process' own, at least."""
+"""Of a cluster of this process' own, where nothing says what it must hold."""
 GOODBYE_S = 10.0
 """How long actors may take to end by themselves."""
 
@@ -42,10 +46,10 @@ def launch(config: Config, run_dir: str | Path, *, progress: Progress | None = N
 def start(plan: Plan) -> "RunHandle":
     """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
     own = not ray.is_initialized()
-    if own:
-        connect()
     actor: Any = None
     try:
+        if own:
+            connect(plan.object_store_bytes)
         plan = with_gpus(plan)
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
         actor = ray.remote(SchedulerActor).options(**options).remote(PackedPlan.of(plan))
@@ -62,17 +66,27 @@ def start(plan: Plan) -> "RunHandle":
     return RunHandle(actor, url, own)
 
 
-def connect(object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
+def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     """A local cluster of this process' own. Actors ask for no CPU, so that any plan fits; Ray starts as many processes
-    at once as there are."""
-    ray.init(
-        address="local",
-        num_cpus=os.cpu_count(),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=object_store_bytes,
-    )
+    at once as there are. The object store gets what is asked for, or as much as may be."""
+    limit = max(LEAST_STORE_BYTES, object_store_limit())
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=limit if object_store_bytes is None else min(limit, object_store_bytes),
+        )
+    except SystemExit:
+        if callable(before):  # A request to end came while Ray's own handler was in place.
+            before(signal.SIGTERM, None)
+        raise
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def with_gpus(plan: Plan) -> Plan:

@@ -28,7 +28,8 @@ from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, StopRequested
 from engine.hosts.clock import WallClock
-from engine.hosts.reasons import reason_of
+from engine.hosts.reasons import clean, reason_of
+from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
 from engine.metrics import export
 from engine.metrics.collector import RunMetrics, Transitions
@@ -94,7 +95,7 @@ class SchedulerActor:
         """
         plan, loop = self._plan, asyncio.get_running_loop()
         prepare_process("scheduler", plan.run_dir)
-        prompts = await asyncio.to_thread(plan.make_prompts)
+        prompts = await asyncio.to_thread(contained, plan.make_prompts)
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)
@@ -112,7 +113,7 @@ class SchedulerActor:
             options = {**light, "max_concurrency": 100_000}
             self._gateway = ray.remote(GatewayActor).options(**options).remote(self._packed)
         given = (self._packed, self._self, self._trajectories, self._weights)
-        self._fleet = Fleet(plan, given, self._deliver, self._gateway)
+        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway)
         self._executor = RayExecutor(
             fleet=self._fleet,
             prompts=prompts,
@@ -169,6 +170,7 @@ class SchedulerActor:
         arrived = time.perf_counter()
         for step, said in figures:
             self._metrics.report(step, said)
+            self._fleet.trainer.reported(said)
         batch = unpack_events(events)
         if source == "trainer":
             for event in batch:
@@ -235,6 +237,10 @@ class SchedulerActor:
         finally:
             self._draining = not outermost
 
+    def _give_up(self, reason: str) -> None:
+        """End the run resumably, for a reason of its own."""
+        self._deliver(StopRequested(reason=clean(reason)))
+
     async def _open_gateway(self) -> None:
         if self._gateway is not None:
             with named():
@@ -246,8 +252,8 @@ class SchedulerActor:
         try:
             await self._gateway.alive.remote()
         except Exception as error:
-            if self._gateway is not None and not self._over.done():
-                self._over.set_exception(EngineError(f"the gateway is gone: {failure_reason(error)}"))
+            if self._gateway is not None:
+                self._give_up(f"the gateway is lost: {failure_reason(error)}")
 
     def _finish(self, command: FinishRun) -> None:
         if not self._over.done():

@@ -29,6 +29,10 @@ class TrajectoryStoreActor:
     def __init__(self) -> None:
         self._store: TrajectoryStore[bytes] = TrajectoryStore()
 
+    async def alive(self) -> None:
+        """Never answered: that the actor dies is known by this call."""
+        await asyncio.Event().wait()
+
     async def put(self, groups: list[Packed]) -> None:
         for group, attempt, payload in groups:
             self._store.put(group, attempt, payload, len(payload))
@@ -39,8 +43,8 @@ class TrajectoryStoreActor:
     async def get(self, groups: list[GroupId]) -> list[bytes]:
         return self._store.get(groups)
 
-    async def discard(self, groups: list[GroupId]) -> None:
-        self._store.discard(groups)
+    async def discard(self, groups: list[GroupId], attempt: int | None = None) -> None:
+        self._store.discard(groups, attempt)
 
     async def stats(self) -> StoreStats:
         return self._store.stats()
@@ -67,9 +71,9 @@ class RemoteTrajectories:
             packed = await self._store.get.remote(list(groups))
         return await asyncio.to_thread(lambda: [unpack_group(one) for one in packed])
 
-    async def discard(self, groups: Sequence[GroupId]) -> None:
+    async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         with named():
-            await self._store.discard.remote(list(groups))
+            await self._store.discard.remote(list(groups), attempt)
 
 
 class WeightsStoreActor:
@@ -78,6 +82,10 @@ class WeightsStoreActor:
     def __init__(self, transport: Transport) -> None:
         self._store = WeightsStore()
         self._transport = transport
+
+    async def alive(self) -> None:
+        """Never answered: that the actor dies is known by this call."""
+        await asyncio.Event().wait()
 
     async def pull(self, version: Version, publisher: Any) -> None:
         """Have the weights of a version from the trainer; returns once they no longer need it."""

@@ -5,6 +5,7 @@ Its event loop carries messages; models are loaded and trained on threads.
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import EngineError
+from engine.hosts.threads import contained
 from engine.hosts.trainer import TrainerHost
 from engine.ids import Incarnation, Version
 from engine.roles import Trainer
@@ -45,12 +47,12 @@ class TrainerActor:
         prepare_process("trainer", plan.run_dir, plan.trainer_threads)
         if restore is not None and restore.checkpoint is None and restore.steps:
             weights = await self._weights.get(await self._stores[1].newest.remote())
-            restore = Restore(steps=restore.steps, weights=weights)
-        trainer = await asyncio.to_thread(self._make, restore)
+            restore = replace(restore, weights=weights)
+        trainer = await asyncio.to_thread(contained, self._make, restore)
         report = self._scheduler.report.remote
         outbox = Outbox(
             lambda sequence, events, figures: report("trainer", self._incarnation, sequence, events, figures),
-            lost=lambda: self._break("its scheduler is gone"),
+            lost=self._break,
         )
         self._host = TrainerHost(
             trainer=trainer,

@@ -6,7 +6,7 @@ failure that says why, and the scheduler ends the run by its own budgets, with t
 """
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -55,6 +55,7 @@ class TrainerLink:
         self._pending: list[Command] = []
         self._steps = 0
         self._steps_published = 0
+        self._optimizer_steps = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -103,6 +104,10 @@ class TrainerLink:
             self._steps = event.step + 1
         elif isinstance(event, WeightsPublished) and isinstance(command, PublishWeights):
             self._steps_published = command.steps
+
+    def reported(self, figures: Mapping[str, Any]) -> None:
+        """To be told what the trainer says of a step, once."""
+        self._optimizer_steps += int(figures.get("optimizer_steps", 0))
 
     def close(self) -> None:
         self._closed = True
@@ -157,7 +162,10 @@ class TrainerLink:
         for steps, path in saved:
             if steps == self._steps:
                 return Restore(steps=steps, checkpoint=str(path))
-        return Restore(steps=self._steps) if self._steps_published == self._steps else None
+        if self._steps_published != self._steps:
+            return None
+        log.warning("the next trainer has the weights of step %d, but the optimizer's moments are lost", self._steps)
+        return Restore(steps=self._steps, optimizer_steps=self._optimizer_steps)
 
 
 def answers(event: Event, command: Command) -> bool:

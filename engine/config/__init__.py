@@ -1,7 +1,7 @@
 """The configuration of a run: schema, loading, checking. The only place that knows YAML and pydantic."""
 
-from engine.config.check import check_config
+from engine.config.check import check_backend, check_config
 from engine.config.loading import load_config, parse_config
 from engine.config.schema import Config
 
-__all__ = ["Config", "check_config", "load_config", "parse_config"]
+__all__ = ["Config", "check_backend", "check_config", "load_config", "parse_config"]

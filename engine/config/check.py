@@ -3,16 +3,23 @@
 A configuration that breaks a law is refused before it comes here; these are the figures of one that keeps them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from engine.config.schema import Config
+from engine.rollout.vllm_args import check_engine_args
+
+BACKENDS: dict[str, Callable[[Config], None]] = {
+    "vllm": lambda config: check_engine_args(config.rollout.engine_args),
+}
+"""What can be known of a rollout backend before it is started, for those that may be missing or misconfigured."""
 
 
 def check_config(config: Config) -> list[str]:
     """What `engine check` says of a lawful configuration: each law with its figures, then what may surprise.
 
-    Raises: ConfigError for a policy that nobody registered.
+    Raises: ConfigError for a policy that nobody registered, and for a rollout backend that cannot start here.
     """
+    check_backend(config)
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
     s, r = config.scheduler, config.rollout
     batch, stale, every, workers = s.train_batch_size, s.max_staleness_steps, s.sync_every, s.max_concurrent_groups
@@ -30,6 +37,13 @@ def check_config(config: Config) -> list[str]:
     ]
 
 
+def check_backend(config: Config) -> None:
+    """Raises: ConfigError where the rollout backend is not installed or refuses what it is given."""
+    check = BACKENDS.get(config.rollout.backend)
+    if check is not None:
+        check(config)
+
+
 def _surprises(config: Config, slots: int) -> Iterator[str]:
     s, r = config.scheduler, config.rollout
     batch, stale, workers = s.train_batch_size, s.max_staleness_steps, s.max_concurrent_groups
@@ -44,6 +58,8 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield "S = 0 is synchronous: rollout and training take turns"
     if s.policies.deadline != "wait" and stale == s.sync_every - 1:
         yield f"at S = k - 1 = {stale} a refill binds at once: after max_drops = {s.max_drops} a step waits"
+    if r.top_p < 1:
+        yield f"top_p = {r.top_p:g} biases the importance ratio: only the behaviour log-probs are cut; 1 does not"
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     if config.model.path is not None and config.data.validation_path is None:

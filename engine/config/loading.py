@@ -151,6 +151,7 @@ _KINDS = {
     "string": "text",
     "boolean": "true or false",
     "null": "null",
+    "object": "a mapping",
 }
 _BOUNDS = {
     "minimum": "at least {}",

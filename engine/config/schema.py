@@ -12,7 +12,8 @@ import yaml
 from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
-from engine.config.section import Section
+from engine.config.rollout import RolloutSection
+from engine.config.section import DEVICE, Section
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
 from engine.states.limits import Limits
@@ -20,7 +21,6 @@ from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
 from engine.training.settings import TrainerSettings
 
-DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 _MADE = Quickstart()
 _FAMILY = {field.name for field in dataclasses.fields(Division)}
 REGISTERED = r"^[a-z][a-z0-9_-]*$"
@@ -190,44 +190,6 @@ class SchedulerSection(Section):
             mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
             raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{_divisor(batch, mini)} would hold")
         return self
-
-
-class RolloutSection(Section):
-    """The rollout engines and how they sample."""
-
-    backend: Literal["torch"] = Field("torch", description="What generates: the embedded torch sampler.")
-    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines.")
-    slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
-    threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
-    sync_mode: Literal["keep", "abort", "wait"] = Field(
-        "keep", description="What running groups do at an install: freeze in place, abort and resume, or end first."
-    )
-    sync_order: Literal["together", "rolling"] = Field(
-        "together", description="Replicas install at once or one by one."
-    )
-    kv: Literal["keep", "recompute"] = Field(
-        "keep", description="Whether frozen requests keep the cache of the old weights."
-    )
-    transport: Literal["object_store", "distributed"] = Field(
-        "object_store", description="How weights reach replicas: Ray's object store, or torch.distributed."
-    )
-    transport_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="Of transport distributed; nccl, untested for want of GPUs, takes one GPU for the store."
-    )
-    transport_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Seconds without the other side after which a transfer has failed."
-    )
-    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="MiB of weights that a sender puts in one message.")
-    receive_bucket_mb: int = Field(
-        64, ge=1, le=16_384, description="MiB that a receiver takes in at once, beyond the tensors themselves."
-    )
-    temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; 1 keeps every token.")
-    max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")
-    stop: list[str] = Field(
-        default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
-    )
-    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
 
 
 class TrainerSection(Section):

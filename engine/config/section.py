@@ -1,6 +1,8 @@
-"""What every block of a configuration is: strict, closed and unchangeable."""
+"""What every section of a configuration is: the base of the models in `schema.py` and its siblings."""
 
 from pydantic import BaseModel, ConfigDict
+
+DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 
 
 class Section(BaseModel):

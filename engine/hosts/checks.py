@@ -18,7 +18,8 @@ LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans")
 def check_generated(work: GroupWork, generated: Any, oldest: Version, newest: Version) -> None:
     """Raise unless `generated` answers `work` with tokens of versions `oldest` to `newest`.
 
-    Raises: `DataFailure` for a reward that is missing or not finite, `EngineError` for any other fault.
+    Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
+    for any other fault.
     """
     if not isinstance(generated, Generated) or not isinstance(generated.group, TrajectoryGroup):
         what = type(generated.group).__name__ if isinstance(generated, Generated) else type(generated).__name__
@@ -44,6 +45,10 @@ def check_generated(work: GroupWork, generated: Any, oldest: Version, newest: Ve
             if problem:
                 story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
                 raise DataFailure(story, group=work.group, trajectory=index, row=work.prompt.row)
+        problem = rewards_problem(group)
+        if problem:
+            story = f"group {work.group} (prompt row {work.prompt.row}): {problem}"
+            raise DataFailure(story, group=work.group, row=work.prompt.row)
 
 
 def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool) -> str:
@@ -86,8 +91,16 @@ def reward_problem(reward: Any) -> str:
         return "it has no reward"
     try:
         return "" if isfinite(reward) else f"its reward is {reward}, not a finite number"
-    except (TypeError, ValueError, OverflowError):
-        return f"its reward is {reward!r:.80}, not a number"
+    except Exception:  # whatever the value's own conversion raises
+        return f"its reward is a {type(reward).__name__}, not a number"
+
+
+def rewards_problem(group: TrajectoryGroup) -> str:
+    """What is wrong with finite rewards taken together; empty if nothing is."""
+    rewards = [float(trajectory.reward or 0.0) for trajectory in group.trajectories]
+    if isfinite(sum(map(abs, rewards))):  # no sum of some of them, and no difference of two, is larger
+        return ""
+    return f"its rewards are too large to take a mean and a spread of: they go from {min(rewards)} to {max(rewards)}"
 
 
 def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest: Version) -> str:

@@ -30,7 +30,7 @@ from engine.hosts.reports import aborted_event, generated_event
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
-from engine.roles import Generated, Generator, GroupWork
+from engine.roles import Fallible, Generated, Generator, GroupWork
 from engine.trajectory import Prompt, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class ReplicaHost:
         """Report that the replica is up, with the weights of `version`."""
         self.version = version
         self._emit(ReplicaJoined(slots=slots, version=version, **self._who))
+        if isinstance(self.generator, Fallible):
+            self._spawn(self._listen(self.generator))
 
     def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
         """Begin to carry out a command and return at once. `prompt` comes with commands that start or resume a group.
@@ -224,7 +226,7 @@ class ReplicaHost:
             event = generated_event(group, attempt.number, **self._who)
         await self._trajectories.put(group, attempt.number)
         if attempt.unwanted:
-            await self._trajectories.discard([group.group])
+            await self._trajectories.discard([group.group], attempt.number)
         return event
 
     def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
@@ -240,7 +242,7 @@ class ReplicaHost:
             self._stop(attempt)
         elif attempt is None:
             # It ended here while the order was on its way: what it left behind is nobody's.
-            self._spawn(self._logged(self._trajectories.discard([command.group]), "discarding"))
+            self._spawn(self._logged(self._trajectories.discard([command.group], command.attempt), "discarding"))
 
     def _stop(self, attempt: Attempt) -> None:
         """End an attempt whose outcome nobody wants."""
@@ -309,6 +311,9 @@ class ReplicaHost:
         self._emit(SyncFailed(attempt=command.attempt, version=command.version, reason=reason, **self._who))
 
     # tasks
+
+    async def _listen(self, generator: Fallible) -> None:
+        self._broken(await generator.failed())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -28,6 +28,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.hosts.reasons import reason_of
+from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
 from engine.ids import StepId
@@ -144,11 +145,8 @@ class TrainerHost:
         return CheckpointSaved(steps=command.steps)
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a call of the trainer on its thread. One that wants to end the process has only failed."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise EngineError(f"the trainer raised {type(error).__name__}: {error}") from error
+        """Run a call of the trainer on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, contained, function, *arguments)
 
 
 def checkpoint_path(directory: Path, steps: int) -> Path:

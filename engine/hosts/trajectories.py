@@ -28,8 +28,8 @@ class Trajectories(Protocol):
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
         """The groups of a batch, in order. Raises `EngineError` naming those that are not there."""
 
-    async def discard(self, groups: Sequence[GroupId]) -> None:
-        """Forget groups; unknown ones are ignored."""
+    async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
+        """Forget groups; unknown ones are ignored. With `attempt`, what a later attempt left there stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,12 @@ class TrajectoryStore(Generic[Payload]):
             )
         return [self._kept[group][1] for group in groups]
 
-    def discard(self, groups: Sequence[GroupId]) -> None:
+    def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
+        """See `Trajectories.discard`."""
         for group in groups:
-            kept = self._kept.pop(group, None)
-            if kept is not None:
+            kept = self._kept.get(group)
+            if kept is not None and (attempt is None or kept[0] <= attempt):
+                del self._kept[group]
                 self._bytes -= kept[2]
 
     def stats(self) -> StoreStats:

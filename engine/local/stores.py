@@ -25,8 +25,8 @@ class LocalTrajectories:
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
         return self.store.get(groups)
 
-    async def discard(self, groups: Sequence[GroupId]) -> None:
-        self.store.discard(groups)
+    async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
+        self.store.discard(groups, attempt)
 
 
 class LocalWeights:

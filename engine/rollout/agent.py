@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.ids import GroupId, Version
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Scorer, first_failure
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -194,8 +194,11 @@ class AgentGenerator:
 
     async def close(self) -> None:
         self._unpaused.set()
-        self._scorer.close()
         await self._backend.close()
+
+    async def failed(self) -> str:
+        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
+        return await first_failure(self._backend.failed(), self._scorer.failed())
 
     def tokens_sampled(self) -> int:
         """Tokens sampled since the start, for metrics."""

@@ -68,5 +68,8 @@ class RolloutBackend(Protocol):
 
     async def close(self) -> None: ...
 
+    async def failed(self) -> str:
+        """Return once nothing can be sampled any more, with the reason; never while all is well, nor for `close`."""
+
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.errors import ConfigError, DataFailure, EngineError
+from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
 from engine.rollout.causal_model import CausalModel
+from engine.rollout.requests import budget_of, nothing_new, over_already, refusal_of
 from engine.rollout.sampling import RowSettings, choose, uniform_draws
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Span
@@ -29,11 +30,6 @@ Outcome = Callable[[SampleResult | BaseException], None]
 _COLUMN_BUCKET = 32
 _PREFILL_BUCKET = 16
 _PREFILL_TOKENS = 4096  # padded tokens of one prefill call: bounds its memory and how long it holds up the others
-
-
-def nothing_new(finish_reason: str) -> SampleResult:
-    """The result of a request that ended before its next token."""
-    return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason=finish_reason)
 
 
 @dataclass(slots=True)
@@ -83,17 +79,15 @@ class BatchSampler:
 
     def submit(self, request: SampleRequest, ended: Outcome) -> None:
         """Take a request; `ended` is called once with its result or its failure, possibly at once."""
-        refusal = self._refusal(request)
-        if refusal is not None:
-            ended(refusal)
-            return
-        prefix = request.prefix_ids
-        if len(prefix) and prefix[-1] in request.params.stop_ids:
-            ended(nothing_new("stop"))
-        elif len(prefix) >= self._budget(request):
-            ended(nothing_new("length"))
+        refusal = refusal_of(request, context=self.model.context, vocabulary=self.model.vocabulary)
+        if refusal is None and self.holds(request.id):
+            refusal = EngineError(f"request {request.id} is running already", request=request.id)
+        outcome = refusal or over_already(request, self.model.context)
+        if outcome is not None:
+            ended(outcome)
         else:
-            self._waiting.append(Running(request, ended, first=len(request.prompt_ids) + len(prefix)))
+            first = len(request.prompt_ids) + len(request.prefix_ids)
+            self._waiting.append(Running(request, ended, first=first))
 
     def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) with what they have."""
@@ -182,7 +176,7 @@ class BatchSampler:
             self._position[row] = 0
             self._known[row] = run.first
             self._start[row] = len(request.prompt_ids)
-            self._limit[row] = len(request.prompt_ids) + self._budget(request)
+            self._limit[row] = len(request.prompt_ids) + budget_of(request, self.model.context)
             self._seed[row] = derive_seed(request.seed)
             self._temperature[row] = params.temperature
             self._top_p[row] = params.top_p
@@ -273,31 +267,3 @@ class BatchSampler:
 
     def _bucket(self, tokens: int, size: int) -> int:
         return min(-(-tokens // size) * size, self.model.context)
-
-    def _budget(self, request: SampleRequest) -> int:
-        """Response tokens this request may have in all, its prefix included."""
-        return min(request.params.max_tokens, self.model.context - len(request.prompt_ids))
-
-    def _refusal(self, request: SampleRequest) -> Exception | None:
-        params = request.params
-        if not 0.0 <= params.temperature < float("inf"):
-            return ConfigError("rollout.temperature", params.temperature, "must be 0 (greedy) or more")
-        if not 0.0 < params.top_p <= 1.0:
-            return ConfigError("rollout.top_p", params.top_p, "must lie in (0, 1]", "1 keeps every token")
-        prompt, context = len(request.prompt_ids), self.model.context
-        if prompt == 0:
-            return DataFailure("the prompt has no tokens", request=request.id)
-        if prompt + 1 > context:
-            return DataFailure(
-                f"the prompt has {prompt} tokens and leaves no room for a response in the model's context of {context}",
-                prompt_tokens=prompt, context_tokens=context,
-            )  # fmt: skip
-        foreign = [i for i in (*request.prompt_ids, *request.prefix_ids) if not 0 <= i < self.model.vocabulary]
-        if foreign:
-            return DataFailure(
-                f"token id {foreign[0]} lies outside the model's vocabulary of {self.model.vocabulary}",
-                token=foreign[0],
-            )
-        if self.holds(request.id):
-            return EngineError(f"request {request.id} is running already", request=request.id)
-        return None

@@ -1,8 +1,8 @@
 """The built-in `Generator`: prompt groups in, trajectories with text, log-probs, versions and rewards out.
 
 Hosted by `actors/` and `local/`, one per replica, over any `RolloutBackend`. It turns prompts into token ids and groups
-into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the event loop
-(rewards run on threads of their own), never sample a token that an earlier attempt already has, and never let an
+into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the event loop,
+never sample a token that an earlier attempt already has, and never let an
 attempt change a trajectory's random numbers.
 """
 
@@ -15,7 +15,7 @@ from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId, Version
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
-from engine.rollout.scoring import Reward, Scorer
+from engine.rollout.scoring import Reward, Scorer, first_failure
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -50,7 +50,8 @@ class Attempt:
 class ModelGenerator:
     """Samples with `backend`, scores with `reward`. One request per unfinished trajectory, all of a group at once.
 
-    `reward` is called on one of `reward_threads` threads, at most `reward_timeout_s` long.
+    `reward` is called on threads, `reward_threads` calls at once; one that takes longer than `reward_timeout_s` has
+    failed and is waited for no more.
     """
 
     def __init__(
@@ -132,8 +133,11 @@ class ModelGenerator:
                 attempt.released.set()
 
     async def close(self) -> None:
-        self._scorer.close()
         await self._backend.close()
+
+    async def failed(self) -> str:
+        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
+        return await first_failure(self._backend.failed(), self._scorer.failed())
 
     def tokens_sampled(self) -> int:
         """Response tokens sampled since the start, for metrics."""

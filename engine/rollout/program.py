@@ -17,7 +17,7 @@ from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.chat import Chat
 from engine.rollout.conversation import Asked, Call, Conversation, Message, chat, ids, key_of, text
-from engine.rollout.scoring import Scorer, name_of
+from engine.rollout.scoring import Scorer, first_failure, name_of
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
@@ -246,8 +246,11 @@ class ProgramGenerator:
 
     async def close(self) -> None:
         self._unpaused.set()
-        self._scorer.close()
         await self._backend.close()
+
+    async def failed(self) -> str:
+        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
+        return await first_failure(self._backend.failed(), self._scorer.failed())
 
     def tokens_sampled(self) -> int:
         """Tokens sampled since the start, for metrics."""

@@ -1,19 +1,122 @@
-"""Rewards of finished groups: the user's function, on threads, each rollout once.
+"""Rewards of finished groups: the user's function, each call on a thread of its own, each rollout once.
 
-Used by the generators of this package. Whatever a reward does wrong is a `DataFailure` that names it; it must never
-block the event loop.
+Used by the generators of this package. It must never block the event loop, never let a stuck call hold up the others or
+the end of the process, and never lose a call's outcome, whatever the call raises.
 """
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Protocol
 
-from engine.errors import DataFailure
+from engine.errors import DataFailure, EngineError
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 Reward = Callable[[Prompt, Trajectory], float]
+
+MOST_STUCK = 64
+"""Calls past their time that may still run at once: each keeps a thread, and none can be ended."""
+
+Outcome = float | str | BaseException
+"""The reward; or what the call returned instead, in words; or what it raised."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of the reward, from the start of its thread to its return."""
+
+    outcome: asyncio.Future[Outcome | None]
+    """None once the call is past its time."""
+    timer: asyncio.TimerHandle | None = None
+    stuck: bool = False
+
+
+class RewardCalls:
+    """Calls `reward`, `threads` at a time. A call's time is counted from its own start, not from when it was asked for.
+
+    One that is past `timeout_s` is given up and its place goes to the next; its thread runs on until it returns.
+    """
+
+    def __init__(self, reward: Reward, *, threads: int, timeout_s: float | None) -> None:
+        self._reward = reward
+        self._name = name_of(reward)
+        self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(threads)
+        self._stuck = 0
+        self._lost = asyncio.Event()
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
+        """Raises: `DataFailure` naming whatever the reward did wrong, `EngineError` once `failed` has returned."""
+        await self._places.acquire()
+        if self._lost.is_set():
+            self._places.release()
+            raise EngineError(self._loss())
+        outcome = await self._begin(prompt, trajectory).outcome
+        if isinstance(outcome, float):
+            return outcome
+        where = f"on prompt row {prompt.row}"
+        if outcome is None:
+            story = f"took longer than {self._timeout_s} s {where}"
+        elif isinstance(outcome, str):
+            story = f"returned {outcome} {where}, not a finite number"
+        else:
+            story = f"raised {type(outcome).__name__} {where}: {outcome}"
+        cause = outcome if isinstance(outcome, BaseException) else None
+        raise DataFailure(f"reward {self._name} {story}", row=prompt.row) from cause
+
+    async def failed(self) -> str:
+        """Return once `MOST_STUCK` calls are stuck, with that as the reason; never before."""
+        await self._lost.wait()
+        return self._loss()
+
+    def _begin(self, prompt: Prompt, trajectory: Trajectory) -> Call:
+        """Start a call in the place that the caller has taken."""
+        loop = asyncio.get_running_loop()
+        call = Call(loop.create_future())
+
+        def run() -> None:
+            try:
+                outcome: Outcome = number_in(self._reward(prompt, trajectory))
+            except BaseException as error:  # one that wants to end the process has only failed
+                outcome = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._returned, call, outcome)
+
+        try:
+            Thread(target=run, name="reward", daemon=True).start()
+        except BaseException:
+            self._places.release()
+            raise
+        if self._timeout_s is not None:
+            call.timer = loop.call_later(self._timeout_s, self._overdue, call)
+        return call
+
+    def _returned(self, call: Call, outcome: Outcome) -> None:
+        if call.stuck:
+            self._stuck -= 1
+            return
+        if call.timer is not None:
+            call.timer.cancel()
+        self._end(call, outcome)
+
+    def _overdue(self, call: Call) -> None:
+        call.stuck = True
+        self._stuck += 1
+        if self._stuck >= MOST_STUCK:
+            self._lost.set()
+        self._end(call, None)
+
+    def _end(self, call: Call, outcome: Outcome | None) -> None:
+        """Give back its place, also where whoever asked for it was cancelled meanwhile."""
+        self._places.release()
+        if not call.outcome.done():
+            call.outcome.set_result(outcome)
+
+    def _loss(self) -> str:
+        return f"{MOST_STUCK} calls of reward {self._name} took longer than {self._timeout_s} s and have not returned"
 
 
 class Decoder(Protocol):
@@ -21,16 +124,14 @@ class Decoder(Protocol):
 
 
 class Scorer:
-    """`reward` is called on one of `threads` threads, at most `timeout_s` long. None: rollouts bring their own, and one
-    that was cut short before it could is worth 0."""
+    """Gives groups their texts and rewards, by calls as `RewardCalls` makes them. `reward` None: rollouts bring their
+    own, and one that was cut short before it could is worth 0."""
 
     def __init__(
         self, decoder: Decoder, reward: Reward | None, *, threads: int = 4, timeout_s: float | None = None
     ) -> None:
         self._decoder = decoder
-        self._reward = reward
-        self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reward")
+        self._calls = None if reward is None else RewardCalls(reward, threads=threads, timeout_s=timeout_s)
 
     async def score(self, group: TrajectoryGroup) -> None:
         """Give every trajectory its text, and every rollout that has none its reward: that of its last segment."""
@@ -48,38 +149,44 @@ class Scorer:
             for trajectory in rollout:
                 trajectory.reward = outcome
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    async def failed(self) -> str:
+        """As `RewardCalls.failed`."""
+        if self._calls is None:
+            await asyncio.Event().wait()  # no call, no failure
+            raise AssertionError
+        return await self._calls.failed()
 
     async def _score_one(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        if self._reward is None:
-            if trajectory.finish_reason == "truncated":
-                return 0.0
-            raise DataFailure(
-                f"the rollout of prompt row {prompt.row} returned no reward, and reward.function is not set",
-                row=prompt.row,
-            )
-        name = name_of(self._reward)
-        call = asyncio.get_running_loop().run_in_executor(self._threads, self._reward, prompt, trajectory)
-        await asyncio.wait([call], timeout=self._timeout_s)
-        if not call.done():
-            call.cancel()
-            raise DataFailure(
-                f"reward {name} took longer than {self._timeout_s} s on prompt row {prompt.row}", row=prompt.row
-            )
-        error = call.exception()
-        if error is not None:
-            raise DataFailure(
-                f"reward {name} raised {type(error).__name__} on prompt row {prompt.row}: {error}", row=prompt.row
-            ) from error
-        value: Any = call.result()
-        if not _is_finite(value):
-            raise DataFailure(
-                f"reward {name} returned {value!r} on prompt row {prompt.row}, not a finite number",
-                row=prompt.row,
-                value=repr(value),
-            )
-        return float(value)
+        if self._calls is not None:
+            return await self._calls.score(prompt, trajectory)
+        if trajectory.finish_reason == "truncated":
+            return 0.0
+        raise DataFailure(
+            f"the rollout of prompt row {prompt.row} returned no reward, and reward.function is not set", row=prompt.row
+        )
+
+
+async def first_failure(*failures: Awaitable[str]) -> str:
+    """The reason of whichever fails first; the others are no longer waited for."""
+    ends = [asyncio.ensure_future(failure) for failure in failures]
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+def number_in(value: Any) -> float | str:
+    """A finite number as a float; anything else in words."""
+    try:
+        if math.isfinite(value):
+            return float(value)
+    except Exception:  # whatever the value's own conversion raises
+        with contextlib.suppress(Exception):
+            return f"{value!r:.80} of type {type(value).__name__}"
+        return f"a {type(value).__name__}"
+    return str(float(value))
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -87,10 +194,3 @@ def name_of(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", "") or ""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"{module}.{name}" if module else name
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False

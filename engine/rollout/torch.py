@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
-from engine.rollout.batch_sampler import BatchSampler, nothing_new
+from engine.rollout.batch_sampler import BatchSampler
 from engine.rollout.causal_model import CausalModel
+from engine.rollout.requests import nothing_new
 from engine.rollout.weights import StagedWeights, copy_to_host, swap_in
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class TorchBackend:
         self._frozen = False
         self._draining: Reply | None = None
         self._held: list[tuple[SampleRequest, Reply]] = []
+        self._crash = ""
+        self._watchers: list[Reply] = []
         self._thread = threading.Thread(target=self._run, name="rollout-torch", daemon=True)
         self._thread.start()
 
@@ -138,6 +141,13 @@ class TorchBackend:
         self._post((self._stop, Reply()), strict=False)
         await asyncio.to_thread(self._thread.join)
 
+    async def failed(self) -> str:
+        reply = Reply()
+        with self._gate:
+            self._watchers.append(reply)
+            crash = self._crash
+        return crash or await reply.future
+
     # The caller's side of the inbox.
 
     async def _ask(self, act: Callable[[Reply], None]) -> Any:
@@ -157,15 +167,20 @@ class TorchBackend:
 
     def _run(self) -> None:
         cause: BaseException = EngineError("the rollout backend was closed")
+        crash = ""
         try:
             torch.set_num_threads(self._threads)
             while not self._closed:
                 self._turn()
         except BaseException as error:
             log.exception("the sampling thread ended")
-            cause = EngineError(f"the sampling thread ended: {type(error).__name__}: {error}")
+            crash = f"the sampling thread ended: {type(error).__name__}: {error}"
+            cause = EngineError(crash)
         with self._gate:
             self._closed = True
+            self._crash = crash
+        for watcher in self._watchers if crash else ():
+            watcher.send(crash)
         self._fail_pending(cause)
 
     def _turn(self) -> None:

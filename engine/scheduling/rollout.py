@@ -50,6 +50,7 @@ class RolloutScheduling:
         if replica.failed_groups:
             replica.failed_groups = 0
             self.state.disturb()
+        self.state.failed_in_a_row = 0
         group.failed_on = -1
         group.reward_mean = event.reward_mean
         group.ready_at = event.at
@@ -130,6 +131,7 @@ class RolloutScheduling:
         self.state.fire_group(group, "abort")
         if not again:
             self.release(group, "fail")
+            self.state.failed_in_a_row += 1
         elif group.truncate and not group.kept:
             self.release(group, "drop")
 

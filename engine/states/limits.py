@@ -40,6 +40,12 @@ class Limits:
     checkpoint_every: int = 0
     """Save a checkpoint after every so many train steps and after the last; 0: never."""
 
+    @property
+    def failures_in_a_row(self) -> int:
+        """Groups that may fail for good one after another, with none generated between them, before the run ends: four
+        times what runs at once, and 64 at least. So many are no accident, and a source without end has ever more."""
+        return max(64, 4 * self.max_concurrent_groups)
+
     def __post_init__(self) -> None:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every
         counts = ("train_batch_size", "max_concurrent_groups", "sync_every", "infrastructure_attempts", "data_attempts")

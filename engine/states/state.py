@@ -80,6 +80,8 @@ class State:
         self.next_timer: TimerId = 0
         self.next_ready = 0
         self.stale_echoes = 0
+        self.failed_in_a_row = 0
+        """Groups that failed for good since one was generated."""
         self.last_failure = ""
         """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
@@ -258,7 +260,7 @@ class State:
                 self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
                 self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures,
                 self.publishing, self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.next_ready,
-                self.stale_echoes, self.outcome is not None,
+                self.stale_echoes, self.failed_in_a_row, self.outcome is not None,
             )
         )  # fmt: skip
 

@@ -8,13 +8,16 @@ small. So the model has the skill and a bad habit, as one that has read the web 
 that a reward can teach in minutes: long answers, which cross many tens, are nearly all wrong before and right after.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,6 +32,9 @@ RECIPE = 5
 """Raised when the same parameters make something else than they used to."""
 
 MARKER = "complete.json"
+MAKING = ".making-"
+FRESH_S = 5.0
+"""A workplace is left alone for so long after it was made: its lock comes a moment later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +83,10 @@ def prepare(directory: str | Path, parameters: Quickstart | None = None, progres
     reused = (target / MARKER).is_file()
     if not reused:
         target.parent.mkdir(parents=True, exist_ok=True)
-        workplace = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
-        try:
+        _sweep(target.parent)
+        with _workplace(target.parent) as workplace:
             _make(workplace, wanted, progress or _silent)
             _put(workplace, target)
-        finally:
-            shutil.rmtree(workplace, ignore_errors=True)
     return Prepared(
         model_path=str(target / "model"),
         training_path=str(target / "train.jsonl"),
@@ -92,6 +96,36 @@ def prepare(directory: str | Path, parameters: Quickstart | None = None, progres
         warm_up=json.loads((target / MARKER).read_text(encoding="utf-8"))["warm_up"],
         reused=reused,
     )
+
+
+@contextmanager
+def _workplace(parent: Path) -> Iterator[Path]:
+    """A directory that is locked for as long as this process works in it, and gone after."""
+    workplace = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
+    lock: int | None = None
+    try:
+        lock = os.open(workplace, os.O_RDONLY)
+        with suppress(OSError):  # Not every file system locks directories: then nobody sweeps there either.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield workplace
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what processes left that were killed at work: their locks went with them."""
+    for left in parent.glob(f"{MAKING}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime < FRESH_S:
+                continue
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _put(workplace: Path, target: Path) -> None:

@@ -51,6 +51,16 @@ class Doomed(SimpleGenerator):
         return []
 
 
+class Lavish(Quick):
+    """Gives one group rewards that are finite, while their sum is not."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        sampled = await super().sample(work, weights, version)
+        for trajectory in sampled:
+            trajectory.reward = 1e308 if work.group == 3 else trajectory.reward
+        return sampled
+
+
 class Counter(SimpleTrainer):
     """Weights are the number of steps done. Dies in the step that `dies_in` names, once for each marker file."""
 
@@ -65,7 +75,7 @@ class Counter(SimpleTrainer):
             os.kill(os.getpid(), signal.SIGKILL)
         assert batch.step == self.steps, "a step was lost or done twice"
         self.steps += 1
-        return {"loss": 1.0 / self.steps}
+        return {"loss": 1.0 / self.steps, "optimizer_steps": 2.0}
 
     def weights(self) -> int:
         return self.steps
@@ -74,10 +84,15 @@ class Counter(SimpleTrainer):
 def restore_counter(trainer: Any, restore: Restore) -> None:
     trainer.steps = restore.weights
     assert trainer.steps == restore.steps
+    assert restore.optimizer_steps == 2 * restore.steps
 
 
 def refused(replica: int) -> Rollout:
     raise ConfigError("rollout.device", "cuda:9", "this machine has none", "cpu")
+
+
+def exhausted(replica: int) -> Rollout:
+    return next(iter([]))
 
 
 def plan(run_dir: Path, generator: Callable[[int], Any] = lambda replica: Quick(), **changes: Any) -> Plan:

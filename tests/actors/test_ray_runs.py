@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from ray_plans import (
     PROMPTS,
     Counter,
     Doomed,
+    Lavish,
     Quick,
     check_record,
     endless,
     events_of,
+    exhausted,
     paced,
     plan,
     refused,
@@ -32,6 +35,7 @@ from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
 from engine.events import (
     GroupAborted,
+    GroupFailed,
     GroupGenerated,
     PublishFailed,
     ReplicaJoined,
@@ -117,6 +121,15 @@ def test_a_rollout_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path: P
     assert (lost.replica, 2) in joined or status.step == PROMPTS // 4, "it may end before the new life is up"
 
 
+def test_rewards_too_large_to_add_up_cost_their_group_alone(tmp_path: Path) -> None:
+    status = run_whole(plan(tmp_path, lambda replica: Lavish()))
+    assert status.outcome == "finished"
+    failed = events_of(tmp_path, GroupFailed)
+    assert {(e.group, e.cause) for e in failed} == {(3, "data")}
+    assert "too large to take a mean" in failed[0].reason
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS - 1
+
+
 def test_replicas_that_always_die_fail_the_run_with_a_named_cause(tmp_path: Path) -> None:
     limits = replace(plan(tmp_path).limits, infrastructure_attempts=100)
     status = run_whole(
@@ -162,6 +175,8 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
         start(plan(tmp_path, make_rollout=refused))
     with pytest.raises(ConfigError, match="did you mean 'truncate'"):
         start(plan(tmp_path / "other", policies={"deadline": "trunkate"}))
+    with pytest.raises(RunFailed, match="exhausted raised StopIteration"):
+        start(plan(tmp_path / "iterator", make_rollout=exhausted))
     nccl = DistributedTransport(backend="nccl", bucket_bytes=1 << 20, timeout_s=1.0)
     with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; gloo would hold"):
         start(plan(tmp_path / "third", transport=nccl))
@@ -186,6 +201,29 @@ def test_a_run_stops_on_request_and_leaves_no_process(tmp_path: Path) -> None:
 def test_closing_in_the_middle_leaves_no_process(tmp_path: Path) -> None:
     with start(plan(tmp_path, endless)):
         assert len(actors_of_ours()) >= 6
+    wait_for_no_actors()
+
+
+@pytest.mark.parametrize("store", ["TrajectoryStore", "WeightsStore"])
+def test_a_store_that_is_killed_ends_the_run_by_its_name(tmp_path: Path, store: str) -> None:
+    with start(plan(tmp_path, endless)) as run:
+        (actor,) = [p for p in actors_of_ours() if f"{store}Act" in _title(p)]
+        os.kill(actor.pid, signal.SIGKILL)
+        status = run.wait()
+    assert status.outcome == "stopped"
+    name = store.removesuffix("Store").lower()
+    assert re.fullmatch(rf"the {name} store is lost: {store}Actor .*died.*", status.reason), status.reason
+    check_record(tmp_path)
+    wait_for_no_actors()
+
+
+def test_a_trainer_and_the_weights_store_that_are_killed_together_end_the_run(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless)) as run:
+        for actor in [p for p in actors_of_ours() if re.search("WeightsStoreAct|TrainerActor", _title(p))]:
+            os.kill(actor.pid, signal.SIGKILL)
+        status = run.wait()
+    assert status.outcome == "stopped"
+    check_record(tmp_path)
     wait_for_no_actors()
 
 

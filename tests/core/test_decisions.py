@@ -520,3 +520,41 @@ def test_after_a_rejected_event_the_driver_takes_nothing_more() -> None:
         with pytest.raises(InvariantViolated, match="law 6"):
             driver.deliver(event)
     assert [call[0] for call in log.calls] == ["reject", "flush", "execute"]
+
+
+# a source without end
+
+
+def fail_for_good(run, count):
+    """The running group with the lowest number fails, again and again."""
+    for _ in range(count):
+        if run.state.outcome is not None:
+            return
+        group = run.state.groups[run.running()[0]]
+        run.tell(
+            GroupFailed(
+                group=group.id,
+                attempt=group.attempt,
+                replica=group.replica,
+                incarnation=1,
+                cause="data",
+                reason="burnt",
+            )
+        )
+
+
+def test_a_run_whose_groups_all_fail_ends_before_its_prompts_do():
+    run = small(data_attempts=1)
+    fail_for_good(run, 63)
+    assert run.state.outcome is None
+    fail_for_good(run, 1)
+    assert run.ordered(FinishRun)[-1].outcome == "failed"
+    assert run.ordered(FinishRun)[-1].reason == "64 prompt groups in a row have failed, at last: burnt"
+
+
+def test_one_group_that_is_generated_shows_that_going_on_has_a_point():
+    run = small(data_attempts=1)
+    fail_for_good(run, 63)
+    run.finish(run.running()[0])
+    fail_for_good(run, 63)
+    assert run.state.outcome is None

@@ -276,6 +276,41 @@ def test_an_aborted_group_is_never_heard_of_again() -> None:
     play(scene)
 
 
+def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
+        await stage.trajectories.put(newer, attempt=2)
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
+        await stage.settle()
+        assert (await stage.trajectories.get([0]))[0] is newer
+
+    play(scene)
+
+
+def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewhere() -> None:
+    newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
+
+    class Overtaken(LocalTrajectories):
+        """A put that takes until the group has been aborted here and done anew on another replica."""
+
+        async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+            stage.host._running[0].unwanted = True
+            await super().put(newer, attempt=2)
+            await super().put(group, attempt)
+
+    stage = Stage(TokenGenerator(length=2, free=True))
+    stage.host._trajectories = stage.trajectories = Overtaken()
+
+    async def scene() -> None:
+        stage.start()
+        await stage.settle()
+        assert stage.host.running == 0 and stage.events == []
+        assert (await stage.trajectories.get([0]))[0] is newer
+
+    play(scene)
+
+
 def test_a_new_attempt_waits_for_the_end_of_the_old_one_and_only_it_reports() -> None:
     async def scene() -> None:
         stage = Stage(TokenGenerator(length=3))
@@ -310,6 +345,13 @@ def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
 # -- generators that do wrong ------------------------------------------------------------------------------------------
 
 
+class Pair:
+    """A value that looks like a number and is none, as a tensor of two elements does."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("only one element can be converted")
+
+
 def good(**changes: Any) -> Trajectory:
     return replace(response([7, 8], reward=1.0, version=0), **changes)
 
@@ -331,7 +373,10 @@ def good(**changes: Any) -> Trajectory:
         ([good(), good(finish_reason="")], "infrastructure", "it has no finish_reason"),
         ([good(), good(reward=None)], "data", "prompt row 3): it has no reward"),
         ([good(), good(reward=math.nan)], "data", "its reward is nan, not a finite number"),
-        ([good(), good(reward="high")], "data", "its reward is 'high', not a number"),
+        ([good(), good(reward="high")], "data", "its reward is a str, not a number"),
+        ([good(), good(reward=Pair())], "data", "its reward is a Pair, not a number"),
+        ([good(reward=1e308), good(reward=1e308)], "data", "too large to take a mean and a spread of"),
+        ([good(reward=-1e308), good(reward=1e308)], "data", "they go from -1e+308 to 1e+308"),
         (RuntimeError("CUDA out of memory"), "infrastructure", "RuntimeError: CUDA out of memory"),
         (DataFailure("row 3 has no answer"), "data", "row 3 has no answer"),
         (asyncio.CancelledError("my own task"), "infrastructure", "CancelledError: my own task"),

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,11 @@ def test_a_repeated_order_is_carried_out_once() -> None:
         ("save", SaveCheckpoint(steps=3, cause=0), CheckpointFailed),
     ],
 )
-@pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("goodbye")], ids=["raises", "exits"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no memory"), SystemExit("goodbye"), StopIteration("no more"), CancelledError("given up")],
+    ids=["raises", "exits", "stops", "cancels"],
+)
 def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
     tmp_path: Path, call: str, command: Command, failed: type[Event], error: BaseException
 ) -> None:
@@ -166,7 +171,7 @@ def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
         await bench.fill(2, 4)
         (event,) = await bench.answer(command)
         assert isinstance(event, failed)
-        assert str(error) in event.reason
+        assert type(error).__name__ in event.reason and str(error) in event.reason
         assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
         trainer.fails = ""
         assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)

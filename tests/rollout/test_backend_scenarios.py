@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from conftest import CONTEXT, build, run_over, until_sampled
+from conftest import BACKENDS, CONTEXT, Kind, run, run_over, until_sampled
 
 from engine.errors import DataFailure, EngineError
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
@@ -41,27 +41,33 @@ async def whole_and_cut(backend: RolloutBackend) -> tuple[SampleResult, SampleRe
     return reference, cut
 
 
-def test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had(make_backend: Make) -> None:
+def test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         reference, cut = await whole_and_cut(backend)
+        assert cut.token_ids == reference.token_ids[: len(cut.token_ids)]
         rest = await backend.sample(request("again", prefix_ids=cut.token_ids))
-        assert cut.token_ids + rest.token_ids == reference.token_ids
-        assert cut.logprobs + rest.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+        again = await backend.sample(request("again", prefix_ids=cut.token_ids))
+        assert again.token_ids == rest.token_ids
+        if kind.exact:
+            assert cut.token_ids + rest.token_ids == reference.token_ids
+            assert cut.logprobs + rest.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
         assert rest.finish_reason == "length" and len(cut.token_ids) + len(rest.token_ids) == LONG
         for result in (reference, cut, rest):
             assert_whole(result)
 
-    run_over(make_backend("qwen2"), scenario)
+    run_over(kind.make("qwen2"), scenario)
 
 
-def test_budget_shrinks_by_the_prefix(make_backend: Make) -> None:
+def test_budget_shrinks_by_the_prefix(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         rest = await backend.sample(request(prefix_ids=[21, 22], max_tokens=10))
         assert len(rest.token_ids) == 8 and rest.finish_reason == "length"
         more = await backend.sample(request(prefix_ids=[21, 22, *rest.token_ids[:3]], max_tokens=10))
-        assert more.token_ids == rest.token_ids[3:]
+        assert len(more.token_ids) == 5
+        if kind.exact:
+            assert more.token_ids == rest.token_ids[3:]
 
-    run_over(make_backend("qwen2"), scenario)
+    run_over(kind.make("qwen2"), scenario)
 
 
 def test_zero_token_abort_is_a_no_op(make_backend: Make) -> None:
@@ -76,7 +82,7 @@ def test_zero_token_abort_is_a_no_op(make_backend: Make) -> None:
         assert nothing.finish_reason == "abort"
         await backend.resume()
         again = await backend.sample(request("r", prefix_ids=[21, 22], max_tokens=12))
-        assert again.token_ids == reference.token_ids
+        assert again.token_ids == reference.token_ids  # the same request, unchanged
 
     run_over(make_backend("qwen2"), scenario)
 
@@ -122,7 +128,7 @@ def test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens(ma
         assert lengths == budgets
         assert sum(replica.tokens_sampled() for replica in replicas) == sum(budgets)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_keep_freezes_and_goes_on(make_backend: Make) -> None:
@@ -189,9 +195,15 @@ def test_wait_lets_running_requests_end_and_holds_later_ones(make_backend: Make)
     run_over(make_backend("qwen2", rows=2), scenario)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2-untied", "gpt2"])
-def test_install_serves_the_new_weights_and_marks_the_spans(make_backend: Make, family: str) -> None:
-    new = build(family, seed=9)
+FAMILIES = [
+    *((name, family) for name in BACKENDS if name != "vllm" for family in ("qwen2", "qwen2-untied", "gpt2")),
+    ("vllm", "qwen2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), FAMILIES, indirect=["kind"])
+def test_install_serves_the_new_weights_and_marks_the_spans(kind: Kind, family: str) -> None:
+    new = kind.model(family, seed=9)
 
     async def scenario(backend: RolloutBackend) -> tuple[SampleResult, SampleResult, int]:
         task = asyncio.create_task(backend.sample(request("old")))
@@ -206,18 +218,19 @@ def test_install_serves_the_new_weights_and_marks_the_spans(make_backend: Make, 
     async def plain(backend: RolloutBackend) -> SampleResult:
         return await backend.sample(request("new", max_tokens=40))
 
-    across, fresh, seam = run_over(make_backend(family), scenario)
+    across, fresh, seam = run_over(kind.make(family), scenario)
     assert across.spans == [Span(0, seam, 0), Span(seam, LONG, 3)]
     assert_whole(across)
     expected = run_over(TorchBackend(new), plain)
-    assert fresh.token_ids == expected.token_ids
-    assert fresh.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    if kind.exact:
+        assert fresh.token_ids == expected.token_ids
+        assert fresh.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert fresh.spans == [Span(0, 40, 3)]
     assert fresh.token_ids != across.token_ids[:40], "the two versions must differ for this test to say anything"
 
 
-def test_failed_install_leaves_the_old_weights(make_backend: Make) -> None:
-    new = build("qwen2", seed=9).state_dict()
+def test_failed_install_leaves_the_old_weights(kind: Kind) -> None:
+    new = kind.model("qwen2", seed=9).state_dict()
     missing = {name: tensor for name, tensor in new.items() if "q_proj.weight" not in name}
     misshapen = new | {"model.norm.weight": new["model.norm.weight"][:-1]}
 
@@ -231,22 +244,22 @@ def test_failed_install_leaves_the_old_weights(make_backend: Make) -> None:
             (misshapen, "model.norm.weight"),
             (new | {"a.b": new["model.norm.weight"]}, "a.b"),
         ):
-            await backend.stage(1, weights)
             with pytest.raises(EngineError, match=named):
+                await backend.stage(1, weights)
                 await backend.install(1)
-        with pytest.raises(EngineError, match="version 2"):
+        with pytest.raises(EngineError, match=r"version \d+ cannot be installed"):
             await backend.install(2)
         await backend.resume()
         result = await task
         assert result.token_ids == reference.token_ids and result.spans == [Span(0, LONG, 0)]
 
-    run_over(make_backend("qwen2"), scenario)
+    run_over(kind.make("qwen2"), scenario)
 
 
-def test_weights_are_copied_when_staged(make_backend: Make) -> None:
-    weights = build("qwen2", seed=9).state_dict()
+def test_weights_are_copied_when_staged(kind: Kind) -> None:
 
     async def scenario(backend: RolloutBackend, *, spoil: bool) -> list[int]:
+        weights = kind.model("qwen2", seed=9).state_dict()
         await backend.stage(1, weights)
         if spoil:
             for tensor in weights.values():
@@ -256,8 +269,8 @@ def test_weights_are_copied_when_staged(make_backend: Make) -> None:
         await backend.resume()
         return (await backend.sample(request())).token_ids
 
-    clean = run_over(make_backend("qwen2"), lambda backend: scenario(backend, spoil=False))
-    assert run_over(make_backend("qwen2"), lambda backend: scenario(backend, spoil=True)) == clean
+    clean = run_over(kind.make("qwen2"), lambda backend: scenario(backend, spoil=False))
+    assert run_over(kind.make("qwen2"), lambda backend: scenario(backend, spoil=True)) == clean
 
 
 def test_prompt_that_does_not_fit_is_a_data_failure_naming_lengths(make_backend: Make) -> None:
@@ -285,7 +298,8 @@ def test_cancelled_caller_frees_its_place(make_backend: Make) -> None:
     run_over(make_backend("qwen2", rows=1), scenario)
 
 
-def test_close_fails_what_is_running_and_everything_later(make_backend: Make) -> None:
+@pytest.mark.parametrize("kind", [name for name in BACKENDS if name != "vllm"], indirect=True)
+def test_close_fails_what_is_running_and_everything_later(kind: Kind) -> None:
     async def scenario(backend: RolloutBackend) -> None:
         running = asyncio.create_task(backend.sample(request("running")))
         await until_sampled(backend, 5)
@@ -297,4 +311,4 @@ def test_close_fails_what_is_running_and_everything_later(make_backend: Make) ->
         with pytest.raises(EngineError, match="closed"):
             await backend.pause("keep")
 
-    run_over(make_backend("qwen2"), scenario)
+    run_over(kind.make("qwen2"), scenario)

@@ -3,17 +3,22 @@ meanwhile."""
 
 import asyncio
 import dataclasses
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from conftest import CONTEXT, build_torch, until_sampled
 
 from engine.errors import DataFailure, EngineError
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
+from engine.rollout.scoring import MOST_STUCK, RewardCalls
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 LONG = 150
@@ -196,6 +201,9 @@ def raising(prompt: Prompt, trajectory: Trajectory) -> float:
         (lambda prompt, trajectory: float("-inf"), "returned -inf"),
         (lambda prompt, trajectory: "1.0", "returned '1.0'"),
         (lambda prompt, trajectory: None, "returned None"),
+        (lambda prompt, trajectory: torch.tensor([1.0, 2.0]), "of type Tensor on prompt row 41, not a finite number"),
+        (lambda prompt, trajectory: next(iter([])), "raised StopIteration on prompt row 41"),
+        (lambda prompt, trajectory: sys.exit(3), "raised SystemExit on prompt row 41: 3"),
     ],
 )
 def test_reward_that_fails_is_a_data_failure_naming_function_and_value(reward: Any, said: str) -> None:
@@ -215,6 +223,117 @@ def test_reward_that_takes_too_long_is_a_data_failure() -> None:
         leave.set()
 
     run(make(lambda prompt, trajectory: leave.wait(30), max_tokens=3, reward_timeout_s=0.01), scenario)
+
+
+def test_rewards_that_never_return_take_no_place_from_others() -> None:
+    entered, leave = threading.Semaphore(0), threading.Event()
+
+    def stuck_for_one(prompt: Prompt, trajectory: Trajectory) -> float:
+        if prompt.row == 41:
+            entered.release()
+            leave.wait()
+        return 1.0
+
+    async def scenario(generator: ModelGenerator) -> None:
+        (stuck,) = await begin(generator, work(1, samples=4))
+        for _ in range(4):
+            await asyncio.to_thread(entered.acquire)
+        (queued,) = await begin(generator, work(2, samples=2))
+        with pytest.raises(DataFailure, match=r"took longer than 2\.0 s"):
+            await stuck
+        assert (await queued).group.finished, "the time of a call must not count while it waits for its place"
+        leave.set()
+
+    run(make(stuck_for_one, max_tokens=5, reward_timeout_s=2.0), scenario)
+
+
+def test_too_many_rewards_that_never_return_are_the_end_of_the_replica_by_name() -> None:
+    leave = threading.Event()
+
+    def stuck(prompt: Prompt, trajectory: Trajectory) -> float:
+        return float(leave.wait())
+
+    async def scenario(generator: ModelGenerator) -> None:
+        failed = asyncio.create_task(generator.failed())
+        for group in range(MOST_STUCK):
+            assert not failed.done()
+            with pytest.raises(DataFailure, match="took longer"):
+                await generator.generate(work(group, samples=1))
+        assert re.match(r"64 calls of reward .*stuck took longer than 0\.001 s", await asyncio.wait_for(failed, 30))
+        with pytest.raises(EngineError, match="64 calls of reward") as raised:
+            await generator.generate(work(99))
+        assert not isinstance(raised.value, DataFailure)
+        leave.set()
+
+    run(make(stuck, max_tokens=1, reward_timeout_s=0.001), scenario)
+
+
+def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
+    leave = threading.Semaphore(0)
+
+    async def scene() -> None:
+        rewards = RewardCalls(lambda *_: float(leave.acquire()), threads=1, timeout_s=0.001)
+        failed = asyncio.create_task(rewards.failed())
+        for _ in range(MOST_STUCK + 1):
+            with pytest.raises(DataFailure, match="took longer"):
+                await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]))
+            leave.release()
+            for thread in threading.enumerate():
+                if thread.name == "reward":
+                    thread.join(30)
+            await asyncio.sleep(0)
+        assert not failed.done()
+        failed.cancel()
+
+    asyncio.run(scene())
+
+
+def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    running: list[int] = []
+
+    def slow(prompt: Prompt, trajectory: Trajectory) -> float:
+        running.append(prompt.row)
+        entered.set()
+        return float(leave.wait())
+
+    async def scene() -> None:
+        rewards = RewardCalls(slow, threads=1, timeout_s=None)
+        first, second = (
+            asyncio.create_task(rewards.score(Prompt(row=row, text=""), Trajectory(prompt_ids=[1]))) for row in (1, 2)
+        )
+        await asyncio.to_thread(entered.wait)
+        first.cancel()
+        await asyncio.wait([first])
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert first.cancelled() and running == [1]
+        leave.set()
+        assert await second == 1.0 and running == [1, 2]
+
+    asyncio.run(scene())
+
+
+STUCK_PROCESS = """
+import asyncio, threading
+from engine.errors import DataFailure
+from engine.rollout.scoring import RewardCalls
+from engine.trajectory import Prompt, Trajectory
+
+async def scene():
+    rewards = RewardCalls(lambda prompt, trajectory: threading.Event().wait(), threads=1, timeout_s=0.01)
+    try:
+        await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]))
+    except DataFailure:
+        print("given up")
+
+asyncio.run(scene())
+"""
+
+
+def test_a_process_ends_though_a_reward_is_stuck() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK_PROCESS], capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
 
 
 @pytest.mark.parametrize("how", ["abort", "truncate"])

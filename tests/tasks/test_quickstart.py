@@ -1,6 +1,8 @@
 """The quickstart's files: a tokenizer and model that transformers loads, made once and found again."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,27 @@ def test_what_is_half_made_is_never_used(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, TINY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_dead_processes_left_is_swept_and_what_the_living_make_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / ".making-left"
+    (left / "model").mkdir(parents=True)
+    os.utime(left, (0, 0))
+
+    def make(workplace: Path, wanted: Quickstart, _: object) -> None:
+        assert not left.exists()
+        (workplace / quickstart.MARKER).write_text(json.dumps({"warm_up": {}}))
+        if wanted is TINY:
+            os.utime(workplace, (0, 0))
+            prepare(tmp_path, replace(TINY, seed=2))  # Another process, much later.
+
+    monkeypatch.setattr(quickstart, "_make", make)
+    prepare(tmp_path, TINY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"arithmetic-{wanted.key()}" for wanted in (TINY, replace(TINY, seed=2))
+    )
 
 
 def test_the_second_of_two_makers_takes_what_the_first_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,140 @@
+"""What a configuration names outside itself: the model's directory, prompts, reward; and the room there is for them.
+
+Called by `engine check`, and by a run before anything starts. Reads files; never imports torch, transformers or Ray.
+"""
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from engine.config.machine import object_store_limit
+from engine.config.schema import Config
+from engine.errors import ConfigError
+from engine.tasks.dataset import Dataset
+from engine.tasks.rewards import load_reward
+from engine.tasks.tokenizer import END, PAD, UNKNOWN
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+WEIGHTS = ("*.safetensors", "*.bin")
+VERSIONS_HELD = 3
+"""Weights versions that there is room for: the one in use, the newest, the one being published."""
+LEAST_STORE_BYTES = 256 << 20
+
+
+def check_inputs(config: Config) -> Iterator[str]:
+    """Lines like those of `check_config`. Raises: ConfigError for a file that is missing or cannot be used."""
+    directory = model_directory(config)
+    if directory is not None:
+        check_model(directory)
+        yield f"ok: model.path {config.model.path} holds a model and a tokenizer"
+    yield from _check_stop(config, directory)
+    yield from _check_store(config, directory)
+    if config.model.make is None:
+        files = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
+        for field, file in files.items():
+            if file is not None:
+                data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
+                yield f"ok: {field} holds {len(data)} prompts"
+    if config.reward.function is not None:
+        load_reward(config.reward.function)
+        yield f"ok: reward.function {config.reward.function} is importable"
+
+
+def model_directory(config: Config) -> Path | None:
+    """The directory that `model.path` names; None for a hub name, and for a model that is made.
+
+    Raises: ConfigError for a path that leads nowhere.
+    """
+    path = config.model.path
+    if path is None:
+        return None
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if path.startswith(("/", "./", "../", "~")):
+        raise ConfigError("model.path", path, "no such directory", "a model in Hugging Face format, or a hub name")
+    return None
+
+
+def check_model(directory: Path) -> None:
+    """Raises: ConfigError where configuration, tokenizer or weights are missing."""
+    fix = "a directory that save_pretrained wrote, of the model and of its tokenizer"
+    if not (directory / "config.json").is_file():
+        raise ConfigError("model.path", str(directory), "holds no config.json", fix)
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        raise ConfigError("model.path", str(directory), "holds no tokenizer, such as tokenizer.json", fix)
+    if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
+        raise ConfigError("model.path", str(directory), "holds no weights, such as model.safetensors", fix)
+
+
+def weights_bytes(directory: Path) -> int | None:
+    """Bytes of a published version, float32 without what is tied; None where the files do not say it."""
+    files = sorted(directory.glob("*.safetensors"))
+    try:
+        return sum(4 * _numbers_in(file) for file in files) or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _numbers_in(file: Path) -> int:
+    """How many numbers a safetensors file holds, by its header: 8 bytes of length, then JSON."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError("not a safetensors file")
+        header = json.loads(opened.read(length))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def object_store_bytes(config: Config, directory: Path | None) -> int | None:
+    """What the object store should hold; None where the model's size is not known before it is loaded."""
+    if config.rollout.transport != "object_store" or config.model.make is not None:
+        return LEAST_STORE_BYTES
+    version = None if directory is None else weights_bytes(directory)
+    return None if version is None else max(LEAST_STORE_BYTES, VERSIONS_HELD * version)
+
+
+def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
+    wanted, limit = object_store_bytes(config, directory), object_store_limit()
+    if wanted is not None and wanted > limit:
+        yield (
+            f"note: {VERSIONS_HELD} versions of the weights take {wanted / 1e9:.1f} GB of object store, and "
+            f"{limit / 1e9:.1f} GB are to be had (30 % of memory, /dev/shm): Ray moves the rest to disk"
+        )
+
+
+def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
+    """Raises: ConfigError for a stop string that is not one token, as far as the tokenizer's file shows it."""
+    stop = config.rollout.stop
+    if not stop:
+        return
+    if config.model.make is not None:
+        lengths = {text: 1 if text in (END, PAD, UNKNOWN) else len(text) for text in stop}
+    elif directory is not None and (directory / "tokenizer.json").is_file():
+        lengths = _lengths(directory, stop)
+    else:
+        yield "note: whether each string of rollout.stop is one token is known when the run loads the tokenizer"
+        return
+    for text, tokens in lengths.items():
+        if tokens != 1:
+            law = f"{text!r} is {tokens} tokens to this model's tokenizer"
+            raise ConfigError("rollout.stop", stop, law, "strings that are one token each")
+    yield f"ok: rollout.stop holds {len(stop)} string{'s' * (len(stop) > 1)} of one token each"
+
+
+def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:
+    """Tokens of each string. Those that the tokenizer's settings add may be missing from its file: they are one."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        law = f"its tokenizer.json cannot be read: {error}"
+        raise ConfigError("model.path", str(directory), law, "a tokenizer that save_pretrained wrote") from None
+    added = directory / "tokenizer_config.json"
+    settings = added.read_text(encoding="utf-8", errors="replace") if added.is_file() else ""
+    return {
+        text: 1 if json.dumps(text) in settings else len(tokenizer.encode(text, add_special_tokens=False).ids)
+        for text in stop
+    }

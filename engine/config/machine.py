@@ -1,0 +1,30 @@
+"""What the machine has: for `config.inputs`, which says what does not fit, and for `actors.run`, which keeps to it."""
+
+import os
+from pathlib import Path
+
+SHARE = 0.3
+"""Of memory, for Ray's object store: Ray's own default."""
+CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+SHARED = Path("/dev/shm")
+
+
+def object_store_limit() -> int:
+    """Bytes that an object store may take here at most: a share of memory, and what shared memory has free."""
+    share = int(SHARE * memory_bytes())
+    try:
+        free = os.statvfs(SHARED)
+    except OSError:
+        return share
+    return min(share, int(0.95 * free.f_bavail * free.f_frsize))
+
+
+def memory_bytes() -> int:
+    """Of this machine, or of the container this process is in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in CGROUPS:
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):
+            continue  # no such limit: "max"
+    return min(limits)

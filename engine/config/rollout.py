@@ -1,0 +1,91 @@
+"""The rollout section of a configuration: engines, how they sample, and how new weights reach them."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from engine.config.section import DEVICE, Section
+from engine.config.servers import replicas_of
+from engine.errors import ConfigError
+from engine.rollout.vllm_args import refuse_own
+
+
+class RolloutSection(Section):
+    """The rollout engines and how they sample."""
+
+    backend: Literal["torch", "vllm", "openai"] = Field(
+        "torch",
+        description="What generates: the embedded torch sampler, vLLM in the replica's process, or servers by URL.",
+    )
+    replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
+    slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
+    sync_mode: Literal["keep", "abort", "wait"] = Field(
+        "keep", description="What running groups do at an install: freeze in place, abort and resume, or end first."
+    )
+    sync_order: Literal["together", "rolling"] = Field(
+        "together", description="Replicas install at once or one by one."
+    )
+    kv: Literal["keep", "recompute"] = Field(
+        "keep", description="Whether frozen requests keep the cache of the old weights."
+    )
+    transport: Literal["object_store", "distributed"] = Field(
+        "object_store", description="How weights reach replicas: Ray's object store, or torch.distributed."
+    )
+    transport_backend: Literal["gloo", "nccl"] = Field(
+        "gloo", description="Of transport distributed; nccl, untested for want of GPUs, takes one GPU for the store."
+    )
+    transport_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds without the other side after which a transfer has failed."
+    )
+    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="MiB of weights that a sender puts in one message.")
+    receive_bucket_mb: int = Field(
+        64,
+        ge=1,
+        le=16_384,
+        description="MiB that a receiver (a replica; a vLLM worker) takes in at once, beyond the tensors.",
+    )
+    temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; below 1 biases the ratio.")
+    max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")
+    stop: list[str] = Field(
+        default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
+    )
+    device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
+    gpus: float = Field(0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
+    )
+    install_timeout_s: float = Field(
+        300.0, gt=0, le=86_400, description="Seconds that vLLM may take to swap weights before the old ones go back in."
+    )
+
+    urls: list[str] = Field(
+        default_factory=list, max_length=4096, description="OpenAI-compatible servers, each one a replica."
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="What the servers call the model; null: the only one they serve."
+    )
+    api_key_env: str | None = Field(
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable that holds the servers' key; null: none."
+    )
+    request_timeout_s: float = Field(
+        120.0, gt=0, le=86_400, description="Seconds a server may take for an answer, an install, or the next token."
+    )
+    connect_timeout_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds a server may take to come up, at the start and after its loss."
+    )
+    weights_dir: str | None = Field(
+        None, min_length=1, description="Directory for new weights, under the same path here and at the servers."
+    )
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        refuse_own(self.engine_args)
+        given = self.replicas if "replicas" in self.model_fields_set else None
+        if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
+            object.__setattr__(self, "replicas", replicas)
+        if self.engine_args and self.backend != "vllm":
+            law = f"rollout.backend {self.backend} takes no engine arguments"
+            raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")
+        return self

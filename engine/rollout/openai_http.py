@@ -1,0 +1,129 @@
+"""One server's HTTP: JSON calls and streams of server-sent events, with timeouts and errors that say whose fault it is.
+
+Used by `rollout.openai` and `rollout.openai_server`. One pool of connections, on one event loop. It asks once: whether
+to ask again is the caller's to decide.
+"""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+
+from engine.errors import EngineError
+
+CONNECT_TIMEOUT_S = 5.0
+LARGEST_EVENT_BYTES = 16 * 2**20
+SHOWN = 300
+"""Characters of a server's complaint that are repeated."""
+
+
+class Unavailable(EngineError):
+    """The server did not answer, or not to the end: asking again may help."""
+
+
+class Refused(EngineError):
+    """The server will not do this, however often it is asked. `details["status"]` is the HTTP status."""
+
+
+class Http:
+    """`url` may end in `/v1`. `timeout_s` bounds a call, and in a stream each wait for more."""
+
+    def __init__(self, url: str, key: str | None, *, timeout_s: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(self, method: str, path: str, body: Any = None, *, query: Mapping[str, str] | None = None) -> Any:
+        """The JSON answer, None where it has no body. Raises: `Unavailable`, `Refused`."""
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._open().request(
+                method, self.url + path, json=body, params=query, timeout=timeout
+            ) as response:
+                await self._check(response, path)
+                text = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise Refused(f"{self.url}{path} answered something else than JSON", status=200) from None
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream until its `[DONE]`. Leaving early closes the connection, which ends the request.
+
+        Raises: `Unavailable`, also when the stream breaks off; `Refused`.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s)
+        done = False
+        try:
+            async with self._open().post(self.url + path, json=body, timeout=timeout) as response:
+                await self._check(response, path)
+                async for data in _data_of(response):
+                    done = done or data == b"[DONE]"
+                    if not done:
+                        yield self._event(path, data)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+        if not done:
+            raise Unavailable(f"{self.url}{path} broke off its answer")
+
+    async def close(self) -> None:
+        """Let go of every connection. The next call opens them again, on whatever loop it is made."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No bound of its own on connections: one for each running trajectory.
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+    def _event(self, path: str, data: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise Unavailable(f"{self.url}{path} streamed something else than JSON objects: {_shown(data)}")
+        if event.get("error"):
+            said: Any = event["error"]
+            code = said.get("code") if isinstance(said, dict) else None
+            message = said.get("message", said) if isinstance(said, dict) else said
+            raise self._complaint(path, code if isinstance(code, int) else 500, str(message))
+        return event
+
+    async def _check(self, response: aiohttp.ClientResponse, path: str) -> None:
+        if response.status >= 400:
+            raise self._complaint(path, response.status, await response.text(errors="replace"))
+
+    def _complaint(self, path: str, status: int, said: str) -> EngineError:
+        kind = Unavailable if status >= 500 or status in (408, 425, 429) else Refused
+        return kind(f"{self.url}{path} answered {status}: {_shown(said)}", status=status, said=said)
+
+    def _unavailable(self, path: str, error: BaseException) -> Unavailable:
+        story = str(error) or type(error).__name__
+        return Unavailable(f"{self.url}{path} cannot be reached or broke off: {_shown(story)}")
+
+
+async def _data_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The `data:` lines. Lines are put together here: the library's own are bounded too low for long prompts."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > LARGEST_EVENT_BYTES:
+            raise aiohttp.ClientPayloadError(f"an event of more than {LARGEST_EVENT_BYTES} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def _shown(said: str | bytes) -> str:
+    text = said.decode(errors="replace") if isinstance(said, bytes) else said
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

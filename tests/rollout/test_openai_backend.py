@@ -1,0 +1,371 @@
+"""The HTTP backend against vLLM in a process of its own, and against a server that misbehaves."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_backend_scenarios as scenarios
+from conftest import CONTEXT, Kind, run, run_over
+from http_servers import KEY, NAME, SmallServer, model, vllm_server
+from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
+    test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
+    test_aborting_some_leaves_the_others_as_they_were,
+    test_budget_shrinks_by_the_prefix,
+    test_cancelled_caller_frees_its_place,
+    test_exhausted_budget_ends_with_length_and_no_tokens,
+    test_failed_install_leaves_the_old_weights,
+    test_frozen_request_can_be_aborted,
+    test_keep_freezes_and_goes_on,
+    test_prompt_that_does_not_fit_is_a_data_failure_naming_lengths,
+    test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens,
+    test_wait_lets_running_requests_end_and_holds_later_ones,
+    test_weights_are_copied_when_staged,
+    test_zero_token_abort_is_a_no_op,
+)
+from transformers import AutoTokenizer
+
+from engine.errors import ConfigError, DataFailure, EngineError
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
+from engine.rollout.openai import RETRIES, OpenAIBackend
+from engine.rollout.torch import TorchBackend
+from engine.trajectory import Span
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+LONG = scenarios.LONG
+MOST = 250
+
+
+class CountedBackend(OpenAIBackend):
+    """Wakes who waits for a number of tokens: watching for it would take the core that the server needs."""
+
+    _count = 0
+    _awaited: tuple[int, asyncio.Event] | None = None
+
+    @property
+    def _sampled(self) -> int:
+        return self._count
+
+    @_sampled.setter
+    def _sampled(self, count: int) -> None:
+        self._count = count
+        if self._awaited is not None and count >= self._awaited[0]:
+            self._awaited[1].set()
+
+
+async def until_sampled(backend: Any, tokens: int) -> None:
+    reached = asyncio.Event()
+    if backend.tokens_sampled() < tokens:
+        backend._awaited = (tokens, reached)
+        await reached.wait()
+
+
+@pytest.fixture(autouse=True)
+def waiting_without_watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "until_sampled", until_sampled)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, int]]:
+    """Address, model and process group of a server that the tests here share."""
+    directory = tmp_path_factory.mktemp("served")
+    with vllm_server(directory) as (url, process):
+        yield url, directory, process.pid
+
+
+@pytest.fixture
+def connect(served: tuple[str, Path, int], tmp_path: Path) -> Callable[..., OpenAIBackend]:
+    def connected(**changes: Any) -> OpenAIBackend:
+        url, directory, _ = served
+        options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
+        options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
+        return CountedBackend(url, **(options | changes))
+
+    return connected
+
+
+@pytest.fixture
+def make_backend(connect: Callable[..., OpenAIBackend]) -> Callable[..., RolloutBackend]:
+    """With `rows`, which a server has of its own, there are two replicas to a server: neither may pause it for the
+    other, nor give it weights."""
+
+    def make(family: str, **options: Any) -> RolloutBackend:
+        if not options:
+            return connect()
+        backend = connect(weights_dir=None)
+        object.__setattr__(backend.abilities, "pauses", False)
+        return backend
+
+    return make
+
+
+@pytest.fixture
+def kind(make_backend: Callable[..., RolloutBackend]) -> Kind:
+    return Kind(make_backend, lambda family, seed=0: model(seed), exact=False)
+
+
+def request(name: str = "r", *, max_tokens: int = LONG, seed: int = 1, **changes: Any) -> SampleRequest:
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": changes.pop("temperature", 1.0)})
+    return SampleRequest(id=name, prompt_ids=[5, 6, 7], seed=seed, params=params, **changes)
+
+
+# -- weights and versions, at a real server ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_three_installs_serve_the_new_weights_and_mark_the_spans(
+    connect: Callable[..., OpenAIBackend], mode: str
+) -> None:
+    weights = {version: model(seed=version).state_dict() for version in (1, 2, 3)}
+
+    async def scenario(backend: RolloutBackend) -> list[SampleResult]:
+        results = []
+        task = asyncio.create_task(backend.sample(request("across", max_tokens=MOST)))
+        seams = []
+        for version in (1, 2, 3):
+            await until_sampled(backend, seams[-1] + 1 if seams else 20)
+            await backend.stage(version, weights[version])
+            await backend.pause(mode)
+            seams.append(backend.tokens_sampled())
+            await backend.install(version)
+            await backend.resume()
+            if mode == "abort":
+                break
+        across = await task
+        if mode == "abort":
+            assert across.finish_reason == "abort" and across.spans == [Span(0, seams[0], 0)]
+        else:
+            assert across.spans == [
+                Span(a, b, v) for v, (a, b) in enumerate(zip([0, *seams], [*seams, MOST], strict=True))
+            ]
+        results.append(await backend.sample(request("new", max_tokens=40, temperature=0.0)))
+        return results
+
+    (fresh,) = run_over(connect(), scenario)
+    version = 3 if mode == "keep" else 1
+    expected = run_over(
+        TorchBackend(model(seed=version)), lambda backend: backend.sample(request(max_tokens=40, temperature=0.0))
+    )
+    assert fresh.token_ids == expected.token_ids and fresh.spans == [Span(0, 40, version)]
+
+
+def test_the_plain_route_samples_the_same(connect: Callable[..., OpenAIBackend]) -> None:
+    """What any server offers, `/v1/completions`, gives what vLLM's own route gives; the stop id is part of it."""
+    from engine.rollout.openai_wire import Completions
+
+    async def scenario(backend: OpenAIBackend) -> tuple[SampleResult, SampleResult, SampleResult, SampleResult]:
+        own = await backend.sample(request(max_tokens=60, temperature=0.7))
+        stop = own.token_ids[11]
+        stopping = SamplingParams(max_tokens=60, temperature=0.7, stop_ids=(stop,))
+        ends = [await backend.sample(SampleRequest(id="s", prompt_ids=[5, 6, 7], seed=1, params=stopping))]
+        object.__setattr__(backend.abilities, "wire", Completions())
+        plain = await backend.sample(request(max_tokens=60, temperature=0.7))
+        ends.append(await backend.sample(SampleRequest(id="s", prompt_ids=[5, 6, 7], seed=1, params=stopping)))
+        return own, plain, ends[0], ends[1]
+
+    own, plain, own_end, plain_end = run_over(connect(), scenario)
+    assert plain.token_ids == own.token_ids and plain.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+    first = own.token_ids.index(own_end.token_ids[-1])
+    for end in (own_end, plain_end):
+        assert end.token_ids == own.token_ids[: first + 1] and end.finish_reason == "stop"
+
+
+def test_a_pause_left_behind_is_over_with_the_next_backend(connect: Callable[..., OpenAIBackend]) -> None:
+    left = connect()
+    run(left.pause("keep"))  # and its process is killed
+    assert len(run_over(connect(), lambda backend: backend.sample(request(max_tokens=4))).token_ids) == 4
+
+
+# -- refused at start --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"key": "wrong"}, "rollout.api_key_env", "does not take this key"),
+        ({"served_model_name": "other"}, "rollout.served_model_name", NAME),
+        ({"encode": lambda text: [3, 2, 1]}, "rollout.urls", "another tokenizer"),
+        ({"weights_dir": "/proc/none"}, "rollout.weights_dir", "cannot be written"),
+    ],
+)
+def test_refused_by_vllm(connect: Callable[..., OpenAIBackend], changes: Any, field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        connect(**changes)
+    assert caught.value.details["field"] == field
+
+
+def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], served: tuple[str, Path, int]) -> None:
+    backend = connect(weights_dir=None, encode=AutoTokenizer.from_pretrained(served[1]).encode, served_model_name=NAME)
+    assert backend.abilities.context == CONTEXT
+    run(backend.close())
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ({"token_ids": True}, "no token ids"),
+        ({"logprobs": True}, "log-probs"),
+        ({"processed": True}, "processed_logprobs"),
+        ({"tokens": True}, "another tokenizer"),
+        ({"installs": True}, "cannot be given new weights"),
+        ({}, "abort or wait would hold"),
+    ],
+)
+def test_a_server_that_lacks_something_is_refused(lacks: dict[str, bool], says: str, tmp_path: Path) -> None:
+    with SmallServer(**lacks) as server, pytest.raises(ConfigError, match=says):
+        OpenAIBackend(
+            server.url,
+            model="-",
+            weights_dir=str(tmp_path),
+            sync_mode="keep",
+            encode=lambda text: [4, 5],
+            timeout_s=5.0,
+        )
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    with SmallServer() as server:
+        pass
+    with pytest.raises(ConfigError, match=r"not there.*start it first"):
+        OpenAIBackend(server.url, model="-", wait_s=0.0)
+
+
+# -- a server that misbehaves on the way -------------------------------------------------------------------------------
+
+
+def over_small(scenario: Callable[[OpenAIBackend, SmallServer], Any], *faults: Any) -> Any:
+    with SmallServer() as server:
+        backend = OpenAIBackend(server.url, model="-", timeout_s=5.0)
+        server.bodies.clear()
+        server.faults = list(faults)
+        return run_over(backend, lambda backend: scenario(backend, server))
+
+
+@pytest.mark.parametrize(
+    ("faults", "lengths"), [((500, 503), [3, 3, 3]), (("drop", 502, "drop"), [3, 6, 6, 9]), (("abort",), [3, 6])]
+)
+def test_what_came_is_kept_and_the_rest_asked_for_again(faults: Any, lengths: list[int]) -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        result = await backend.sample(request(max_tokens=12))
+        assert result.token_ids == list(range(3, 15)) and result.logprobs == [-0.5] * 12
+        assert result.spans == [Span(0, 12, 0)] and result.finish_reason == "length"
+        assert [len(body["prompt"]) for body in server.bodies] == lengths
+        assert [body["max_tokens"] for body in server.bodies] == [15 - length for length in lengths]
+        assert backend.tokens_sampled() == 12
+        assert len({body["seed"] for body in server.bodies}) == len(set(lengths))
+
+    over_small(scenario, *faults)
+
+
+def test_a_request_that_always_fails_is_given_up_but_not_its_server() -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        with pytest.raises(EngineError, match=r"given up.*500"):
+            await backend.sample(request(max_tokens=4))
+        assert len(server.bodies) == RETRIES + 1
+        assert len((await backend.sample(request(max_tokens=4))).token_ids) == 4
+
+    over_small(scenario, *[500] * (RETRIES + 1))
+
+
+def test_context_overflow_that_only_the_server_knows_is_the_datas_fault() -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        with pytest.raises(DataFailure, match=r"prompt of 3.*context"):
+            await backend.sample(request(max_tokens=4))
+
+    over_small(scenario, 400)
+
+
+def test_a_dead_server_is_reported() -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        failed = asyncio.ensure_future(backend.failed())
+        server.gate.clear()
+        running = asyncio.create_task(backend.sample(request(max_tokens=4)))
+        await asyncio.to_thread(server.stop)
+        with pytest.raises(EngineError, match="lost"):
+            await running
+        assert "lost" in await failed
+        with pytest.raises(EngineError, match="lost"):
+            await backend.sample(request())
+
+    over_small(scenario)
+
+
+def test_close_fails_what_is_running_and_everything_later() -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        server.gate.clear()
+        running = asyncio.create_task(backend.sample(request("running")))
+        while not server.bodies:
+            await asyncio.to_thread(os.sched_yield)
+        await backend.close()
+        for late in (running, backend.sample(request("later")), backend.pause("keep")):
+            with pytest.raises(EngineError, match="closed"):
+                await late
+
+    over_small(scenario)
+
+
+def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> OpenAIBackend:
+    model().save_pretrained(tmp_path / "model")
+    return CountedBackend(
+        server.url, model=str(tmp_path / "model"), weights_dir=str(tmp_path / "weights"), sync_mode=mode, timeout_s=5.0,
+        initial=model().state_dict(),
+    )  # fmt: skip
+
+
+def test_without_routes_for_it_abort_disconnects_and_keeps_what_came(tmp_path: Path) -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        server.faults = []
+        task = asyncio.create_task(backend.sample(request("cut", max_tokens=200_000)))
+        await until_sampled(backend, 20)
+        await backend.stage(1, model(seed=1).state_dict())
+        await backend.pause("abort")
+        cut = await task
+        assert cut.finish_reason == "abort" and cut.spans == [Span(0, len(cut.token_ids), 0)]
+        assert len(cut.token_ids) == len(cut.logprobs) == backend.tokens_sampled() >= 20
+        await backend.install(1)
+        await backend.resume()
+        assert (await backend.sample(request(max_tokens=5))).spans == [Span(0, 5, 1)]
+
+    with SmallServer() as server:
+        run_over(small_with_weights(server, tmp_path, "abort"), lambda backend: scenario(backend, server))
+
+
+def test_a_failed_install_goes_back_and_one_that_cannot_loses_the_replica(tmp_path: Path) -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        first = server.calls[-1]["args"][0]
+        await backend.stage(1, model(seed=1).state_dict())
+        await backend.pause("abort")
+        server.refuses_installs = 1
+        with pytest.raises(EngineError, match="version 1 could not be installed: broken"):
+            await backend.install(1)
+        assert server.calls[-1]["args"][0] == first
+        await backend.resume()
+        assert (await backend.sample(request(max_tokens=5))).spans == [Span(0, 5, 0)]
+        await backend.pause("abort")
+        server.refuses_installs = 2
+        with pytest.raises(EngineError, match="could not be installed"):
+            await backend.install(1)
+        assert "could not be restored" in await backend.failed()
+
+    with SmallServer() as server:
+        run_over(small_with_weights(server, tmp_path, "abort"), lambda backend: scenario(backend, server))
+
+
+# -- last, since it ends the server ------------------------------------------------------------------------------------
+
+
+def test_killed_mid_generation_the_server_is_lost_with_its_requests(
+    connect: Callable[..., OpenAIBackend], served: tuple[str, Path, int]
+) -> None:
+    async def scenario(backend: OpenAIBackend) -> None:
+        running = asyncio.create_task(backend.sample(request()))
+        await until_sampled(backend, 10)
+        os.killpg(served[2], signal.SIGKILL)
+        assert "lost" in await backend.failed()
+        with pytest.raises(EngineError, match="lost"):
+            await running
+
+    run_over(connect(), scenario)

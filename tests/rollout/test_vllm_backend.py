@@ -1,0 +1,209 @@
+"""vLLM as replicas of a run, and what becomes of them when processes die."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import vllm_engines
+from conftest import WIDE, build, run, run_over
+from test_generator import Letters, length_reward
+
+from engine.errors import DataFailure, EngineError
+from engine.events import GroupGenerated, ReplicaLost, WeightsInstalled
+from engine.local import RunResult, SimpleTrainer
+from engine.local.run import run_async
+from engine.roles import Batch
+from engine.rollout.backend import SampleRequest, SamplingParams
+from engine.rollout.generator import ModelGenerator
+from engine.schedule import Handled, read, replay
+from engine.schedule.replayer import build_scheduler
+from engine.states.invariants import check_all
+from engine.states.limits import Limits
+from engine.trajectory import TrajectoryGroup
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+TOKENS = 120
+
+
+def model(seed: int = 0) -> Any:
+    return build("qwen2", seed, **WIDE)
+
+
+def asked(name: str, tokens: int = 200, **changes: Any) -> SampleRequest:
+    given = {"prompt_ids": [5, 6, 7], "seed": 1, "params": SamplingParams(max_tokens=tokens)} | changes
+    return SampleRequest(id=name, **given)
+
+
+class Publisher(SimpleTrainer):
+    """Trains nothing, keeps what it is given, and publishes other weights after each step."""
+
+    def __init__(self) -> None:
+        self.groups: list[TrajectoryGroup] = []
+        self.steps = 0
+        self.at: dict[int, Any] = {}
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self.groups += batch.groups
+        self.steps += 1
+        self.at.get(self.steps, lambda: None)()
+        return {}
+
+    def weights(self) -> Any:
+        return model(self.steps).state_dict()
+
+
+def generator_of(backend: Any) -> ModelGenerator:
+    return ModelGenerator(backend, Letters(), length_reward, params=SamplingParams(max_tokens=TOKENS), seed=3)
+
+
+def run_on(backends: list[Any], trainer: Publisher, **options: Any) -> RunResult:
+    generators = [generator_of(backend) for backend in backends]
+    result: RunResult = run(run_async(generators=generators, trainer=trainer, **options))
+    return result
+
+
+def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
+    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
+    return [frame.event for frame in frames if isinstance(frame.event, kind)]
+
+
+def assert_lawful(result: RunResult) -> None:
+    """Every law after every event, and the same commands again."""
+    record = read(result.record)
+    scheduler = build_scheduler(record.header)
+    report = replay(record, build=lambda _: scheduler, watch=lambda _: check_all(scheduler.state))
+    assert report.identical, report
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_two_replicas_of_two_slots_end_six_requests_with_exactly_their_tokens(mode: str) -> None:
+    trainer, backends = Publisher(), [vllm_engines.rent(model()), vllm_engines.rent(model())]
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=4, sync_mode=mode, checkpoint_every=0
+    )
+    result = run_on(
+        backends, trainer, prompts=[f"question {n}" for n in range(6)], limits=limits, samples=1, slots=2,
+        policies={"filter": "none"},
+    )  # fmt: skip
+    assert (result.outcome, result.steps) == ("finished", 3)
+    trajectories = [trajectory for group in trainer.groups for trajectory in group.trajectories]
+    assert [len(trajectory.token_ids) for trajectory in trajectories] == [TOKENS] * 6
+    assert all(len(trajectory.logprobs) == TOKENS for trajectory in trajectories)
+    assert {trajectory.finish_reason for trajectory in trajectories} == {"length"}
+    assert sum(backend.tokens_sampled() for backend in backends) == 6 * TOKENS, "a token was sampled twice"
+    assert {(event.replica, event.version) for event in events_of(result, WeightsInstalled)} >= {
+        (replica, version) for replica in (0, 1) for version in (1, 2)
+    }
+    assert_lawful(result)
+
+
+def test_groups_of_an_engine_that_is_killed_are_ended_by_the_other() -> None:
+    before = vllm_engines.processes()
+    mortal = vllm_engines.start(model())
+    (process,) = vllm_engines.processes() - before
+    trainer = Publisher()
+    trainer.at[2] = lambda: os.kill(process, signal.SIGKILL)
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, sync_mode="abort", checkpoint_every=0
+    )
+    result = run_on(
+        [vllm_engines.rent(model()), mortal], trainer, prompts=[f"question {n}" for n in range(28)], limits=limits,
+        samples=2, slots=6, policies={"filter": "none"},
+    )  # fmt: skip
+    assert (result.outcome, result.groups["consumed"]) == ("finished", 28)
+    (lost,) = events_of(result, ReplicaLost)
+    assert lost.replica == 1 and "vLLM" in lost.reason
+    assert [event.replica for event in events_of(result, GroupGenerated)].count(1) < 28
+    assert all(len(t.token_ids) == TOKENS for group in trainer.groups for t in group.trajectories)
+    assert_lawful(result)
+
+
+OWNER = """
+import sys, tempfile, psutil
+sys.path[:0] = [{tests!r}]
+import vllm_engines
+from conftest import WIDE, build
+if __name__ == "__main__":
+    backend = vllm_engines.start(build("qwen2", **WIDE))
+    print(backend.staging, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER.format(tests=str(Path(__file__).parent)))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_no_process_and_no_staged_file_outlives_an_owner_that_is_killed(owner: "subprocess.Popen[str]") -> None:
+    assert owner.stdout is not None
+    staging, *pids = next(line for line in owner.stdout if line.startswith("/")).split()
+    children = [psutil.Process(int(pid)) for pid in pids]
+    assert Path(staging).is_dir() and len(children) >= 2
+    owner.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+    assert not Path(staging).exists()
+
+
+def test_no_new_request_meets_the_keys_and_values_of_older_weights() -> None:
+    prompt = [(7 * i) % 32 for i in range(200)]  # longer than a block of vLLM's prefix cache on a CPU
+
+    async def scenario(backend: Any) -> None:
+        likeliest = SamplingParams(temperature=0.0, max_tokens=20)
+        for version in range(1, 3):
+            for name in ("first", "again"):
+                result = await backend.sample(asked(name, prompt_ids=prompt, params=likeliest))
+                with torch.no_grad():
+                    logits = model(version - 1)(input_ids=torch.tensor([prompt + result.token_ids])).logits
+                expected = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                assert result.logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+            await backend.stage(version, model(version).state_dict())
+            await backend.pause("keep")
+            await backend.install(version)
+            await backend.resume()
+
+    run_over(vllm_engines.rent(model()), scenario)
+
+
+def test_stop_ids_end_a_response_and_are_part_of_it() -> None:
+    async def scenario(backend: Any) -> None:
+        params = SamplingParams(max_tokens=100, stop_ids=tuple(range(0, 32, 4)))
+        result = await backend.sample(asked("r", params=params))
+        assert result.finish_reason == "stop" and result.token_ids[-1] % 4 == 0
+        assert all(token % 4 for token in result.token_ids[:-1])
+        over = await backend.sample(asked("r", params=params, prefix_ids=result.token_ids))
+        assert (over.finish_reason, over.token_ids) == ("stop", [])
+        with pytest.raises(DataFailure, match="token id 32 lies outside"):
+            await backend.sample(asked("r", prompt_ids=[32]))
+        with pytest.raises(EngineError, match="cannot be installed while tokens are sampled"):
+            await backend.stage(1, model(1).state_dict())
+            await backend.install(1)
+
+    run_over(vllm_engines.rent(model()), scenario)
+
+
+def test_equal_seeds_draw_equal_tokens_whatever_else_runs() -> None:
+    async def scenario(backend: Any) -> None:
+        alone = await backend.sample(asked("alone", 60, seed=5))
+        crowd = await asyncio.gather(*(backend.sample(asked(f"{seed}", 60, seed=seed)) for seed in range(8)))
+        assert crowd[5].token_ids == alone.token_ids
+        assert len({tuple(result.token_ids) for result in crowd}) == 8
+
+    run_over(vllm_engines.rent(model()), scenario)

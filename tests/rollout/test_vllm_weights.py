@@ -1,0 +1,155 @@
+"""New weights in a running vLLM: what it samples afterwards is the new model's, whatever was frozen meanwhile."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_engines
+from conftest import WIDE, build, run, until_sampled
+
+from engine.errors import EngineError
+from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.trajectory import Span
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+PROMPT = [5, 6, 7]
+LONG = 240
+
+
+def greedy(name: str, tokens: int = 40) -> SampleRequest:
+    return SampleRequest(id=name, prompt_ids=PROMPT, seed=1, params=SamplingParams(temperature=0.0, max_tokens=tokens))
+
+
+def assert_samples(model: Any, result: SampleResult) -> None:
+    """Every token is the likeliest under `model`, and its log-prob that of a plain forward."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT + result.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert result.token_ids == expected.argmax(-1).tolist()
+    chosen = expected[range(len(result.token_ids)), result.token_ids]
+    assert result.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2-untied"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A fresh one, with buckets so small that a version takes several files."""
+    before = vllm_engines.processes()
+    backend = vllm_engines.start(build(request.param, **WIDE), receive_bucket_mb=0.05, kv="recompute")
+    backend.family = request.param
+    (backend.process,) = vllm_engines.processes() - before
+    yield backend
+    run(backend.close())
+
+
+def model_of(engine: Any, version: int) -> Any:
+    return build(engine.family, 10 + version if version else 0, **WIDE)
+
+
+def files_of(engine: Any, version: int) -> list[Path]:
+    return sorted(engine.staging.glob(f"{version}-*/*.safetensors"))
+
+
+@pytest.mark.parametrize("how", ["damaged", "late"])
+def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, how: str) -> None:
+    old, new = engine.version, engine.version + 1
+
+    async def scenario() -> None:
+        await engine.stage(new, model_of(engine, new).state_dict())
+        files = files_of(engine, new)
+        assert len(files) > 3, "the buckets hold too much for this test to say anything"
+        intact = files[3].read_bytes()
+        if how == "damaged":
+            files[3].write_bytes(intact[:64])
+        else:
+            engine.install_timeout_s = 1e-9
+        kept = asyncio.create_task(engine.sample(greedy("kept")))
+        await until_sampled(engine, engine.tokens_sampled() + 5)
+        await engine.pause("keep")
+        with pytest.raises(EngineError, match=f"version {new} could not be installed"):
+            await engine.install(new)
+        engine.install_timeout_s = 60.0
+        await engine.resume()
+        for result in (await kept, await engine.sample(greedy("after"))):
+            assert result.spans == [Span(0, 40, old)]
+            assert_samples(model_of(engine, old), result)
+        files[3].write_bytes(intact)
+        await engine.pause("keep")
+        await engine.install(new)  # a second try is a try like the first
+        await engine.resume()
+        assert_samples(model_of(engine, new), await engine.sample(greedy("again")))
+
+    run(scenario())
+
+
+def test_only_the_version_in_force_is_kept(engine: Any) -> None:
+    async def scenario() -> None:
+        for version in range(engine.version + 1, engine.version + 3):
+            await engine.stage(version, model_of(engine, version).state_dict())
+            await engine.pause("abort")
+            await engine.install(version)
+            await engine.resume()
+        assert {path.name.partition("-")[0] for path in engine.staging.iterdir() if path.is_dir()} == {str(version)}
+
+    run(scenario())
+
+
+def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine: Any) -> None:
+    first = engine.version
+
+    async def update(version: int) -> int:
+        await until_sampled(engine, engine.tokens_sampled() + 10)
+        await engine.stage(version, model_of(engine, version).state_dict())
+        await engine.pause("keep")
+        await engine.install(version)
+        before = engine.tokens_sampled()
+        await engine.resume()
+        return before
+
+    async def scenario() -> None:
+        assert_samples(model_of(engine, first), await engine.sample(greedy("a", 40)))
+        start = engine.tokens_sampled()
+        kept = asyncio.create_task(engine.sample(greedy("kept", LONG)))
+        seams, others = [], 0
+        for version in range(first + 1, first + 4):
+            seams.append(await update(version) - start - others)
+            result = await engine.sample(greedy(f"{version}"))
+            others += len(result.token_ids)
+            assert result.spans == [Span(0, 40, version)]
+            assert_samples(model_of(engine, version), result)
+        result = await kept
+        ends = [0, *seams, LONG]
+        assert result.spans == [Span(ends[i], ends[i + 1], first + i) for i in range(4)]
+        assert engine.tokens_sampled() - start == LONG + others, "a token was sampled twice"
+
+    run(scenario())
+
+
+def test_at_its_end_an_engine_fails_who_waits(engine: Any) -> None:
+    """The last test of each engine: one is closed, the other's process killed."""
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.sample(greedy("running", LONG)))
+        failed = asyncio.create_task(engine.failed())
+        await until_sampled(engine, engine.tokens_sampled() + 5)
+        assert not failed.done()
+        if engine.family == "qwen2":
+            await engine.close()
+            assert not failed.done()
+            failed.cancel()
+            said = "closed"
+        else:
+            os.kill(engine.process, signal.SIGKILL)
+            said = "vLLM's engine"
+            assert said in await failed
+        for call in (running, engine.sample(greedy("later")), engine.pause("keep"), engine.resume()):
+            with pytest.raises(EngineError, match=said):
+                await call
+        await engine.close()
+        assert not engine.staging.exists()
+
+    run(scenario())
