@@ -4,6 +4,7 @@ Started by `actors.gateway`, and by tests. Answers whoever has the key of a livi
 read a body beyond its bound, nor answer with anything but OpenAI's objects, errors included.
 """
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from engine.gateway.sessions import ContextSpent, Session, SessionOver
 from engine.gateway.tool_calls import Parser, none
 from engine.rollout.chat import Chat
 from engine.rollout.conversation import Asked, Call, chat, ids, key_of, text
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -148,4 +151,7 @@ class GatewayServer:
             failure = RequestError(413, error.text or "the body is too large", code="request_too_large")
         except web.HTTPException as error:
             failure = RequestError(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:
+            log.exception("a call failed in the gateway")
+            failure = RequestError(500, f"the gateway failed: {type(error).__name__}: {error}")
         return web.json_response(failure.body, status=failure.status)

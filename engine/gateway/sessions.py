@@ -122,7 +122,7 @@ class Session:
         for place, trajectory in enumerate(trajectories, 1):
             last = place == len(trajectories)
             trajectory.finish_reason = (reason if last else "stop") if self.ended else finish
-        return RolloutOutcome(trajectories=trajectories, reward=self.reward, rewrites=self.conversation.rewrites)
+        return RolloutOutcome(trajectories=trajectories, reward=self.reward)
 
     def _spent(self, story: str) -> None:
         self.conversation.finish_reason = "length"

@@ -55,7 +55,6 @@ class RolloutOutcome:
     trajectories: list[Trajectory]
     reward: float | None
     """The agent's own; None where it gave none."""
-    rewrites: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

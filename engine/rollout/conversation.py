@@ -126,11 +126,6 @@ class Conversation:
         """That of the last answer, or `length` where the context was spent."""
 
     @property
-    def rewrites(self) -> int:
-        """How often the history continued nothing that was captured."""
-        return max(0, len(self.segments) - 1)
-
-    @property
     def newest_version(self) -> Version | None:
         """The newest weights that any token was sampled under; None before the first."""
         seen = [segment.trajectory.spans[-1].version for segment in self.segments if segment.trajectory.spans]

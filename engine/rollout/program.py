@@ -21,6 +21,9 @@ from engine.rollout.scoring import Scorer, first_failure, name_of
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
+GOODBYE_S = 5.0
+"""How long a cancelled rollout may take to end."""
+
 Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | float | None]]
 """`async def rollout(client, prompt)`: returns nothing, a reward, or a trajectory of its own making."""
 
@@ -309,7 +312,8 @@ class ProgramGenerator:
             cut.cancel()
             for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=GOODBYE_S)
 
     def _check(self, task: asyncio.Task[Any], prompt: Prompt) -> None:
         error = task.exception()

@@ -104,8 +104,8 @@ class ModelTrainer:
         Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
         (before clipping); over their tokens, `clip_share_low`, `clip_share_high`, `approx_kl`, `entropy` (nats),
         `ratio_mean`, `tis_truncated_share`, `ess`; over the batch's rollouts, `reward_mean`, `reward_std`, `accuracy`
-        (share of rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`; `lr` of the last
-        minibatch, `optimizer_steps`,
+        (share of rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`, `segments` (of a
+        rollout, on average: above 1 where histories were rewritten); `lr` of the last minibatch, `optimizer_steps`,
         `nonfinite_minibatches`, and `seconds_*`.
         """
         tally = StepTally()
@@ -245,6 +245,7 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, 
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "response_tokens": float(sum(sample.tokens for sample in samples)),
         "zero_advantage_groups": float(sum(all(sample.advantage == 0.0 for sample in group) for group in groups)),
+        "segments": len(samples) / max(1, sum(not sample.continues for sample in samples)),
         "optimizer_steps": float(tally.optimizer_steps),
         "nonfinite_minibatches": float(tally.nonfinite),
     }

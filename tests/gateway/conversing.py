@@ -1,6 +1,5 @@
 """What the tests over Ray run: agents, a rollout in Python, a reward, and a replica that dies in a conversation."""
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -45,6 +44,11 @@ async def converse(base_url: str, api_key: str, prompt: Prompt) -> None:
     told(f"ended {prompt.row} {api_key}")
 
 
+async def deadly(base_url: str, api_key: str, prompt: Prompt) -> None:
+    """Takes the gateway's process with it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def program(client: RolloutClient, prompt: Prompt) -> None:
     messages: list[Any] = [{"role": "user", "content": prompt.text}]
     for turn in range(TURNS):
@@ -75,8 +79,8 @@ class Deadly(TorchBackend):
         return await super().sample(request)
 
 
-async def stubborn(base_url: str, api_key: str, prompt: Prompt) -> None:
-    await asyncio.Event().wait()
+def turns(prompt: Prompt, trajectory: Trajectory) -> float:
+    return float(runs(trajectory))
 
 
 def alive(marker: str) -> list[int]:

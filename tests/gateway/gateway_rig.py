@@ -98,6 +98,7 @@ class Line:
     def __init__(self, agents: Agents, generator: AgentGenerator) -> None:
         self.agents = agents
         self.generator = generator
+        self.calls = 0
 
     async def open(self, work: OpenGroup) -> GroupOutcome:
         return await self.agents.open(work, self)
@@ -106,6 +107,7 @@ class Line:
         self.agents.cut(group, attempt, how)
 
     async def sample(self, call: AgentCall) -> SampleResult:
+        self.calls += 1
         return await self.generator.sample(call)
 
 
@@ -140,8 +142,9 @@ class Rig:
         self.generators = [
             AgentGenerator(backend, Scorer(self.tokens, reward), params=params, seed=7) for backend in self.backends
         ]
-        for generator in self.generators:
-            generator.connect(Line(self.agents, generator))
+        self.lines = [Line(self.agents, generator) for generator in self.generators]
+        for generator, line in zip(self.generators, self.lines, strict=True):
+            generator.connect(line)
         self.agent = agent
         self.keys: list[str] = []
         self.url = ""

@@ -6,10 +6,11 @@ import pytest
 from gateway_rig import Scripted, model, one_group, run, tokenizer
 from openai import AsyncOpenAI
 
-from engine.rollout.backend import SampleRequest, SamplingParams
+from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.conversation import Asked, Call, Conversation, text
 from engine.rollout.seeds import derive_seed
 from engine.rollout.torch import TorchBackend
-from engine.trajectory import Prompt, Trajectory
+from engine.trajectory import Prompt, Span, Trajectory
 
 SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}
 
@@ -168,6 +169,52 @@ def test_completions_go_on_from_what_they_said(prompt: str) -> None:
     (only,) = run(one_group(plain, Scripted("one, two! more<end>", "three<end>"), max_tokens=100))
     kept = "one, two!" if prompt == "text" else "one, two! more<end>"
     assert runs_of(only) == [(1, kept), (0, " and "), (1, "three<end>")]
+
+
+def test_a_text_that_leaves_the_end_of_an_answer_out_begins_a_segment() -> None:
+    """The model would be conditioned on an end of text that the agent's prompt does not have."""
+
+    async def joining(client: AsyncOpenAI, _: Prompt) -> None:
+        first = await client.completions.create(model="any", prompt="count: ")
+        await client.completions.create(model="any", prompt="count: " + first.choices[0].text + " and ")
+
+    first, second = run(one_group(joining, Scripted("one<end>", "two<end>")))
+    assert (runs_of(first), runs_of(second)) == ([(1, "one<end>")], [(1, "two<end>")])
+    assert tokenizer().decode(second.prompt_ids) == "count: one and "
+
+
+def answered(conversation: Conversation, call: Call, said: str) -> None:
+    sampled = tokenizer().encode(said)
+    call.take(SampleResult(token_ids=sampled, logprobs=[-1.0] * len(sampled), spans=[Span(0, len(sampled), 0)],
+                           finish_reason="length"))  # fmt: skip
+    conversation.commit(call, shown=said, hidden="")
+
+
+def asking(prompt: str) -> Asked:
+    return text(prompt, lambda added, begins: tokenizer().encode(added))
+
+
+def test_of_two_segments_that_a_history_continues_it_goes_on_from_the_longer_one() -> None:
+    conversation = Conversation()
+    left, right = conversation.begin(asking("x")), conversation.begin(asking("x"))
+    assert left.segment is not right.segment, "a segment with a call under way is nothing to go on from"
+    answered(conversation, right, "one two")
+    answered(conversation, left, "one")
+    assert conversation.begin(asking("xone two three")).segment is right.segment
+    assert conversation.begin(asking("xone two three")).segment is left.segment
+
+
+def test_a_call_that_was_dropped_is_nothing_to_go_on_from() -> None:
+    conversation = Conversation()
+    conversation.drop(conversation.begin(asking("hello")))
+    call = conversation.begin(asking("hello world"))
+    assert tokenizer().decode(call.prompt_ids) == "hello world"
+    answered(conversation, call, "!")
+    conversation.drop(conversation.begin(asking("hello world! more")))
+    again = conversation.begin(asking("hello world! other"))
+    assert tokenizer().decode(again.prompt_ids) == "hello world! other"
+    (only,) = conversation.trajectories()
+    assert runs_of(only) == [(1, "!")]
 
 
 @pytest.mark.parametrize("tools", [False, True])

@@ -168,6 +168,7 @@ def test_a_conversation_survives_its_replica_and_goes_on_from_its_prefix(end: st
                 assert (await running).aborted, "nothing has come from the first replica, nor will it"
             assert generated.oldest_version == 0
             assert len(rig.keys) == 1, "the agent was not started again"
+            assert [line.calls for line in rig.lines] == [1, 1], "nothing is asked of a replica that is taken away"
             return generated.group.trajectories[0]
 
     resumed, whole = run(scenario()), uncut()

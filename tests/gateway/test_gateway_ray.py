@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 import conversing
-from conversing import make_inputs
+from conversing import alive, make_inputs
 from ray_plans import check_record, events_of
 
 import engine.rollout.torch
@@ -18,7 +18,7 @@ from engine.actors.models import inputs_of, make_rollout, plan_of
 from engine.actors.run import start
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, WeightsInstalled
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -37,18 +37,17 @@ def cluster() -> Any:
     ray.shutdown()
 
 
-def configured(directory: Path, agent: dict[str, Any], **changes: Any) -> Config:
+def configured(directory: Path, agent: dict[str, Any], reward: str = "conversing:whole", replicas: int = 2) -> Config:
     return parse_config(
         {
             "run": {"dir": str(directory), "seed": 3},
             **make_inputs(directory, PROMPTS),
-            "reward": {"function": "conversing:whole"},
+            "reward": {"function": reward},
             "agent": agent,
             "scheduler": {"train_batch_size": 4, "samples_per_prompt": SAMPLES, "max_staleness_steps": 2},
-            "rollout": {"replicas": 2, "slots": 6, "max_tokens": 24, "sync_mode": "abort"},
+            "rollout": {"replicas": replicas, "slots": 6, "max_tokens": 24, "sync_mode": "abort"},
             "trainer": {"learning_rate": 1e-4, "checkpoint_every": 0, "threads": 1},
             "validation": {"at_start": False, "at_end": False},
-            **changes,
         }
     )
 
@@ -85,6 +84,34 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
         lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
         assert lines["ended"] == PROMPTS * SAMPLES
         assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
+
+
+def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = str(Path(conversing.__file__).with_name("asking_program.py"))
+    config = configured(tmp_path, {"command": [sys.executable, program]}, "conversing:turns", replicas=1)
+    plan = plan_of(config.model_copy(update={"run": config.run.model_copy(update={"max_steps": 2})}), tmp_path)
+    with start(plan) as run:
+        assert run.wait().outcome == "finished"
+    check_record(tmp_path)
+    failed = [(e.cause, e.reason) for e in events_of(tmp_path, GroupFailed)]
+    assert sorted(cause for cause, _ in failed) == ["data", "infrastructure"]
+    assert any("was killed by SIGTERM" in reason for _, reason in failed)
+    assert any("ended with exit code 1: there is no tool" in reason for _, reason in failed)
+    assert {e.reward_mean for e in events_of(tmp_path, GroupGenerated)} == {2.0}
+    assert alive(program) == []
+
+
+def test_a_run_whose_gateway_dies_ends_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of(configured(tmp_path, {"function": "conversing:deadly"}, replicas=1), tmp_path)
+    with (
+        start(plan) as run,
+        pytest.raises(EngineError, match=r"the gateway is gone: GatewayActor \(process \d+\) died"),
+    ):
+        run.wait()
 
 
 @pytest.mark.parametrize(

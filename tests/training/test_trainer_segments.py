@@ -54,6 +54,7 @@ def test_reward_metrics_are_over_rollouts(model_path: str, group: MakeGroup, as_
     assert metrics["accuracy"] == pytest.approx(1 / 3)
     assert metrics["response_tokens"] == 14
     assert metrics["zero_advantage_groups"] == 0
+    assert metrics["segments"] == pytest.approx(4 / 3)
 
 
 def test_a_first_segment_with_nothing_to_train_leaves_its_vote_to_the_next(group: MakeGroup) -> None:

@@ -19,8 +19,8 @@ Make = Callable[..., TrajectoryGroup]
 METRICS = {
     "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy", "ratio_mean",
     "tis_truncated_share", "ess", "reward_mean", "reward_std", "accuracy", "response_tokens", "zero_advantage_groups",
-    "optimizer_steps", "nonfinite_minibatches", "seconds_train", "seconds_pack", "seconds_score", "seconds_snapshot",
-    "seconds_forward_backward", "seconds_optimizer",
+    "segments", "optimizer_steps", "nonfinite_minibatches", "seconds_train", "seconds_pack", "seconds_score",
+    "seconds_snapshot", "seconds_forward_backward", "seconds_optimizer",
 }  # fmt: skip
 
 
