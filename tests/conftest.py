@@ -31,3 +31,15 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             reporter.write_line(f"\n{len(skipped)} skipped where no test may be skipped: failed", red=True)
     yield
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """One local Ray cluster for all tests that need one, ended with the session."""
+    import ray
+
+    from engine.actors.run import connect
+
+    connect()
+    yield
+    ray.shutdown()

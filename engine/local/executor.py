@@ -66,6 +66,7 @@ class LocalExecutor:
         self._replacements = replacements
         self._drawn = 0
         self._replicas: dict[ReplicaId, ReplicaHost] = {}
+        self._lost: set[ReplicaHost] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
         self._trainer = TrainerHost(
@@ -160,8 +161,9 @@ class LocalExecutor:
     def _lose(self, replica: ReplicaId, incarnation: int, reason: str) -> None:
         """End one life of a replica and begin the next, if there is one."""
         host = self._replicas[replica]
-        if host.incarnation != incarnation:
+        if host.incarnation != incarnation or host in self._lost:
             return
+        self._lost.add(host)
         closing = asyncio.get_running_loop().create_task(host.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -27,17 +27,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 PROMPTS, SAMPLES, STEPS = 24, 2, 6
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Any:
-    import ray
-
-    from engine.actors.run import connect
-
-    connect()
-    yield
-    ray.shutdown()
-
-
 def configured(directory: Path, agent: dict[str, Any], reward: str = "conversing:whole", replicas: int = 2) -> Config:
     return parse_config(
         {

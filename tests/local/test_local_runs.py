@@ -203,6 +203,32 @@ def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
         run(generators=[Fragile(1), Fragile(1)])
 
 
+def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once() -> None:
+    class Broken(SimpleGenerator):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over = asyncio.Event()
+
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            self.over.set()
+            raise ValueError("burnt")
+
+        async def failed(self) -> str:
+            await self.over.wait()
+            return "its engine ended"
+
+    result = engine.local.run(
+        generators=[Steady(), Broken()],
+        trainer=Counting(),
+        prompts=[f"question {n}" for n in range(16)],
+        limits=limits(infrastructure_attempts=2),
+        samples=2,
+        slots=4,
+    )
+    assert (result.outcome, result.groups["consumed"]) == ("finished", 16)
+    assert len(events_of(result, ReplicaLost)) == 1
+
+
 def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) -> None:
     result = run(run_dir=tmp_path / "one", limits=limits(checkpoint_every=3))
     assert result.record == tmp_path / "one" / "schedule"

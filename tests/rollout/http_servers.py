@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from conftest import CONTEXT, WIDE, build
+from backends import CONTEXT, WIDE, build
 from transformers import PreTrainedModel
 
 from engine.tasks.arithmetic import ALPHABET

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from conftest import BACKENDS, CONTEXT, Kind, run, run_over, until_sampled
+from backends import BACKENDS, CONTEXT, Kind, run, run_over, until_sampled
 
 from engine.errors import DataFailure, EngineError
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONTEXT, build_torch, until_sampled
+from backends import CONTEXT, build_torch, until_sampled
 
 from engine.errors import DataFailure, EngineError
 from engine.roles import Generated, GroupWork

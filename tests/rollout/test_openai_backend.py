@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import test_backend_scenarios as scenarios
-from conftest import CONTEXT, Kind, run, run_over
+from backends import CONTEXT, Kind, run, run_over
 from http_servers import KEY, NAME, SmallServer, model, vllm_server
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONTEXT, build, build_torch, run_over, until_sampled
+from backends import CONTEXT, build, build_torch, run_over, until_sampled
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams

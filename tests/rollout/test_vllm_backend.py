@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import vllm_engines
-from conftest import WIDE, build, run, run_over
+from backends import WIDE, build, run, run_over
 from test_generator import Letters, length_reward
 
 from engine.errors import DataFailure, EngineError
@@ -130,7 +130,7 @@ OWNER = """
 import sys, tempfile, psutil
 sys.path[:0] = [{tests!r}]
 import vllm_engines
-from conftest import WIDE, build
+from backends import WIDE, build
 if __name__ == "__main__":
     backend = vllm_engines.start(build("qwen2", **WIDE))
     print(backend.staging, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)

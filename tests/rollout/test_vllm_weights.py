@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_engines
-from conftest import WIDE, build, run, until_sampled
+from backends import WIDE, build, run, until_sampled
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
