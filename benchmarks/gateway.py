@@ -93,7 +93,7 @@ def main() -> None:
 
     connect()
     try:
-        actor = ray.remote(Replica).options(num_cpus=0, max_concurrency=1000).remote()
+        actor = ray.remote(Replica).options(num_cpus=0, max_concurrency=1000, enable_task_events=False).remote()
         ray.get(actor.__ray_ready__.remote())
         asyncio.run(measure(RayBackend(actor), local.sample, given.calls))
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from engine.actors.failures import named, raised
 from engine.actors.process import PackedPlan, prepare_process
@@ -109,17 +109,25 @@ class ReplicaSampler:
 
 
 class GatewayLink:
-    """The gateway as a replica sees it, from inside its actor."""
+    """The gateway as a replica sees it, from inside its actor. Where it is dead the run ends: nothing is said of groups
+    then, so that their failures do not tell another story first."""
 
     def __init__(self, gateway: Any) -> None:
         self._gateway = gateway
         self._replica = ray.get_runtime_context().current_actor
 
     async def open(self, work: OpenGroup) -> GroupOutcome:
-        with named():
-            outcome: GroupOutcome = await self._gateway.open_group.remote(work, self._replica)
+        outcome: GroupOutcome = await _answered(self._gateway.open_group.remote(work, self._replica))
         return outcome
 
     async def cut(self, group: GroupId, attempt: int, how: str) -> None:
-        with named():
-            await self._gateway.cut.remote(group, attempt, how)
+        await _answered(self._gateway.cut.remote(group, attempt, how))
+
+
+async def _answered(call: Any) -> Any:
+    with named():
+        try:
+            return await call
+        except RayActorError:
+            log.warning("the gateway is gone: waiting for the end of the run")
+            return await asyncio.Event().wait()

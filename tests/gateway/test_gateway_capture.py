@@ -198,10 +198,10 @@ def test_of_two_segments_that_a_history_continues_it_goes_on_from_the_longer_one
     conversation = Conversation()
     left, right = conversation.begin(asking("x")), conversation.begin(asking("x"))
     assert left.segment is not right.segment, "a segment with a call under way is nothing to go on from"
-    answered(conversation, right, "one two")
-    answered(conversation, left, "one")
-    assert conversation.begin(asking("xone two three")).segment is right.segment
+    answered(conversation, right, "one")
+    answered(conversation, left, "one two")
     assert conversation.begin(asking("xone two three")).segment is left.segment
+    assert conversation.begin(asking("xone two three")).segment is right.segment
 
 
 def test_a_call_that_was_dropped_is_nothing_to_go_on_from() -> None:

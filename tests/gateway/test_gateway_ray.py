@@ -1,5 +1,6 @@
 """Whole runs over Ray with agents: weights swapped under conversations, a replica lost in one, every law kept."""
 
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,8 +19,8 @@ from engine.actors.models import inputs_of, make_rollout, plan_of
 from engine.actors.run import start
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.errors import ConfigError, EngineError
-from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, WeightsInstalled
+from engine.errors import ConfigError
+from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, StopRequested, WeightsInstalled
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -96,11 +97,11 @@ def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
 def test_a_run_whose_gateway_dies_ends_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = plan_of(configured(tmp_path, {"function": "conversing:deadly"}, replicas=1), tmp_path)
-    with (
-        start(plan) as run,
-        pytest.raises(EngineError, match=r"the gateway is gone: GatewayActor \(process \d+\) died"),
-    ):
-        run.wait()
+    with start(plan) as run:
+        assert run.wait().outcome == "stopped"
+    (stop,) = events_of(tmp_path, StopRequested)
+    assert re.match(r"the gateway is lost: GatewayActor \(process \d+\) died", stop.reason)
+    assert events_of(tmp_path, GroupFailed) == []
 
 
 @pytest.mark.parametrize(
