@@ -38,7 +38,7 @@ QUIET = {
 
 def model(seed: int = 0) -> PreTrainedModel:
     """Deep, for its size: the server must not be done before its first tokens have come through HTTP."""
-    return build("qwen2", seed, **{**WIDE, "num_hidden_layers": 16})
+    return build("qwen2", seed, **{**WIDE, "num_hidden_layers": 40})
 
 
 def _die_with_parent() -> None:

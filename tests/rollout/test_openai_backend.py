@@ -60,7 +60,8 @@ async def until_sampled(backend: Any, tokens: int) -> None:
     reached = asyncio.Event()
     if backend.tokens_sampled() < tokens:
         backend._awaited = (tokens, reached)
-        await reached.wait()
+        async with asyncio.timeout(100):  # its request may have ended before: a failure, not a hang
+            await reached.wait()
 
 
 @pytest.fixture(autouse=True)
