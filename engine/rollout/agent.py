@@ -8,13 +8,14 @@ that is over, nor sample after `pause` has returned.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.errors import EngineError
 from engine.ids import GroupId, Version
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.scoring import Scorer, first_failure
+from engine.rollout.over_backend import OverBackend
+from engine.rollout.scoring import Scorer
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -90,15 +91,14 @@ class Opened:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class AgentGenerator:
+class AgentGenerator(OverBackend):
     """Samples for agents with `backend`, under `params` but for their token bounds, and scores what they leave.
 
     `connect` must be called once, before the first group.
     """
 
     def __init__(self, backend: RolloutBackend, scorer: Scorer, *, params: SamplingParams, seed: int) -> None:
-        self._backend = backend
-        self._scorer = scorer
+        super().__init__(backend, scorer)
         self._params = params
         self._seed = seed
         self._gateway: Gateway | None = None
@@ -180,11 +180,8 @@ class AgentGenerator:
             self._unpaused.clear()
         await self._backend.pause(mode)
 
-    async def stage(self, version: Version, weights: Any) -> None:
-        await self._backend.stage(version, weights)
-
     async def install(self, version: Version) -> None:
-        await self._backend.install(version)
+        await super().install(version)
         self._version = version
 
     async def resume(self) -> None:
@@ -193,15 +190,7 @@ class AgentGenerator:
 
     async def close(self) -> None:
         self._unpaused.set()
-        await self._backend.close()
-
-    async def failed(self) -> str:
-        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
-        return await first_failure(self._backend.failed(), self._scorer.failed())
-
-    def tokens_sampled(self) -> int:
-        """Tokens sampled since the start, for metrics."""
-        return self._backend.tokens_sampled()
+        await super().close()
 
     async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
         opened = [self._opened[group] for group in groups if group in self._opened and not self._opened[group].cut]

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
-from engine.ids import GroupId, Version
+from engine.ids import GroupId
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
-from engine.rollout.scoring import Reward, Scorer, first_failure
+from engine.rollout.over_backend import OverBackend
+from engine.rollout.scoring import Reward, Scorer
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
@@ -47,7 +48,7 @@ class Attempt:
         return [request_id(self.work, index) for index in range(len(self.group.trajectories))]
 
 
-class ModelGenerator:
+class ModelGenerator(OverBackend):
     """Samples with `backend`, scores with `reward`. One request per unfinished trajectory, all of a group at once.
 
     `reward` is called on threads, `reward_threads` calls at once; one that takes longer than `reward_timeout_s` has
@@ -65,9 +66,8 @@ class ModelGenerator:
         reward_threads: int = 4,
         reward_timeout_s: float | None = None,
     ) -> None:
-        self._backend = backend
+        super().__init__(backend, Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s))
         self._tokenizer = tokenizer
-        self._scorer = Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s)
         self._params = params
         self._seed = seed
         self._attempts: dict[GroupId, Attempt] = {}
@@ -119,29 +119,12 @@ class ModelGenerator:
             await self._backend.pause(mode)
         self._frozen = self._paused
 
-    async def stage(self, version: Version, weights: Any) -> None:
-        await self._backend.stage(version, weights)
-
-    async def install(self, version: Version) -> None:
-        await self._backend.install(version)
-
     async def resume(self) -> None:
         self._paused = self._frozen = False
         await self._backend.resume()
         if not self._paused:
             for attempt in self._attempts.values():
                 attempt.released.set()
-
-    async def close(self) -> None:
-        await self._backend.close()
-
-    async def failed(self) -> str:
-        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
-        return await first_failure(self._backend.failed(), self._scorer.failed())
-
-    def tokens_sampled(self) -> int:
-        """Response tokens sampled since the start, for metrics."""
-        return self._backend.tokens_sampled()
 
     # Sampling.
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from engine.errors import DataFailure, EngineError
-from engine.ids import GroupId, Version
+from engine.ids import GroupId
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.chat import Chat
 from engine.rollout.conversation import Asked, Call, Conversation, Message, chat, ids, key_of, text
-from engine.rollout.scoring import Scorer, first_failure, name_of
+from engine.rollout.over_backend import OverBackend
+from engine.rollout.scoring import Scorer, name_of
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
@@ -145,7 +146,7 @@ class Running:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ProgramGenerator:
+class ProgramGenerator(OverBackend):
     """Runs `program` for every sample, at most `timeout_s` long, and scores what brings no reward of its own."""
 
     def __init__(
@@ -159,10 +160,9 @@ class ProgramGenerator:
         seed: int,
         timeout_s: float,
     ) -> None:
+        super().__init__(backend, scorer)
         self.chat = chat
         self.params = params
-        self._backend = backend
-        self._scorer = scorer
         self._program = program
         self._seed = seed
         self._timeout_s = timeout_s
@@ -237,27 +237,13 @@ class ProgramGenerator:
             self._unpaused.clear()
         await self._backend.pause(mode)
 
-    async def stage(self, version: Version, weights: Any) -> None:
-        await self._backend.stage(version, weights)
-
-    async def install(self, version: Version) -> None:
-        await self._backend.install(version)
-
     async def resume(self) -> None:
         await self._backend.resume()
         self._unpaused.set()
 
     async def close(self) -> None:
         self._unpaused.set()
-        await self._backend.close()
-
-    async def failed(self) -> str:
-        """See `roles.Fallible`: the backend can sample no more, or too many rewards are stuck."""
-        return await first_failure(self._backend.failed(), self._scorer.failed())
-
-    def tokens_sampled(self) -> int:
-        """Tokens sampled since the start, for metrics."""
-        return self._backend.tokens_sampled()
+        await super().close()
 
     # inside
 
