@@ -209,6 +209,8 @@ def openai_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollou
         vocabulary=model.config.vocab_size,
         encode=AutoTokenizer.from_pretrained(inputs.model).encode,
         timeout_s=r.request_timeout_s,
+        install_timeout_s=r.install_timeout_s,
+        bucket_mb=r.receive_bucket_mb,
         wait_s=r.connect_timeout_s,
     )
 

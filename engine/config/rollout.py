@@ -57,7 +57,10 @@ class RolloutSection(Section):
         default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
     )
     install_timeout_s: float = Field(
-        300.0, gt=0, le=86_400, description="Seconds that vLLM may take to swap weights before the old ones go back in."
+        300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that vLLM may take to swap weights; then the old ones go back in.",
     )
 
     urls: list[str] = Field(
@@ -70,7 +73,7 @@ class RolloutSection(Section):
         None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable that holds the servers' key; null: none."
     )
     request_timeout_s: float = Field(
-        120.0, gt=0, le=86_400, description="Seconds a server may take for an answer, an install, or the next token."
+        120.0, gt=0, le=86_400, description="Seconds a server may take for an answer or the next token."
     )
     connect_timeout_s: float = Field(
         10.0, ge=0, le=3600, description="Seconds a server may take to come up, at the start and after its loss."

@@ -23,13 +23,13 @@ from engine.rollout.openai_request import Running, complaint_of
 from engine.rollout.openai_server import Abilities, abilities_of, check_training
 from engine.rollout.openai_weights import ServerWeights
 from engine.rollout.openai_wire import Ask
+from engine.rollout.remote import RemoteEngine
 from engine.rollout.requests import budget_of, over_already, refusal_of
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Span
 
 log = logging.getLogger(__name__)
 
-PAUSE_MODES = ("keep", "abort", "wait")
 RETRIES = 5
 """Failures in a row, none of which brought a token, after which a request is given up."""
 BACKOFF_S = 0.2
@@ -40,13 +40,14 @@ UNBOUNDED = 2**31
 """Context or vocabulary of a server that names none: it refuses by itself what does not fit."""
 
 
-class OpenAIBackend:
+class OpenAIBackend(RemoteEngine):
     """A `RolloutBackend`. Constructing it asks the server who it is, and waits: do that on a thread.
 
     `model` is the model's directory or hub name on this side, whose `initial` weights (by name) become version 0 on the
     server, whatever it held before. With `weights_dir=None` the backend only samples: no version can be installed.
     `served_model_name` may be None where the server serves one model. `encode` is this side's tokenizer, compared with
     the server's where it has /tokenize. `timeout_s` bounds every call, and in a stream each wait for the next token;
+    `install_timeout_s` the swap of weights, which are written in files of at most `bucket_mb`;
     `wait_s` how long the server may take to answer at all.
 
     `keep` freezes requests inside the server, so it needs one that can, and that says which weights sampled which token
@@ -71,26 +72,25 @@ class OpenAIBackend:
         vocabulary: int | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
         timeout_s: float = 120.0,
+        install_timeout_s: float = 300.0,
+        bucket_mb: float = 64,
         wait_s: float = 10.0,
     ) -> None:
+        super().__init__()
         self._http = Http(url, key, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._recompute = kv == "recompute"
         self._vocabulary = vocabulary or UNBOUNDED
-        self._version: Version = 0
         self._runs: dict[str, Running] = {}
-        self._sampled = 0
-        self._paused = self._frozen = False
-        self._resumes = 0
-        self._reason = ""
-        self._over: asyncio.Future[str] | None = None
         self._weights: ServerWeights | None = None
         options: dict[str, Any] = {"model": served_model_name, "key_field": key_field, "wait_s": wait_s}
         self._can = _wait_for(abilities_of(self._http, encode=encode, **options), self._http)
         if weights_dir is not None:
             check_training(self._http, self._can, sync_mode)
             told = self._can.wire.tells_weights
-            self._weights = ServerWeights(self._http, model, weights_dir, told=told, limit_s=timeout_s)
+            self._weights = ServerWeights(
+                self._http, model, weights_dir, told=told, limit_s=install_timeout_s, bucket_mb=bucket_mb
+            )
             _wait_for(self._give_first_weights(self._http, initial), self._http)
 
     async def _give_first_weights(self, http: Http, initial: Any) -> None:
@@ -113,13 +113,6 @@ class OpenAIBackend:
     def abilities(self) -> Abilities:
         """What the server was found to be able to do."""
         return self._can
-
-    def tokens_sampled(self) -> int:
-        return self._sampled
-
-    async def failed(self) -> str:
-        """Return once the server is lost, with the reason; never while all is well or after `close`."""
-        return await asyncio.shield(self._end())
 
     # Sampling.
 
@@ -266,8 +259,7 @@ class OpenAIBackend:
     # Weights.
 
     async def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError("rollout.sync_mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
+        self._check_mode(mode)
         self._check_open()
         if mode == "keep" and not self._can.pauses and any(run.reader for run in self._runs.values()):
             raise EngineError(f"{self._http.url} cannot freeze requests")
@@ -298,12 +290,7 @@ class OpenAIBackend:
     async def install(self, version: Version) -> None:
         self._check_open()
         held = self._held_weights()
-        if not held.staged(version):
-            raise EngineError(f"version {version} cannot be installed: it is not staged", version=version)
-        if version < self._version:
-            raise EngineError(f"version {version} is older than {self._version}, in force", version=version)
-        if not self._frozen:
-            raise EngineError(f"version {version} cannot be installed while tokens are sampled", version=version)
+        self._check_install(version, held.staged(version))
         try:
             await held.load(version)
         except EngineError as error:
@@ -345,11 +332,9 @@ class OpenAIBackend:
             await asyncio.to_thread(self._weights.close)
 
     def _fail(self, reason: str) -> None:
-        if self._reason:
+        if not self._ends(reason):
             return
         log.error("the server %s is lost: %s", self._http.url, reason)
-        self._reason = reason
-        self._end().set_result(reason)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -361,15 +346,6 @@ class OpenAIBackend:
     def _wake(self) -> None:
         for run in self._runs.values():
             run.woken.set()
-
-    def _end(self) -> "asyncio.Future[str]":
-        if self._over is None:
-            self._over = asyncio.get_running_loop().create_future()
-        return self._over
-
-    def _check_open(self) -> None:
-        if self._reason:
-            raise EngineError(self._reason)
 
     def _held_weights(self) -> ServerWeights:
         if self._weights is None:

@@ -35,9 +35,20 @@ class Http:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def call(self, method: str, path: str, body: Any = None, *, query: Mapping[str, str] | None = None) -> Any:
-        """The JSON answer, None where it has no body. Raises: `Unavailable`, `Refused`."""
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        further_s: float = 0.0,
+    ) -> Any:
+        """The JSON answer, None where it has no body. `further_s`: what the server may take beyond the usual time.
+
+        Raises: `Unavailable`, `Refused`.
+        """
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s + further_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._open().request(
                 method, self.url + path, json=body, params=query, timeout=timeout

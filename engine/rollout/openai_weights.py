@@ -14,17 +14,15 @@ from engine.ids import Version
 from engine.rollout.openai_http import Http
 from engine.rollout.vllm_weights import StagingArea
 
-BUCKET_MB = 256
-
 
 class ServerWeights:
     """The versions of one backend in its life. `told`: whether the server keeps a label and says it."""
 
-    def __init__(self, http: Http, model: str, directory: str, *, told: bool, limit_s: float) -> None:
+    def __init__(self, http: Http, model: str, directory: str, *, told: bool, limit_s: float, bucket_mb: float) -> None:
         place = Path(directory).expanduser().resolve()
         try:
             place.mkdir(parents=True, exist_ok=True)
-            self._area = StagingArea(model, BUCKET_MB, place)
+            self._area = StagingArea(model, bucket_mb, place)
         except OSError as error:
             law = f"cannot be written to: {error.strerror or error}"
             raise ConfigError("rollout.weights_dir", directory, law, "a directory shared with the servers") from None
@@ -53,7 +51,7 @@ class ServerWeights:
         """Have the server swap a staged version in. Raises: `EngineError`; the server then holds neither in whole."""
         arguments = [str(self._area.directory(version)), self._area.tensors.aliases, self._limit_s]
         call = {"method": "install_staged_weights", "args": arguments, "timeout": self._limit_s}
-        answer = await self.http.call("POST", "/collective_rpc", call)
+        answer = await self.http.call("POST", "/collective_rpc", call, further_s=self._limit_s)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not results or any(results):
             raise EngineError("; ".join(filter(None, results or ())) or f"{self.http.url} has no worker extension")

@@ -17,6 +17,7 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
+from engine.rollout.remote import RemoteEngine
 from engine.rollout.requests import budget_of, nothing_new, over_already, refusal_of
 from engine.rollout.seeds import derive_seed
 from engine.rollout.vllm_args import all_engine_args, prepare_environment
@@ -25,7 +26,6 @@ from engine.trajectory import Span
 
 log = logging.getLogger(__name__)
 
-PAUSE_MODES = ("keep", "abort", "wait")
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 GOODBYE_S = 2.0
 """How long the engine may take to end by itself."""
@@ -47,7 +47,7 @@ class Running:
     work: "asyncio.Future[SampleResult] | None" = None
 
 
-class VllmBackend:
+class VllmBackend(RemoteEngine):
     """A `RolloutBackend`. Starting it takes many seconds: construct it on a thread, use it on one event loop.
 
     `rows` trajectories are sampled at a time unless `engine_args` says otherwise, the rest wait inside vLLM. `kv` says
@@ -93,14 +93,9 @@ class VllmBackend:
         config = self._engine.model_config
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
-        self._version: Version = 0
+        super().__init__()
         self._runs: dict[str, Running] = {}
-        self._sampled = 0
-        self._paused = self._frozen = False
-        self._resumes = 0
-        self._reason = ""
         self._opening: asyncio.Task[None] | None = None
-        self._over: asyncio.Future[str] | None = None
 
     @property
     def context(self) -> int:
@@ -116,13 +111,6 @@ class VllmBackend:
     def staging(self) -> Path:
         """Where staged weights lie."""
         return self._area.root
-
-    def tokens_sampled(self) -> int:
-        return self._sampled
-
-    async def failed(self) -> str:
-        """Return once nothing can be sampled any more, with the reason; never while all is well, nor for `close`."""
-        return await asyncio.shield(self._end())
 
     # Sampling.
 
@@ -198,8 +186,7 @@ class VllmBackend:
     # Weights.
 
     async def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError("rollout.sync_mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
+        self._check_mode(mode)
         await self._open()
         self._paused = True
         if mode == "wait" and self._frozen:
@@ -224,12 +211,7 @@ class VllmBackend:
 
     async def install(self, version: Version) -> None:
         await self._open()
-        if self._area.directory(version) is None:
-            raise EngineError(f"version {version} cannot be installed: it is not staged", version=version)
-        if version < self._version:
-            raise EngineError(f"version {version} is older than {self._version}, in force", version=version)
-        if not self._frozen:
-            raise EngineError(f"version {version} cannot be installed while tokens are sampled", version=version)
+        self._check_install(version, staged=self._area.directory(version) is not None)
         wrong = await self._swap(version, self.install_timeout_s)
         if wrong:
             undone = await self._swap(self._version, self.install_timeout_s + CONTROL_S)
@@ -272,8 +254,7 @@ class VllmBackend:
 
     async def _open(self) -> None:
         """Once: watch the engine's process and name the first version, on the loop that will be used."""
-        if self._reason:
-            raise EngineError(self._reason)
+        self._check_open()
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._begin())
         if not self._opening.done():
@@ -286,20 +267,12 @@ class VllmBackend:
         await self._control(self._engine.get_supported_tasks())  # cached: from now on no send waits for it
         await self._control(self._engine.update_weight_version(str(self._version)))
 
-    def _end(self) -> "asyncio.Future[str]":
-        if self._over is None:
-            self._over = asyncio.get_running_loop().create_future()
-        return self._over
-
     def _fail(self, reason: str) -> None:
         """Nothing can be sampled any more: fail who waits, and end what is left of the engine."""
         self._unwatch()
-        if self._reason:
+        if not self._ends(reason):
             return
         log.error("the vLLM backend failed: %s", reason)
-        self._reason = reason
-        if not self._end().done():
-            self._end().set_result(reason)
         self._cancel_runs()
         asyncio.get_running_loop().run_in_executor(None, self._shut_down)
 
@@ -325,8 +298,7 @@ class VllmBackend:
     async def _all_ended(self, runs: Sequence[Running]) -> None:
         for run in runs:
             await run.ended.wait()
-        if self._reason:
-            raise EngineError(self._reason)
+        self._check_open()
 
     async def _control(self, call: Coroutine[Any, Any, Any], timeout_s: float = CONTROL_S) -> Any:
         """What vLLM answers. Raises: `EngineError` when it refuses, dies or does not answer in time."""
