@@ -109,7 +109,8 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLost(Event):
-    """A rollout engine is gone with what it was generating. `returns`: another incarnation is being started."""
+    """A rollout engine is gone, with what it had not stored of its groups. `returns`: another incarnation is being
+    started."""
 
     tag: ClassVar[int] = 7
     replica: ReplicaId
@@ -243,11 +244,26 @@ class StopRequested(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStored(Event):
+    """What a group has so far is in the trajectory store while it goes on: should its replica be lost, it resumes from
+    there."""
+
+    tag: ClassVar[int] = 21
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    tokens: int
+    oldest_version: Version
+    newest_version: Version
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
-        PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested,
+        PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
     )
 }  # fmt: skip

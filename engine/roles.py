@@ -8,7 +8,7 @@ Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 
 rest (budget `infrastructure`, 5 by default). Either costs the group one attempt and never ends the run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +30,10 @@ class GroupWork:
     """What an earlier attempt left behind: finished siblings are kept, the others go on from their prefixes."""
     truncate: bool = False
     """Generate nothing more: finish with the prefixes of `partial` as they are."""
+    save_every_tokens: int = 0
+    save: Callable[[TrajectoryGroup], None] | None = None
+    """May be called with a copy of the group as it is, prefixes and all, each time its trajectories have grown by about
+    `save_every_tokens` each. Should the replica be lost, the group goes on from what was saved last."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    PrefixStored,
     PromptsDrawn,
     PublishFailed,
     ReplicaJoined,
@@ -44,7 +45,7 @@ from engine.states.limits import Limits
 from engine.states.state import Observer, State
 from engine.states.view import View
 
-GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed)
+GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored)
 """Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
 
 
@@ -70,6 +71,7 @@ class Scheduler:
             GroupGenerated: self.rollout.on_group_generated,
             GroupAborted: self.rollout.on_group_aborted,
             GroupFailed: self.rollout.on_group_failed,
+            PrefixStored: self.rollout.on_prefix_stored,
             ReplicaJoined: self.sync.on_replica_joined,
             ReplicaLost: self.sync.on_replica_lost,
             WeightsStaged: self.sync.on_weights_staged,

@@ -59,6 +59,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         samples=config.scheduler.samples_per_prompt,
         replicas=config.rollout.replicas,
         slots=config.rollout.slots,
+        prefix_every_tokens=config.durability.prefix_every_tokens,
         make_rollout=partial(make_rollout, config, inputs),
         make_trainer=partial(make_trainer, inputs.model, settings),
         restore_trainer=restore_trainer,

@@ -52,6 +52,8 @@ class Plan:
     make_prompts: Callable[[], Prompts]
     replicas: int = 1
     slots: int = 8
+    prefix_every_tokens: int = 1024
+    """New tokens of a trajectory after which its group's prefixes go to the trajectory store; 0: only at an abort."""
     make_gateway: Callable[[], "GatewayParts"] | None = None
     """For generators whose groups are agents; None: there is no gateway."""
     restore_trainer: Callable[[Trainer, Restore], None] | None = None

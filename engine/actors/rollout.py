@@ -79,6 +79,7 @@ class RolloutActor:
             weights=RemoteWeights(weights, plan.transport),
             emit=outbox.add,
             broken=self._break,
+            prefix_every_tokens=plan.prefix_every_tokens,
         )
 
     async def join(self) -> None:

@@ -233,6 +233,17 @@ class ValidationSection(Section):
     greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
 
 
+class DurabilitySection(Section):
+    """What outlives the loss of a process."""
+
+    prefix_every_tokens: int = Field(
+        1024,
+        ge=0,
+        le=10_000_000,
+        description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
+    )
+
+
 class MetricsSection(Section):
     """The Prometheus endpoint."""
 
@@ -255,6 +266,9 @@ class Config(Section):
     trainer: TrainerSection = Field(default_factory=TrainerSection, description="The train step.")
     validation: ValidationSection = Field(
         default_factory=ValidationSection, description="Measuring on held-out prompts."
+    )
+    durability: DurabilitySection = Field(
+        default_factory=DurabilitySection, description="What outlives the loss of a process."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
 

@@ -26,7 +26,7 @@ from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.hosts.checks import check_generated
 from engine.hosts.reasons import reason_of
-from engine.hosts.reports import aborted_event, generated_event
+from engine.hosts.reports import aborted_event, generated_event, prefix_event
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
@@ -53,6 +53,9 @@ class Attempt:
     truncate: bool = False
     begun: bool = False
     """`generate` has been called."""
+    unsaved: TrajectoryGroup | None = None
+    """What it has so far, on its way to the trajectory store."""
+    saving: asyncio.Task[None] | None = None
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -73,11 +76,13 @@ class ReplicaHost:
         weights: Weights,
         emit: Callable[[Event], None],
         broken: Callable[[str], None],
+        prefix_every_tokens: int = 0,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
         self.generator = generator
         self.samples = samples
+        self.prefix_every_tokens = prefix_every_tokens
         self.version: Version = 0
         self._trajectories = trajectories
         self._weights = weights
@@ -199,7 +204,8 @@ class ReplicaHost:
         partial = await self._trajectories.partial(command.group) if resumes else None
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
-        if self._pause_mode in ("abort", "wait"):
+        behind = kept is not None and kept[1] > self.version  # stored by a replica that died before it could say so
+        if behind or self._pause_mode in ("abort", "wait"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
@@ -210,9 +216,16 @@ class ReplicaHost:
             samples=self.samples,
             partial=partial,
             truncate=truncate,
+            save_every_tokens=self.prefix_every_tokens,
+            save=(lambda group: self._save(attempt, work, began, group)) if self.prefix_every_tokens else None,
         )
         attempt.begun = True
-        generated = await self.generator.generate(work)
+        try:
+            generated = await self.generator.generate(work)
+        finally:
+            attempt.unsaved = None
+            if attempt.saving is not None:
+                await asyncio.wait([attempt.saving])
         if attempt.unwanted:
             return None
         check_generated(work, generated, began, self.version)
@@ -228,6 +241,25 @@ class ReplicaHost:
         if attempt.unwanted:
             await self._trajectories.discard([group.group], attempt.number)
         return event
+
+    def _save(self, attempt: Attempt, work: GroupWork, began: Version, group: TrajectoryGroup) -> None:
+        """Keep what a running group has so far; while the store is busy with it, only the newest of these waits."""
+        if attempt.unwanted or self._running.get(attempt.group) is not attempt:
+            return
+        attempt.unsaved = group
+        if attempt.saving is None or attempt.saving.done():
+            attempt.saving = self._spawn(self._logged(self._store_prefixes(attempt, work, began), "storing a prefix"))
+
+    async def _store_prefixes(self, attempt: Attempt, work: GroupWork, began: Version) -> None:
+        while attempt.unsaved is not None:
+            group, attempt.unsaved = attempt.unsaved, None
+            check_generated(work, Generated(group=group, aborted=True), began, self.version)
+            event = prefix_event(group, attempt.number, **self._who)
+            await self._trajectories.put(group, attempt.number)
+            if attempt.unwanted:
+                await self._trajectories.discard([attempt.group], attempt.number)
+                return
+            self._emit(event)
 
     def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
         told = (attempt.group, self.replica, attempt.number, cause)

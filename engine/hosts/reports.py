@@ -3,7 +3,9 @@
 Called by `replica.ReplicaHost` with groups that `checks` has passed.
 """
 
-from engine.events import NO_VERSION, GroupAborted, GroupGenerated
+from typing import Any
+
+from engine.events import NO_VERSION, GroupAborted, GroupGenerated, PrefixStored
 from engine.ids import Incarnation, ReplicaId
 from engine.trajectory import TrajectoryGroup
 
@@ -29,13 +31,18 @@ def generated_event(
 
 
 def aborted_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> GroupAborted:
+    return GroupAborted(attempt=attempt, replica=replica, incarnation=incarnation, **_figures(group))
+
+
+def prefix_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> PrefixStored:
+    return PrefixStored(attempt=attempt, replica=replica, incarnation=incarnation, **_figures(group))
+
+
+def _figures(group: TrajectoryGroup) -> dict[str, Any]:
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
-    return GroupAborted(
-        group=group.group,
-        attempt=attempt,
-        replica=replica,
-        incarnation=incarnation,
-        tokens=group.tokens,
-        oldest_version=oldest,
-        newest_version=newest,
-    )
+    return {
+        "group": group.group,
+        "tokens": group.tokens,
+        "oldest_version": oldest,
+        "newest_version": newest,
+    }

@@ -49,6 +49,7 @@ class LocalExecutor:
         prompts: Prompts,
         samples: int,
         slots: int,
+        prefix_every_tokens: int,
         report: Report,
         checkpoints: Path | None,
         replace: Callable[[ReplicaId], Generator] | None,
@@ -62,6 +63,7 @@ class LocalExecutor:
         self._prompts = prompts
         self._samples = samples
         self._slots = slots
+        self._prefix_every_tokens = prefix_every_tokens
         self._replace = replace
         self._replacements = replacements
         self._drawn = 0
@@ -100,6 +102,7 @@ class LocalExecutor:
             weights=self.weights,
             emit=self.deliver,
             broken=lambda reason: self._lose(replica, incarnation, reason),
+            prefix_every_tokens=self._prefix_every_tokens,
         )
         self._replicas[replica] = host
         host.join(self._slots)

@@ -70,6 +70,7 @@ async def run_async(
     limits: Limits,
     samples: int,
     slots: int = 8,
+    prefix_every_tokens: int = 1024,
     replicas: int = 1,
     epochs: int = 1,
     replacements: int = 3,
@@ -80,8 +81,9 @@ async def run_async(
 
     Args: `generators` is one generator per replica, or a function that makes that of a replica (then there are
     `replicas`, and each that is lost is replaced up to `replacements` times); `samples` trajectories per prompt;
-    `slots` groups at once per replica; `epochs` passes over a list of prompts; `policies` names by decision;
-    `run_dir` takes the record, `metrics.jsonl` and checkpoints, which otherwise stay in memory.
+    `slots` groups at once per replica; a generator may save prefixes every `prefix_every_tokens` (0: never); `epochs`
+    passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
+    checkpoints, which otherwise stay in memory.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
@@ -93,6 +95,7 @@ async def run_async(
         prompts=listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
         samples=samples,
         slots=slots,
+        prefix_every_tokens=prefix_every_tokens,
         report=books.report,
         checkpoints=books.directory / "checkpoints" if books.directory else None,
         replace=replace,

@@ -4,7 +4,7 @@ Called by `rollout.generator.ModelGenerator`, one backend per replica. A backend
 it knows nothing of prompts, groups, rewards or the scheduler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,10 @@ class SampleRequest:
     seed: int
     """Seeds this trajectory alone. The draw at response position i depends on (seed, i) only, so a resumed request goes
     on with the random numbers it would have had."""
+    tell_every: int = 0
+    tell: "Callable[[SampleResult], None] | None" = None
+    """Called on the loop with all new tokens so far, and no `finish_reason`, about each time `tell_every` more have
+    been sampled; perhaps less often where it is not certain which version sampled which."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,6 +26,9 @@ from engine.rollout.seeds import derive_seed
 from engine.trajectory import Span
 
 Outcome = Callable[[SampleResult | BaseException], None]
+Told = Callable[[SampleResult], None]
+
+_NEVER = np.iinfo(np.int64).max
 
 _COLUMN_BUCKET = 32
 _PREFILL_BUCKET = 16
@@ -40,6 +43,8 @@ class Running:
     ended: Outcome
     first: int
     """Known tokens when it came: prompt plus prefix. New tokens start here."""
+    told: Told | None = None
+    """Takes what there is each time `request.tell_every` more tokens have been sampled."""
     versions: list[tuple[int, Version]] = field(default_factory=list)
     """From which known token on each weights version sampled."""
 
@@ -61,6 +66,7 @@ class BatchSampler:
         self._known = np.zeros(rows, dtype=np.int64)
         self._start = np.zeros(rows, dtype=np.int64)  # prompt tokens
         self._limit = np.zeros(rows, dtype=np.int64)  # known tokens at which the budget is spent
+        self._tell_at = np.full(rows, _NEVER)  # known tokens at which to tell of them
         self._seed = np.zeros(rows, dtype=np.uint64)
         self._temperature = np.ones(rows, dtype=np.float64)
         self._top_p = np.ones(rows, dtype=np.float64)
@@ -77,7 +83,7 @@ class BatchSampler:
     def holds(self, request_id: str) -> bool:
         return any(run.request.id == request_id for run in (*self._running, *self._waiting))
 
-    def submit(self, request: SampleRequest, ended: Outcome) -> None:
+    def submit(self, request: SampleRequest, ended: Outcome, told: Told | None = None) -> None:
         """Take a request; `ended` is called once with its result or its failure, possibly at once."""
         refusal = refusal_of(request, context=self.model.context, vocabulary=self.model.vocabulary)
         if refusal is None and self.holds(request.id):
@@ -87,7 +93,7 @@ class BatchSampler:
             ended(outcome)
         else:
             first = len(request.prompt_ids) + len(request.prefix_ids)
-            self._waiting.append(Running(request, ended, first=first))
+            self._waiting.append(Running(request, ended, first=first, told=told))
 
     def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) with what they have."""
@@ -164,6 +170,14 @@ class BatchSampler:
         if done.any():
             for index in np.flatnonzero(done)[::-1]:  # from the last row down: ending a row moves the last one into it
                 self._end(int(fresh[index]), "stop" if stopped[index] else "length")
+        for row in np.flatnonzero(self._known[: len(self._running)] >= self._tell_at[: len(self._running)]).tolist():
+            self._tell(row)
+
+    def _tell(self, row: int) -> None:
+        run = self._running[row]
+        self._tell_at[row] += run.request.tell_every
+        if run.told is not None:
+            run.told(self._result(row, ""))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._rows:
@@ -177,6 +191,7 @@ class BatchSampler:
             self._known[row] = run.first
             self._start[row] = len(request.prompt_ids)
             self._limit[row] = len(request.prompt_ids) + budget_of(request, self.model.context)
+            self._tell_at[row] = run.first + request.tell_every if run.told and request.tell_every else _NEVER
             self._seed[row] = derive_seed(request.seed)
             self._temperature[row] = params.temperature
             self._top_p[row] = params.top_p
@@ -231,8 +246,7 @@ class BatchSampler:
             device = self.model.device
             self.model.prefill(torch.from_numpy(batch).to(device), torch.from_numpy(padded).to(device))
 
-    def _end(self, row: int, reason: str) -> None:
-        """Hand a row's new tokens back and move the last row into its place."""
+    def _result(self, row: int, reason: str) -> SampleResult:
         run = self._running[row]
         first, known = run.first, int(self._known[row])
         bounds = [*(start for start, _ in run.versions), known]
@@ -241,12 +255,16 @@ class BatchSampler:
             for (start, version), stop in zip(run.versions, bounds[1:], strict=True)
             if stop > start
         ]
-        result = SampleResult(
+        return SampleResult(
             token_ids=self._ids[row, first:known].tolist(),
             logprobs=self._logprobs[row, first:known].tolist(),
             spans=spans,
             finish_reason=reason,
         )
+
+    def _end(self, row: int, reason: str) -> None:
+        """Hand a row's new tokens back and move the last row into its place."""
+        run, result = self._running[row], self._result(row, reason)
         last = len(self._running) - 1
         self._running[row] = self._running[last]
         self._running.pop()
@@ -259,7 +277,7 @@ class BatchSampler:
 
     def _move(self, source: int, target: int) -> None:
         for array in (
-            self._ids, self._logprobs, self._position, self._known, self._start, self._limit, self._seed,
+            self._ids, self._logprobs, self._position, self._known, self._start, self._limit, self._tell_at, self._seed,
             self._temperature, self._top_p, self._kv_version, self._stops,
         ):  # fmt: skip
             array[target] = array[source]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from engine.errors import DataFailure, EngineError
 from engine.ids import GroupId
 from engine.roles import Generated, GroupWork
-from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.over_backend import OverBackend
 from engine.rollout.scoring import Reward, Scorer
 from engine.rollout.seeds import derive_seed
@@ -39,6 +39,10 @@ class Attempt:
     """`abort` or `truncate` once somebody asked for it; the first one stands."""
     dispatched: bool = False
     """Whether it passed the gate that `pause` closes."""
+    so_far: dict[int, SampleResult] = field(default_factory=dict)
+    """Of unfinished trajectories, by index: new tokens that the backend has told of."""
+    told: int = 0
+    """How often it has since the group was last saved."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gate opens or the attempt is cut: what it waits for before its first token."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,11 +166,29 @@ class ModelGenerator(OverBackend):
                 prefix_ids=trajectory.token_ids,
                 params=self._params,
                 seed=derive_seed(self._seed, work.group, index),
+                tell_every=work.save_every_tokens if work.save is not None else 0,
+                tell=lambda so_far: self._told(attempt, index, so_far),
             )
         )
+        attempt.so_far.pop(index, None)
         trajectory.extend(result.token_ids, result.logprobs, result.spans)
         if result.finish_reason != "abort":
             trajectory.finish_reason = result.finish_reason
+
+    def _told(self, attempt: Attempt, index: int, so_far: SampleResult) -> None:
+        """Save the group once as many news have come as trajectories are on their way: about one of each."""
+        attempt.so_far[index] = so_far
+        attempt.told += 1
+        save, trajectories = attempt.work.save, attempt.group.trajectories
+        if save is None or attempt.told < sum(not trajectory.finished for trajectory in trajectories):
+            return
+        attempt.told = 0
+        group = TrajectoryGroup(
+            group=attempt.group.group, prompt=attempt.group.prompt, trajectories=[t.copy() for t in trajectories]
+        )
+        for place, result in attempt.so_far.items():
+            group.trajectories[place].extend(result.token_ids, result.logprobs, result.spans)
+        save(group)
 
     async def _cut(self, attempts: Sequence[Attempt], how: str) -> None:
         for attempt in attempts:

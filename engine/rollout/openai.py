@@ -192,6 +192,8 @@ class OpenAIBackend(RemoteEngine):
                     run.logprobs += piece.logprobs
                     self._sampled += len(piece.token_ids)
                     reason = piece.finish_reason or reason
+                    if not reason and self._version == began:  # later it is not certain which tokens are whose
+                        run.tell(first, began)
                     labels = piece.labels if piece.labels is not None else labels
         except Refused as error:
             raise complaint_of(error, run.request) from None

@@ -28,6 +28,8 @@ class Running:
     fresh: bool = True
     """Nothing of the newest of them has come."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+    told: int = 0
+    """New tokens when it was last told of."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     reader: "asyncio.Future[str] | None" = None
 
@@ -52,6 +54,18 @@ class Running:
                 self.spans[-1] = Span(last.start, first + stop, version)
             else:
                 self.spans.append(Span(first + start, first + stop, version))
+
+    def tell(self, first: int, version: Version) -> None:
+        """Tell whoever wants to know, if it is time; the tokens from `first` on are of `version`."""
+        request, tokens = self.request, len(self.token_ids)
+        if request.tell is None or not 0 < request.tell_every <= tokens - self.told:
+            return
+        self.told = tokens
+        so_far = replace(self, spans=[*self.spans])
+        so_far.mark(first, version, None)
+        request.tell(
+            SampleResult(token_ids=[*self.token_ids], logprobs=[*self.logprobs], spans=so_far.spans, finish_reason="")
+        )
 
     def result(self, reason: str) -> SampleResult:
         return SampleResult(token_ids=self.token_ids, logprobs=self.logprobs, spans=self.spans, finish_reason=reason)

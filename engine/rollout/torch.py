@@ -44,6 +44,13 @@ class Reply:
         except RuntimeError:
             log.debug("a reply of the sampling thread found its event loop closed")
 
+    def tell(self, told: Callable[[SampleResult], None], result: SampleResult) -> None:
+        """Have `told` called on the loop, before the future is completed or not at all. Any thread."""
+        try:
+            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else told(result))
+        except RuntimeError:
+            log.debug("a reply of the sampling thread found its event loop closed")
+
     def _complete(self, outcome: Any) -> None:
         if self.future.done():
             return
@@ -212,7 +219,11 @@ class TorchBackend:
         if self._draining is not None:
             self._held.append((request, reply))
         else:
-            self._sampler.submit(request, reply.send)
+            self._enter(request, reply)
+
+    def _enter(self, request: SampleRequest, reply: Reply) -> None:
+        tell = request.tell
+        self._sampler.submit(request, reply.send, None if tell is None else lambda result: reply.tell(tell, result))
 
     def _abort(self, ids: list[str] | None, reply: Reply) -> None:
         self._sampler.abort(ids)
@@ -243,7 +254,7 @@ class TorchBackend:
         self._draining = None
         held, self._held = self._held, []
         for request, waiting in held:
-            self._sampler.submit(request, waiting.send)
+            self._enter(request, waiting)
         reply.send(None)
 
     def _install(self, version: Version, reply: Reply) -> None:

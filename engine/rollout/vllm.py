@@ -40,11 +40,25 @@ class Running:
     request: SampleRequest
     versions: list[Version] = field(default_factory=list)
     """Those in force since it was sent to vLLM; empty while it is held."""
+    starts: list[int] = field(default_factory=list)
+    """New tokens it had when each of them came into force."""
+    sampled: int = 0
+    """New tokens that have arrived."""
     cut: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it may be sent, or was cut."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     work: "asyncio.Future[SampleResult] | None" = None
+
+    def goes_on_under(self, version: Version) -> None:
+        self.versions.append(version)
+        self.starts.append(self.sampled)
+
+    def spans(self) -> list[Span]:
+        """Which version sampled what has arrived. vLLM says so itself, but only at the end: see `spans_of`."""
+        stops = [*self.starts[1:], self.sampled]
+        spans = map(Span, self.starts, stops, self.versions)
+        return [span for span in spans if span.start < span.stop]
 
 
 class VllmBackend(RemoteEngine):
@@ -142,7 +156,7 @@ class VllmBackend(RemoteEngine):
             await run.turn.wait()
         if run.cut:
             return nothing_new("abort")
-        run.versions.append(self._version)
+        run.goes_on_under(self._version)
         try:
             return await self._stream(run)  # nothing between the gate and the send lets a pause in
         except EngineError:
@@ -157,6 +171,7 @@ class VllmBackend(RemoteEngine):
         known = [*request.prompt_ids, *request.prefix_ids]
         budget = budget_of(request, self._context) - len(request.prefix_ids)
         last: Any = None
+        told = 0
         async for output in self._engine.generate(
             tokens_input(known, cache_salt=str(self._version)), _sampling_params(request, budget), request.id
         ):
@@ -164,6 +179,11 @@ class VllmBackend(RemoteEngine):
             tokens += last.token_ids
             logprobs += [step[token].logprob for token, step in zip(last.token_ids, last.logprobs or (), strict=True)]
             self._sampled += len(last.token_ids)
+            run.sampled = len(tokens)
+            if request.tell is not None and 0 < request.tell_every <= run.sampled - told and not last.finish_reason:
+                told = run.sampled
+                result = SampleResult(token_ids=[*tokens], logprobs=[*logprobs], spans=run.spans(), finish_reason="")
+                request.tell(result)
         if last is None or last.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended a request with {getattr(last, 'finish_reason', 'nothing')}")
         if not all(map(math.isfinite, logprobs)):
@@ -220,9 +240,9 @@ class VllmBackend(RemoteEngine):
             raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
         await self._control(self._engine.update_weight_version(str(version)))
         self._version = version
-        for run in self._runs.values():
+        for run in self._runs.values():  # what was sampled before the pause has arrived before these answers
             if run.versions:
-                run.versions.append(version)
+                run.goes_on_under(version)
         self._area.keep_only(version)
 
     async def _swap(self, version: Version, limit_s: float) -> str:
@@ -244,6 +264,8 @@ class VllmBackend(RemoteEngine):
 
     async def close(self) -> None:
         """End the engine; requests still running fail. Closing twice is closing once."""
+        if self._engine is None:
+            return
         if not self._reason:
             self._reason = "the rollout backend was closed"
             self._unwatch()
@@ -251,6 +273,7 @@ class VllmBackend(RemoteEngine):
         if self._engine.output_handler is not None:
             self._engine.output_handler.cancel()
         await asyncio.to_thread(self._shut_down)
+        self._engine = None  # or it would end itself once more, and fail, as the interpreter goes down
 
     async def _open(self) -> None:
         """Once: watch the engine's process and name the first version, on the loop that will be used."""
@@ -320,7 +343,7 @@ class VllmBackend(RemoteEngine):
     def _refused(self, error: BaseException) -> EngineError:
         """What a caller is told; the end of the engine is known by it before its process has gone."""
         said = f"{type(error).__name__}: {error}"
-        if self._engine.errored:
+        if self._engine is not None and self._engine.errored:
             self._fail(f"vLLM's engine failed: {said}")
         return EngineError(self._reason or f"vLLM refused: {said}")
 

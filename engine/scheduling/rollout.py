@@ -6,7 +6,7 @@ only through
 """
 
 from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
-from engine.events import NO_VERSION, GroupAborted, GroupFailed, GroupGenerated, PromptsDrawn
+from engine.events import NO_VERSION, GroupAborted, GroupFailed, GroupGenerated, PrefixStored, PromptsDrawn
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.policies.registry import PolicySet
 from engine.scheduling.orders import Orders, ask, refuse
@@ -75,6 +75,14 @@ class RolloutScheduling:
         self.state.fire_group(group, "abort")
         if group.truncate and not group.kept:
             self.release(group, "drop")
+
+    def on_prefix_stored(self, event: PrefixStored) -> None:
+        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
+        if group is None or not event.tokens:
+            return
+        self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+        group.kept = True
+        self.state.touch(group)
 
     def on_group_failed(self, event: GroupFailed) -> None:
         group = self._current(event.group, event.attempt, event.replica, event.incarnation)

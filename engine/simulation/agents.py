@@ -33,6 +33,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    PrefixStored,
     PublishFailed,
     ReplicaPaused,
     StepFailed,
@@ -58,6 +59,8 @@ class SimGroup:
     """(tokens, version), in the order sampled."""
     progress: float = 0.0
     """Tokens, with the share of the next one."""
+    saved: int = 0
+    """Tokens when its prefixes were last stored."""
     since: float = NEVER
     """When `progress` was so much, in the seconds of whoever keeps a clock."""
 
@@ -147,8 +150,15 @@ class SimReplica:
             group.spans = list(self.store.spans.get(command.group, ()))  # dropped meanwhile: an abort is on its way
             group.progress = group.tokens
         self.groups[command.group] = group
+        if self.is_behind(group):
+            self._cut(command.group)
+            return
         if isinstance(command, ResumeGroup) and command.truncate:
             self.finish(command.group)
+
+    def is_behind(self, group: SimGroup) -> bool:
+        """Whether tokens of a group are of a newer version: stored by a replica that died before it could say so."""
+        return group.versions()[1] > self.version
 
     def sample(self, group: GroupId, tokens: int) -> None:
         """Sample tokens of a group under the present weights; none while frozen."""
@@ -164,6 +174,21 @@ class SimReplica:
             GroupGenerated(
                 group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
                 oldest_version=oldest, newest_version=newest, live=live, reward_mean=0.5, reward_spread=spread,
+            )
+        )  # fmt: skip
+
+    def keep_prefix(self, id: GroupId) -> None:
+        """Store what a group has so far, and say so."""
+        group = self.groups[id]
+        if not group.spans:
+            return
+        self.store.put(id, list(group.spans))
+        group.saved = group.tokens
+        oldest, newest = group.versions()
+        self.emit(
+            PrefixStored(
+                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                oldest_version=oldest, newest_version=newest,
             )
         )  # fmt: skip
 
@@ -205,17 +230,20 @@ class SimReplica:
             self.emit(WeightsInstalled(**place, version=command.version))
 
     def _abort_all(self) -> None:
-        for id, group in self.groups.items():
-            if group.spans:
-                self.store.put(id, group.spans)
-            oldest, newest = group.versions()
-            self.emit(
-                GroupAborted(
-                    group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
-                    oldest_version=oldest, newest_version=newest,
-                )
-            )  # fmt: skip
-        self.groups.clear()
+        for id in list(self.groups):
+            self._cut(id)
+
+    def _cut(self, id: GroupId) -> None:
+        group = self.groups.pop(id)
+        if group.spans:
+            self.store.put(id, group.spans)
+        oldest, newest = group.versions()
+        self.emit(
+            GroupAborted(
+                group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
+                oldest_version=oldest, newest_version=newest,
+            )
+        )  # fmt: skip
 
 
 class SimTrainer:

@@ -77,6 +77,8 @@ class Setting:
     """Lengths are Pareto distributed: most are short and a few are very long."""
     max_tokens: int | None = None
     """The longest is cut here; None: a few are longer than everything else together."""
+    prefix_every_tokens: int = 0
+    """After so many new tokens a group's prefixes are stored; 0: only when it is aborted."""
     spread: float = 1.0
     """Share of groups whose rewards differ; the others are dropped by a zero-variance filter."""
     faults: Faults = Faults()
@@ -297,6 +299,8 @@ class World:
             group.since = self.time
         if not replica.frozen:
             self._after(max(group.target - group.progress, 0.0), lambda: self._finish(replica, id, group))
+            if self.setting.prefix_every_tokens:
+                self._after(self.setting.prefix_every_tokens, lambda: self._keep_prefix(replica, id, group))
 
     def _sync(self, replica: SimReplica) -> None:
         if self.replicas.get(replica.id) is not replica or not replica.can_sync():
@@ -304,6 +308,16 @@ class World:
         self._sample(replica)
         replica.sync(succeed=not self._chance(self.setting.faults.fail_sync))
         self._plan_sync(replica)
+
+    def _keep_prefix(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
+        """Store what a group has, if it goes on; one that was frozen is looked at again after that."""
+        if self.replicas.get(replica.id) is not replica or replica.groups.get(id) is not group or replica.frozen:
+            return
+        self._sample_group(replica, group)
+        every = self.setting.prefix_every_tokens
+        if group.tokens - group.saved >= every:
+            replica.keep_prefix(id)
+            self._after(every, lambda: self._keep_prefix(replica, id, group))
 
     def _finish(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
         """A group may be done, unless its replica was frozen meanwhile: then it is looked at again after that."""

@@ -8,6 +8,7 @@ from engine.events import (
     Event,
     GroupAborted,
     GroupGenerated,
+    PrefixStored,
     PromptsDrawn,
     ReplicaJoined,
     ReplicaPaused,
@@ -87,12 +88,18 @@ class Scripted:
         )  # fmt: skip
 
     def abort(self, *groups: int, tokens: int = 5) -> None:
+        self._report(GroupAborted, groups, tokens)
+
+    def keep_prefix(self, *groups: int, tokens: int = 5) -> None:
+        self._report(PrefixStored, groups, tokens)
+
+    def _report(self, kind: type[GroupAborted | PrefixStored], groups: tuple[int, ...], tokens: int) -> None:
         for id in groups:
             group = self.state.groups[id]
             replica = self.state.fleet.replicas[group.replica]
             version = replica.version if tokens else -1
             self.tell(
-                GroupAborted(
+                kind(
                     group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=tokens,
                     oldest_version=version, newest_version=version,
                 )

@@ -81,6 +81,13 @@ class AnyOrder(RuleBasedStateMachine):
             replica.sample(group, tokens)
             replica.finish(group, spread=spread)
 
+    @rule(choice=ANY)
+    @precondition(lambda self: self.world.running())
+    def keep_prefix(self, choice: int) -> None:
+        running = self.world.running()
+        replica, group = running[choice % len(running)]
+        replica.keep_prefix(group)
+
     @rule(choice=ANY, cause=st.sampled_from(["infrastructure", "data"]))
     @precondition(lambda self: self.world.running())
     def fail(self, choice: int, cause: str) -> None:

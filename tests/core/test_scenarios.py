@@ -359,6 +359,45 @@ def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -
     assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
 
 
+def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
+    run = small(replicas=2, slots=4)
+    lost = run.state.groups[0].replica
+    run.keep_prefix(0, tokens=7)
+    assert run.state.groups[0].state == "generating" and run.state.groups[0].tokens == 7
+    run.tell(ReplicaLost(replica=lost, incarnation=1, returns=False, reason="power"))
+    (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
+    assert isinstance(order, ResumeGroup) and order.replica != lost
+    others = [command for command in run.starts() if command.group != 0 and command.attempt == 2]
+    assert others and all(isinstance(command, StartGroup) for command in others)
+
+
+def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
+    run = small(replicas=2, slots=4, policies={"sync": "rolling"})
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    ahead = 0
+    run.install(ahead)
+    old = next(g for g in run.running() if run.state.groups[g].replica == ahead)
+    run.keep_prefix(old)
+    assert run.state.groups[old].newest_version == 1
+    run.tell(ReplicaLost(replica=ahead, incarnation=1, returns=False, reason="power"))
+    behind = 1 - ahead
+    assert run.state.groups[old].state == "aborted", "the replica that is left has older weights"
+    run.install(behind)
+    assert run.state.groups[old].state == "resumed" and run.state.groups[old].replica == behind
+
+
+def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:
+    run = small()
+    run.keep_prefix(0)
+    group = run.state.groups[0]
+    run.tell(GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward"))
+    assert not group.kept and group.tokens == 0
+    (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
+    assert isinstance(order, StartGroup)
+
+
 def test_the_run_fails_with_a_named_cause_when_no_replica_is_left() -> None:
     run = small()
     run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="the node burnt down"))

@@ -13,6 +13,7 @@ from engine.schedule.frames import Header
 from engine.schedule.reader import read
 from engine.schedule.recorder import MemoryRecorder
 from engine.schedule.replayer import replay
+from engine.simulation.agents import SimReplica
 from engine.simulation.judge import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group
@@ -29,6 +30,7 @@ ROUGH = Faults(
 @given(
     limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 4),
     slots=st.integers(1, 4), prompts=st.integers(1, 60), spread=st.sampled_from([1.0, 0.5]), rough=st.booleans(),
+    prefixes=st.sampled_from([0, 3]),
 )  # fmt: skip
 def test_every_world_keeps_every_law_and_ends(
     limits: Limits,
@@ -39,10 +41,11 @@ def test_every_world_keeps_every_law_and_ends(
     prompts: int,
     spread: float,
     rough: bool,
+    prefixes: int,
 ) -> None:
     setting = Setting(
         limits=limits, replicas=replicas, slots=slots, prompts=prompts, seed=seed, spread=spread,
-        faults=ROUGH if rough else Faults(),
+        faults=ROUGH if rough else Faults(), prefix_every_tokens=prefixes,
     )  # fmt: skip
     outcome = World(setting, PolicySet.from_names(names)).run()
     assert outcome.outcome == "finished" or rough, outcome
@@ -103,8 +106,9 @@ def short_steps_not_charged_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a group go on wherever a slot is free."""
+    """Let a group go on wherever a slot is free, and have the replicas not refuse it."""
     monkeypatch.setattr(Group, "resumes_from", property(lambda self: 0))
+    monkeypatch.setattr(SimReplica, "is_behind", lambda self, group: False)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    PrefixStored,
     ReplicaJoined,
     ReplicaPaused,
     SyncFailed,
@@ -46,7 +47,7 @@ WHO = {"replica": 0, "incarnation": 1, "cause": 0}
 class Stage:
     """A host on stage: its generator, its stores, and what it has emitted."""
 
-    def __init__(self, generator: Any, samples: int = 2, replica: int = 0) -> None:
+    def __init__(self, generator: Any, samples: int = 2, replica: int = 0, prefixes: int = 0) -> None:
         self.generator = generator
         self.events: list[Event] = []
         self.broken: list[str] = []
@@ -62,6 +63,7 @@ class Stage:
             weights=self.weights,
             emit=self._emit,
             broken=self.broken.append,
+            prefix_every_tokens=prefixes,
         )
 
     def _emit(self, event: Event) -> None:
@@ -166,6 +168,117 @@ def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_o
             assert trajectory.token_ids == [0, 1, 2, 3, 4, 5]
             assert trajectory.logprobs == [0.0] * 4 + [-1.0] * 2
             assert trajectory.spans == [Span(0, 4, 0), Span(4, 6, 1)]
+
+    play(scene)
+
+
+def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() -> None:
+    async def scene() -> None:
+        first, second = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
+        second.host._trajectories = first.trajectories
+        first.start()
+        await first.settle()
+        first.generator.tick(2)
+        (stored,) = await first.until(1)
+        assert stored == PrefixStored(
+            group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0
+        )
+        first.generator.tick(1)  # what is not stored dies with the replica
+        second.resume()
+        (generated,) = await second.until(1)
+        assert isinstance(generated, GroupGenerated) and generated.tokens == 12
+        (work,) = second.generator.works
+        assert [len(t.token_ids) for t in work.partial.trajectories] == [2, 2]
+        await first.host.close()
+
+    play(scene)
+
+
+def test_while_the_store_is_busy_only_the_newest_prefix_waits_and_the_end_comes_last() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=5), prefixes=1)
+        gate, puts = asyncio.Event(), []
+        put = stage.trajectories.put
+
+        async def slow(group: TrajectoryGroup, attempt: int) -> None:
+            puts.append(group.tokens)
+            await gate.wait()
+            await put(group, attempt)
+
+        stage.trajectories.put = slow  # type: ignore[method-assign]
+        stage.start()
+        await stage.settle()
+        for _ in range(4):
+            stage.generator.tick(1)
+            await stage.settle()
+        assert puts == [2]
+        stage.generator.tick(1)
+        await stage.settle()
+        gate.set()
+        *stored, generated = await stage.until(2)
+        assert puts == [2, 10], "what it had on the way is not worth storing once it has ended"
+        assert [type(event) for event in stored] == [PrefixStored] and isinstance(generated, GroupGenerated)
+
+    play(scene)
+
+
+def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=5), prefixes=1)
+        gate = asyncio.Event()
+        put = stage.trajectories.put
+
+        async def slow(group: TrajectoryGroup, attempt: int) -> None:
+            await gate.wait()
+            await put(group, attempt)
+
+        stage.trajectories.put = slow  # type: ignore[method-assign]
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(1)
+        await stage.settle()
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
+        await stage.settle()
+        gate.set()
+        await stage.settle()
+        assert stage.events == [] and stage.trajectories.store.stats().groups == 0
+
+    play(scene)
+
+
+def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new() -> None:
+    async def scene() -> None:
+        ahead, behind = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
+        behind.host._trajectories = ahead.trajectories
+        await ahead.swap(1)
+        ahead.start()
+        await ahead.settle()
+        ahead.generator.tick(2)
+        await ahead.until(4)
+        behind.resume()
+        (event,) = await behind.until(1)
+        assert event == GroupAborted(
+            group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1
+        )
+        assert behind.generator.works == []
+        await ahead.host.close()
+
+    play(scene)
+
+
+def test_a_malformed_prefix_is_not_stored_and_costs_nothing() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=4), prefixes=2)
+        stage.start()
+        await stage.settle()
+        (work,) = stage.generator.works
+        wrong = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[Trajectory(token_ids=[1], logprobs=[-1.0])])
+        work.save(wrong)
+        await stage.settle()
+        assert stage.events == [] and stage.trajectories.store.stats().groups == 0
+        stage.generator.tick(4)
+        *_, last = await stage.until(2)
+        assert isinstance(last, GroupGenerated) and stage.broken == []
 
     play(scene)
 

@@ -18,6 +18,7 @@ from engine.trajectory import Span, Trajectory, TrajectoryGroup
 @dataclass
 class Running:
     group: TrajectoryGroup
+    work: GroupWork
     cut: str = ""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -47,7 +48,7 @@ class TokenGenerator:
             else TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[])
         )
         group.trajectories += [Trajectory(prompt_ids=[1]) for _ in range(work.samples - len(group.trajectories))]
-        running = self._running[work.group] = Running(group, "truncate" if work.truncate else "")
+        running = self._running[work.group] = Running(group, work, "truncate" if work.truncate else "")
         try:
             while not running.cut and not all(
                 len(t.token_ids) >= self.length_of(work.group) for t in group.trajectories
@@ -82,6 +83,9 @@ class TokenGenerator:
         for trajectory in running.group.trajectories:
             if not self.frozen and len(trajectory.token_ids) < self.length_of(running.group.group):
                 trajectory.extend([len(trajectory.token_ids)], [-float(self.version)], [Span(0, 1, self.version)])
+        work, tokens = running.work, running.group.tokens
+        if work.save is not None and tokens % (work.save_every_tokens * work.samples) == 0 and not self.frozen:
+            work.save(copy_group(running.group))
 
     def _cut(self, groups: Sequence[GroupId], how: str) -> None:
         for group in groups:

@@ -6,6 +6,7 @@ A rented engine counts versions and tokens from 0, as a fresh one does.
 import asyncio
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -79,9 +80,14 @@ class Rented:
     async def sample(self, request: SampleRequest) -> SampleResult:
         if self._ready is None or not self._ready.done():
             await self._open()
-        result: SampleResult = await self.engine.sample(request)
-        result.spans = [Span(start, stop, version - self._base) for start, stop, version in result.spans]
-        return result
+        tell = request.tell
+        if tell is not None:
+            request = replace(request, tell=lambda result: tell(self._rebased(result)))
+        return self._rebased(await self.engine.sample(request))
+
+    def _rebased(self, result: SampleResult) -> SampleResult:
+        spans = [Span(start, stop, version - self._base) for start, stop, version in result.spans]
+        return replace(result, spans=spans)
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._open()

@@ -1,0 +1,133 @@
+"""What becomes known of a request while it goes on: backends tell it, the generator makes groups of it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from backends import Kind, build_torch, run_over, until_sampled
+
+from engine.roles import GroupWork
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
+from engine.rollout.generator import ModelGenerator
+from engine.trajectory import Prompt, Span, TrajectoryGroup
+
+LONG = 150
+EVERY = 20
+
+
+def request(told: list[SampleResult], *, tell_every: int = EVERY, name: str = "r") -> SampleRequest:
+    params = SamplingParams(max_tokens=LONG)
+    return SampleRequest(
+        id=name, prompt_ids=[5, 6, 7], prefix_ids=[8], params=params, seed=1, tell_every=tell_every, tell=told.append
+    )
+
+
+def assert_begins(result: SampleResult, told: SampleResult) -> None:
+    """What was told is the beginning of what came of it, versions included."""
+    count = len(told.token_ids)
+    assert told.token_ids == result.token_ids[:count] and told.finish_reason == ""
+    assert told.logprobs == pytest.approx(result.logprobs[:count], abs=1e-6)
+    spans = [Span(s.start, min(s.stop, count), s.version) for s in result.spans if s.start < count]
+    assert told.spans == spans
+
+
+def test_a_backend_tells_what_it_has_every_so_many_tokens(kind: Kind) -> None:
+    async def scenario(backend: RolloutBackend) -> None:
+        told: list[SampleResult] = []
+        result = await backend.sample(request(told))
+        assert len(result.token_ids) == LONG - 1
+        assert [len(one.token_ids) for one in told] == list(range(EVERY, LONG - 1, EVERY))
+        for one in told:
+            assert_begins(result, one)
+
+    run_over(kind.make("qwen2"), scenario)
+
+
+def test_nothing_is_told_unasked(kind: Kind) -> None:
+    async def scenario(backend: RolloutBackend) -> None:
+        told: list[SampleResult] = []
+        await backend.sample(request(told, tell_every=0))
+        assert told == []
+
+    run_over(kind.make("qwen2"), scenario)
+
+
+def test_what_is_told_after_an_install_says_which_version_sampled_what(kind: Kind) -> None:
+    async def scenario(backend: RolloutBackend) -> None:
+        told: list[SampleResult] = []
+        before = backend.tokens_sampled()
+        running = asyncio.create_task(backend.sample(request(told)))
+        await until_sampled(backend, before + 30)
+        await backend.pause("keep")
+        await backend.stage(1, kind.model("qwen2", seed=1).state_dict())
+        await backend.install(1)
+        await backend.resume()
+        result = await running
+        assert [span.version for span in result.spans] == [0, 1]
+        assert [len(one.spans) for one in told][:1] == [1] and len(told[-1].spans) == 2
+        for one in told:
+            assert_begins(result, one)
+
+    run_over(kind.make("qwen2"), scenario)
+
+
+def test_the_generator_saves_the_whole_group_about_once_per_round() -> None:
+    saved: list[TrajectoryGroup] = []
+
+    async def scenario() -> TrajectoryGroup:
+        backend = build_torch("qwen2")
+        generator = ModelGenerator(
+            backend, Words(), lambda prompt, trajectory: 1.0, params=SamplingParams(max_tokens=LONG), seed=0
+        )
+        work = GroupWork(
+            group=3, attempt=1, prompt=Prompt(row=0, text="abc"), samples=4, save_every_tokens=EVERY, save=saved.append
+        )
+        try:
+            return (await generator.generate(work)).group
+        finally:
+            await generator.close()
+
+    group = asyncio.run(scenario())
+    assert [one.tokens for one in saved] == [4 * n for n in range(EVERY, LONG, EVERY)]
+    for one in saved:
+        assert one.group == 3 and not one.finished
+        for whole, part in zip(group.trajectories, one.trajectories, strict=True):
+            count = len(part.token_ids)
+            assert part.token_ids == whole.token_ids[:count] and part.logprobs == whole.logprobs[:count]
+            assert part.loss_mask == [1] * count and part.spans == [Span(0, count, 0)]
+            assert part.token_ids is not whole.token_ids
+
+
+def test_finished_siblings_are_saved_as_such_and_no_more_waited_for() -> None:
+    saved: list[TrajectoryGroup] = []
+    first, second = (SamplingParams(max_tokens=LONG), SamplingParams(max_tokens=LONG, stop_ids=(4,)))
+
+    async def group_with(params: SamplingParams, partial: TrajectoryGroup | None) -> Any:
+        generator = ModelGenerator(build_torch("qwen2"), Words(), lambda prompt, trajectory: 1.0, params=params, seed=5)
+        work = GroupWork(
+            group=3, attempt=1, prompt=Prompt(row=0, text="abc"), samples=4, partial=partial, save_every_tokens=10,
+            save=saved.append,
+        )  # fmt: skip
+        try:
+            return (await generator.generate(work)).group
+        finally:
+            await generator.close()
+
+    whole = asyncio.run(group_with(first, None))
+    ended = asyncio.run(group_with(second, None))
+    lengths = sorted(len(t.token_ids) for t in ended.trajectories)
+    assert lengths[0] < lengths[-1], "the seed was chosen so that the stop token comes at different places"
+    last = saved[-1]
+    assert any(t.finish_reason == "stop" for t in last.trajectories)
+    assert last.tokens > sum(lengths) - 4 * 2 * 10
+    assert whole.tokens == 4 * LONG
+
+
+class Words:
+    """A tokenizer of letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 31 for letter in text]
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + i) for i in token_ids)
