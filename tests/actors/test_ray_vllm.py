@@ -1,0 +1,72 @@
+"""A training run through Ray whose replicas hold vLLM, one of which loses its engine in the middle of generating."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deadly_engine import deadly_rollout
+from ray_plans import check_record, events_of
+
+from engine.actors.models import plan_of
+from engine.actors.run import start
+from engine.commands import ResumeGroup, StartGroup
+from engine.config.loading import parse_config
+from engine.events import GroupGenerated, PrefixStored, ReplicaLost, WeightsInstalled
+from engine.schedule import Handled, read
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+STEPS, BATCH, SAMPLES, EVERY = 3, 4, 4, 10
+
+
+def tree(made: Path) -> dict[str, Any]:
+    """A model hardly trained, so that its responses are of any length; heads of 32, as vLLM on a CPU wants them."""
+    arithmetic = {"train_prompts": 200, "validation_prompts": 4, "warmup_steps": 12, "layers": 4, "heads": 2}
+    return {
+        "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": arithmetic},
+        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 2},
+        "rollout": {
+            "backend": "vllm", "replicas": 2, "slots": 6, "max_tokens": 150,
+            "engine_args": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256},
+        },
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
+        "validation": {"at_start": False, "at_end": False},
+        "durability": {"prefix_every_tokens": EVERY},
+    }  # fmt: skip
+
+
+def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    planned = plan_of(parse_config(tree(tmp_path)), run_dir)
+    deadly = replace(planned, make_rollout=partial(deadly_rollout, planned.make_rollout, run_dir))
+    with start(deadly) as run:
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", STEPS), status.reason
+
+    scheduler = check_record(run_dir)
+    assert scheduler.state.steps_trained == STEPS
+    assert len(events_of(run_dir, WeightsInstalled)) >= STEPS - 1, "the last version is not needed any more"
+
+    (lost,) = events_of(run_dir, ReplicaLost)
+    assert (lost.replica, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
+    stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
+    assert int((run_dir / "killed").read_text()) in stored
+    orders = [
+        command
+        for frame in read(run_dir / "schedule").frames()
+        if isinstance(frame, Handled) and frame.event.id >= lost.id
+        for command in frame.commands
+        if isinstance(command, StartGroup | ResumeGroup) and command.attempt > 1
+    ]
+    again = {command.group: command for command in orders}
+    resumed = {group: order for group, order in again.items() if isinstance(order, ResumeGroup) and group in stored}
+    assert int((run_dir / "killed").read_text()) in resumed
+    assert all(isinstance(order, ResumeGroup) == (group in stored) for group, order in again.items())
+    ended = {e.group: e for e in events_of(run_dir, GroupGenerated)}
+    assert set(resumed) & set(ended), "what was resumed has ended"
+    assert all(ended[group].tokens >= stored[group].tokens for group in resumed if group in ended)
