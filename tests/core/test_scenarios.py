@@ -24,6 +24,7 @@ from engine.errors import ConfigError, InvariantViolated
 from engine.events import (
     BatchScored,
     CheckpointSaved,
+    GroupAborted,
     GroupFailed,
     PublishFailed,
     ReplicaJoined,
@@ -386,6 +387,27 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     assert run.state.groups[old].state == "aborted", "the replica that is left has older weights"
     run.install(behind)
     assert run.state.groups[old].state == "resumed" and run.state.groups[old].replica == behind
+
+
+def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() -> None:
+    run = small(replicas=2, slots=4, policies={"sync": "rolling"})
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    old = next(g for g in run.running() if run.state.groups[g].replica == 0)
+    run.keep_prefix(old)
+    run.install(0)
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="power"))
+    group = run.state.groups[old]
+    assert group.state == "resumed" and group.replica == 1, "as far as is known, it has tokens of version 0 alone"
+    run.tell(
+        GroupAborted(
+            group=old, attempt=group.attempt, replica=1, incarnation=1, tokens=9, oldest_version=0, newest_version=1
+        )
+    )
+    assert group.state == "aborted" and group.infrastructure_failures == 2
+    run.install(1)
+    assert group.state == "resumed" and group.replica == 1
 
 
 def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:

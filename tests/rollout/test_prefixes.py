@@ -15,8 +15,10 @@ LONG = 150
 EVERY = 20
 
 
-def request(told: list[SampleResult], *, tell_every: int = EVERY, name: str = "r") -> SampleRequest:
-    params = SamplingParams(max_tokens=LONG)
+def request(
+    told: list[SampleResult], *, tell_every: int = EVERY, name: str = "r", max_tokens: int = LONG
+) -> SampleRequest:
+    params = SamplingParams(max_tokens=max_tokens)
     return SampleRequest(
         id=name, prompt_ids=[5, 6, 7], prefix_ids=[8], params=params, seed=1, tell_every=tell_every, tell=told.append
     )
@@ -39,6 +41,22 @@ def test_a_backend_tells_what_it_has_every_so_many_tokens(kind: Kind) -> None:
         assert [len(one.token_ids) for one in told] == list(range(EVERY, LONG - 1, EVERY))
         for one in told:
             assert_begins(result, one)
+
+    run_over(kind.make("qwen2"), scenario)
+
+
+def test_each_request_is_told_of_by_its_own_count_though_others_end_before_it(kind: Kind) -> None:
+    async def scenario(backend: RolloutBackend) -> None:
+        lengths = [30, LONG, 50, LONG, 70, LONG - 7]
+        told: list[list[SampleResult]] = [[] for _ in lengths]
+        requests = [
+            request(told[i], name=f"{i}", max_tokens=length, tell_every=EVERY + i) for i, length in enumerate(lengths)
+        ]
+        results = await asyncio.gather(*map(backend.sample, requests))
+        for i, (length, result) in enumerate(zip(lengths, results, strict=True)):
+            assert [len(one.token_ids) for one in told[i]] == list(range(EVERY + i, length - 1, EVERY + i))
+            for one in told[i]:
+                assert_begins(result, one)
 
     run_over(kind.make("qwen2"), scenario)
 
@@ -118,6 +136,8 @@ def test_finished_siblings_are_saved_as_such_and_no_more_waited_for() -> None:
     lengths = sorted(len(t.token_ids) for t in ended.trajectories)
     assert lengths[0] < lengths[-1], "the seed was chosen so that the stop token comes at different places"
     last = saved[-1]
+    for before, after in zip(last.trajectories, ended.trajectories, strict=True):
+        assert before.token_ids == after.token_ids[: len(before.token_ids)]
     assert any(t.finish_reason == "stop" for t in last.trajectories)
     assert last.tokens > sum(lengths) - 4 * 2 * 10
     assert whole.tokens == 4 * LONG
