@@ -1,0 +1,28 @@
+"""The agents' example as its users run it, cut to a few steps: model, agent, gateway, training, record."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.schedule import read, replay
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_calculator_agent_trains_through_the_gateway(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "multi_turn_agent.py")]
+    for change in ("run.max_steps=3", "validation.at_start=false", "validation.prompts=8", "rollout.replicas=1"):
+        command += ["--set", change]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "latest"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["groups"] == 8 for row in rows)
+    assert replay(read(run_dir / "schedule")).identical
