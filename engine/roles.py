@@ -30,6 +30,8 @@ class GroupWork:
     """What an earlier attempt left behind: finished siblings are kept, the others go on from their prefixes."""
     truncate: bool = False
     """Generate nothing more: finish with the prefixes of `partial` as they are."""
+    held_out: bool = False
+    """The prompt is held out: one response to be measured by its reward, and never trained on. Its group is below 0."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from engine.commands import (
 from engine.driver import Driver
 from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
 from engine.hosts.clock import Timers
+from engine.hosts.measuring import HeldOut
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.hosts.replica import ReplicaHost
@@ -34,6 +35,7 @@ from engine.hosts.trainer import Report, TrainerHost
 from engine.ids import ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Trainer
+from engine.trajectory import Prompt
 
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
@@ -53,6 +55,7 @@ class LocalExecutor:
         checkpoints: Path | None,
         replace: Callable[[ReplicaId], Generator] | None,
         replacements: int,
+        held_out: Sequence[Prompt] = (),
     ) -> None:
         """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each."""
         self.trajectories = LocalTrajectories()
@@ -64,6 +67,7 @@ class LocalExecutor:
         self._slots = slots
         self._replace = replace
         self._replacements = replacements
+        self._held_out = held_out
         self._drawn = 0
         self._replicas: dict[ReplicaId, ReplicaHost] = {}
         self._lost: set[ReplicaHost] = set()
@@ -100,6 +104,7 @@ class LocalExecutor:
             weights=self.weights,
             emit=self.deliver,
             broken=lambda reason: self._lose(replica, incarnation, reason),
+            held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
         )
         self._replicas[replica] = host
         host.join(self._slots)

@@ -480,30 +480,6 @@ def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("half_done", range(4))
-def test_at_the_end_of_a_run_it_samples_under_the_last_version_wherever_a_sync_was_left(half_done: int) -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3, free=True))
-        stage.weights.store.put(1, "w")
-        orders = [
-            StageWeights(version=1, attempt=1, **WHO),
-            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
-            InstallWeights(version=1, attempt=1, **WHO),
-        ]
-        for order in orders[:half_done]:
-            stage.host.carry_out(order)
-        await stage.host.conclude(1)
-        assert (stage.host.version, stage.generator.version, stage.generator.frozen) == (1, 1, False)
-        stage.host.carry_out(PauseReplica(version=2, mode="keep", attempt=2, **WHO))
-        await stage.settle()
-        assert not stage.generator.frozen, "an order that comes too late changes nothing"
-        work = GroupWork(group=-1, attempt=1, prompt=PROMPT, samples=1)
-        generated = await asyncio.wait_for(stage.generator.generate(work), 5)
-        assert generated.group.versions() == (1, 1)
-
-    play(scene)
-
-
 def test_close_ends_everything_without_a_word() -> None:
     async def scene() -> None:
         stage = Stage(TokenGenerator())
