@@ -67,7 +67,7 @@ class Measuring:
         """Of the newest validation's chunks, so that a repeated order is known as one."""
 
     def measure(self, order: MeasureRows, after: "asyncio.Task[None] | None") -> None:
-        """Begin with a chunk, once `after`, the last order about weights, has ended."""
+        """Begin with a chunk, once `after`, the last order about weights, has ended. A newer attempt ends an older."""
         if order.validation < self._newest:
             return
         if order.validation > self._newest:
@@ -76,7 +76,12 @@ class Measuring:
             return
         self._attempts[order.chunk] = order.attempt
         measurement = Measurement(order)
-        measurement.task = self._spawn(self._run(measurement, after))
+        waits = [after] if after is not None else []
+        for earlier in [m for m in self._running.values() if m.order.chunk == order.chunk]:
+            # A generator knows rows, not attempts: one at a time.
+            self._stop(earlier)
+            waits.append(earlier.task)
+        measurement.task = self._spawn(self._run(measurement, waits))
         self._running[measurement.task] = measurement
         measurement.task.add_done_callback(lambda task: self._running.pop(task, None))
 
@@ -84,8 +89,11 @@ class Measuring:
         """End what runs for a validation; nothing is reported."""
         for measurement in self._running.values():
             if measurement.order.validation == order.validation:
-                measurement.unwanted = True
-                self._spawn(self._end(measurement))
+                self._stop(measurement)
+
+    def _stop(self, measurement: Measurement) -> None:
+        measurement.unwanted = True
+        self._spawn(self._end(measurement))
 
     async def ended(self) -> None:
         """Returns once nothing that was stopped samples any more."""
@@ -97,11 +105,11 @@ class Measuring:
         for measurement in self._running.values():
             measurement.unwanted = True
 
-    async def _run(self, measurement: Measurement, after: "asyncio.Task[None] | None") -> None:
+    async def _run(self, measurement: Measurement, waits: "list[asyncio.Task[None]]") -> None:
         order = measurement.order
         try:
-            if after is not None and not after.done():
-                await asyncio.wait([after])
+            if waits:
+                await asyncio.wait(waits)
             event: Event = await self._measured(measurement)
         except asyncio.CancelledError as error:
             if measurement.unwanted:

@@ -83,10 +83,9 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
     publishing = "; one is being published" if said["publishing"] else ""
     lines.append(f"versions  {_versions(said['versions'])}{publishing}")
     for v in said["validations"]:
-        lines.append(
-            f"  validation {v['validation']}: {v['state']}, version {v['version']}, "
-            f"{v['measured']} of {v['rows']} rows; {v['out']} chunks out, {v['waiting']} wait; holds replicas {few(v['replicas'])}"
-        )
+        chunks = f"{v['out']} chunks out, {v['waiting']} wait; holds replicas {few(v['replicas'])}"
+        rows = f"version {v['version']}, {v['measured']} of {v['rows']} rows"
+        lines.append(f"  validation {v['validation']}: {v['state']}, {rows}; {chunks}")
     checkpoint = "a checkpoint is being written; " if said["checkpoint_pending"] else ""
     lines.append(f"other     {checkpoint}{said['stale_echoes']} stale echoes; state hash {said['hash']:016x}")
     if said["outcome"] is not None:

@@ -36,7 +36,7 @@ def tree(made: Path, **rollout: Any) -> dict[str, Any]:
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": STALENESS},
         "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
-        "validation": {"prompts": 8},
+        "validation": {"prompts": 8, "every": 4},
         "metrics": {"port": 0},
     }
 
@@ -108,6 +108,9 @@ def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tupl
 
     _, run_dir, _ = trained
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = [(row["version"], row["steps"], row["outcome"]) for row in rows if "validation" in row]
+    assert measured == [(0, 0, "reported"), (4, 4, "reported"), (STEPS, STEPS, "reported")]
+    rows = [row for row in rows if "step" in row]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
     assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]

@@ -33,6 +33,7 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
+from engine.hosts.measuring import HeldOut
 from engine.hosts.replica import ReplicaHost
 from engine.local import SimpleGenerator, response
 from engine.local.stores import LocalTrajectories, LocalWeights
@@ -46,7 +47,7 @@ WHO = {"replica": 0, "incarnation": 1, "cause": 0}
 class Stage:
     """A host on stage: its generator, its stores, and what it has emitted."""
 
-    def __init__(self, generator: Any, samples: int = 2, replica: int = 0) -> None:
+    def __init__(self, generator: Any, samples: int = 2, replica: int = 0, held_out: HeldOut | None = None) -> None:
         self.generator = generator
         self.events: list[Event] = []
         self.broken: list[str] = []
@@ -62,6 +63,7 @@ class Stage:
             weights=self.weights,
             emit=self._emit,
             broken=self.broken.append,
+            held_out=held_out,
         )
 
     def _emit(self, event: Event) -> None:

@@ -12,6 +12,7 @@ from clockwork import Clockwork, clockwork
 from engine import events as fact
 from engine.metrics.journal import Journal
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.states.limits import ValidationLimits
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
