@@ -59,7 +59,7 @@ class SyncScheduling:
             self.none_left = ""
         replica.incarnation = event.incarnation
         replica.slots = event.slots
-        replica.make_room()
+        replica.count_taken()
         replica.version = event.version
         replica.sync_attempt = replica.sync_failures = 0
         replica.returns = False
@@ -174,26 +174,30 @@ class SyncScheduling:
         if state.latest_version == 0 or state.outcome is not None:
             return
         latest = state.latest_version
-        alive = [r for r in state.fleet.replicas.values() if r.state != "lost"]
-        behind = [(r, target) for r in alive if r.version < (target := self._target(r, latest))]
+        behind = [
+            (r, target)
+            for r in state.fleet.replicas.values()
+            if r.state != "lost"
+            and r.version < (target := latest if r.held < 0 and not r.validator else self._target(r))
+        ]
         for replica, target in behind:
             if replica.state == "ready" and replica.staging is None and replica.staged != target:
                 self._stage(replica, target)
         if behind:
             self._pause(behind)
-        rollouts = [r for r in alive if not r.validator]
-        if rollouts and all(r.version == latest for r in rollouts) and state.versions[latest].state != "live":
-            state.fire_version(state.versions[latest], "live")
+        version = state.versions[latest]
+        if version.state != "live":
+            rollouts = [r for r in state.fleet.rollouts() if r.state != "lost"]
+            if rollouts and all(r.version == latest for r in rollouts):
+                state.fire_version(version, "live")
         if len(state.versions) > 1:
             self._retire(latest)
 
-    def _target(self, replica: Replica, latest: Version) -> Version:
-        """What a replica works towards: the version of the validation that holds it, else the newest; a validator that
-        nobody holds stays as it is."""
+    def _target(self, replica: Replica) -> Version:
+        """What a held replica and a validator work towards: the version of the validation that holds it; a validator
+        that nobody holds stays as it is."""
         run = self.state.validations.runs.get(replica.held)
-        if run is not None:
-            return run.version
-        return replica.version if replica.validator else latest
+        return replica.version if run is None else run.version
 
     def _stage(self, replica: Replica, version: Version) -> None:
         state = self.state

@@ -12,7 +12,7 @@ from engine.states.replica import Replica
 
 def load_of(replica: Replica) -> float:
     """Share of its slots that groups or a validation have."""
-    return (replica.slots - replica.room + len(replica.groups)) / replica.slots
+    return (len(replica.groups) + replica.taken) / replica.slots
 
 
 class Fleet:
@@ -26,15 +26,16 @@ class Fleet:
 
     def changed(self, replica: Replica) -> None:
         """To be called after every change of a replica's state or load."""
-        if replica.state == "ready" and len(replica.groups) < replica.room:
-            heappush(self._heap, (load_of(replica), replica.id))
+        busy = len(replica.groups) + replica.taken
+        if replica.state == "ready" and busy < replica.slots:
+            heappush(self._heap, (busy / replica.slots, replica.id))
             if len(self._heap) > 64 + 8 * len(self.replicas):
                 self._heap = sorted({(load_of(r), r.id) for r in self.open()})
                 heapify(self._heap)
 
     def open(self) -> list[Replica]:
         """Replicas that can take a group now, in the order they first joined."""
-        return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) < r.room]
+        return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) + r.taken < r.slots]
 
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
@@ -43,7 +44,7 @@ class Fleet:
         while heap:
             load, id = heap[0]
             replica = self.replicas[id]
-            if replica.state == "ready" and len(replica.groups) < replica.room and load_of(replica) == load:
+            if replica.state == "ready" and (len(replica.groups) + replica.taken) / replica.slots == load < 1:
                 if replica.version >= oldest and id != avoid:
                     return replica
                 fit = [r for r in self.open() if r.version >= oldest]

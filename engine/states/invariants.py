@@ -140,8 +140,8 @@ def check_validations(state: State) -> None:
         require(replica.held == held.get(replica.id, -1), "a replica and a validation disagree", replica=replica.id)
         require(set(replica.chunks) == set(out.get(replica.id, ())), "a chunk has no seat, or a seat no chunk",
                 replica=replica.id)  # fmt: skip
-        room = 0 if replica.validator else replica.slots - len(replica.chunks)
-        require(replica.room == room, "law 2: a replica's room and its chunks differ", replica=replica.id)
+        taken = replica.slots if replica.validator else len(replica.chunks)
+        require(replica.taken == taken, "law 2: a replica's books and its chunks differ", replica=replica.id)
         if replica.state == "ready" and replica.held < 0 and not replica.validator and state.outcome is None:
             on_its_way = replica.staging is not None or replica.staged == state.latest_version
             newest = replica.version == state.latest_version

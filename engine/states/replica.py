@@ -25,8 +25,8 @@ class Replica:
     """What the scheduler knows of one replica."""
 
     __slots__ = (
-        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "returns", "room", "slots",
-        "staged", "staging", "state", "sync_attempt", "sync_failures", "validator", "version",
+        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "returns", "slots", "staged",
+        "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
     )  # fmt: skip
 
     def __init__(self, id: ReplicaId, *, validator: bool = False) -> None:
@@ -36,8 +36,8 @@ class Replica:
         self.state: str = REPLICA.initial
         self.incarnation: Incarnation = 0
         self.slots = 0
-        self.room = 0
-        """Slots that groups may take: none of a validator, and none that a validation has."""
+        self.taken = 0
+        """Slots that groups cannot have: all of a validator, and those that a validation has."""
         self.version: Version = 0
         self.staging: Version | None = None
         """Being brought to host memory."""
@@ -62,7 +62,7 @@ class Replica:
     @property
     def free_slots(self) -> int:
         """For groups."""
-        return self.room - len(self.groups)
+        return self.slots - self.taken - len(self.groups)
 
     @property
     def free_for_chunks(self) -> int:
@@ -74,9 +74,9 @@ class Replica:
         """The newest version it has or is about to have."""
         return max(self.version, self.staging or 0, self.staged or 0)
 
-    def make_room(self) -> None:
+    def count_taken(self) -> None:
         """To be called after a change of its slots or chunks."""
-        self.room = 0 if self.validator else self.slots - len(self.chunks)
+        self.taken = self.slots if self.validator else len(self.chunks)
 
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""

@@ -215,7 +215,7 @@ class Validations:
         self._note(run, chunk)
 
     def _seats_changed(self, replica: Replica) -> None:
-        replica.make_room()
+        replica.count_taken()
         self._fleet.changed(replica)
 
     def _note(self, run: Validation, chunk: Chunk) -> None:

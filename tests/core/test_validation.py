@@ -431,7 +431,7 @@ def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch)
 
 
 def held_replicas_take_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SyncScheduling, "_target", lambda self, replica, latest: latest)
+    monkeypatch.setattr(SyncScheduling, "_target", lambda self, replica: self.state.latest_version)
 
 
 def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,10 +469,10 @@ def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.states.replica import Replica
 
-    def make_room(self: Replica) -> None:
-        self.room = self.slots - len(self.chunks)
+    def count_taken(self: Replica) -> None:
+        self.taken = len(self.chunks)
 
-    monkeypatch.setattr(Replica, "make_room", make_room)
+    monkeypatch.setattr(Replica, "count_taken", count_taken)
 
 
 def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
