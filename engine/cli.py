@@ -188,10 +188,11 @@ def _states(arguments: argparse.Namespace) -> int:
     from engine.states.group import GROUP
     from engine.states.replica import REPLICA
     from engine.states.step import STEP
+    from engine.states.validation import VALIDATION
     from engine.states.version import VERSION
 
     parts: list[str] = []
-    for table in (GROUP, STEP, REPLICA, VERSION):
+    for table in (GROUP, STEP, REPLICA, VERSION, VALIDATION):
         parts.append(f"## {table.name}\n")
         if arguments.format != "table":
             parts.append(f"```mermaid\n{mermaid(table)}\n```\n")

@@ -11,7 +11,7 @@ Tags are the codec's names for the classes: never reuse one, never change the or
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, Version
+from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,11 +218,37 @@ class FinishRun(Command):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureRows(Command):
+    """Measure `count` held-out rows from `first` on, under `version`, which the replica has → `RowsMeasured` or
+    `RowsFailed`."""
+
+    tag: ClassVar[int] = 30
+    validation: ValidationId
+    chunk: int
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    version: Version
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMeasuring(Command):
+    """Measure nothing more for a validation. Nothing is reported back."""
+
+    tag: ClassVar[int] = 31
+    validation: ValidationId
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
 COMMANDS: dict[int, type[Command]] = {
     cls.tag: cls
     for cls in (
         DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
         InstallWeights, ResumeReplica, StopReplica, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
-        SaveCheckpoint, SetTimer, CancelTimer, FinishRun,
+        SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring,
     )
 }  # fmt: skip

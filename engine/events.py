@@ -10,7 +10,7 @@ Tags are the codec's names for the classes: never reuse one, never change the or
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, Version
+from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 NO_VERSION: Version = -1
 """The oldest and newest version of a group that has no token yet."""
@@ -259,11 +259,44 @@ class PrefixStored(Event):
     newest_version: Version
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsMeasured(Event):
+    """A replica has measured a chunk of the held-out rows, all of it under `version`."""
+
+    tag: ClassVar[int] = 30
+    validation: ValidationId
+    chunk: int
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    version: Version
+    measured: int
+    """Rows with a reward; the others could not be measured, for their own fault."""
+    right: int
+    """Of these, with a reward of at least 1."""
+    reward: float
+    """Sum of their rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsFailed(Event):
+    """A replica could not measure a chunk of the held-out rows."""
+
+    tag: ClassVar[int] = 31
+    validation: ValidationId
+    chunk: int
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+    reason: str
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
+        RowsMeasured, RowsFailed,
     )
 }  # fmt: skip

@@ -23,5 +23,8 @@ Incarnation: TypeAlias = int
 EventId: TypeAlias = int
 """Position of an event in the record, counted from 0."""
 
+ValidationId: TypeAlias = int
+"""One validation run, numbered in the order they were queued."""
+
 TimerId: TypeAlias = int
 """One `SetTimer`, numbered by the scheduler."""

@@ -102,7 +102,7 @@ class PlainView:
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
-        self._shown = -1
+        self._shown = self._validation_shown = -1
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +117,10 @@ class PlainView:
             if row["step"] > self._shown:
                 self._shown = row["step"]
                 self.note(step_line(row, status))
+        for row in status.validations:
+            if row["validation"] > self._validation_shown:
+                self._validation_shown = row["validation"]
+                self.note(validation_line(row))
 
     def note(self, text: str) -> None:
         self.stream.write(text + "\n")
@@ -144,6 +148,22 @@ def step_line(row: Mapping[str, Any], status: Status) -> str:
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
+def validation_line(row: Mapping[str, Any]) -> str:
+    """The plain line of a validation that ended."""
+    fields = {
+        "validation": row["validation"],
+        "version": row["version"],
+        "steps": row["steps"],
+        "outcome": row["outcome"],
+        "accuracy": figure(row["accuracy"], ".4f"),
+        "reward": figure(row["reward_mean"], ".4f"),
+        "rows": f"{row['measured']}/{row['rows']}",
+        "elapsed_s": figure(row["elapsed_s"], ".1f"),
+    }
+    said = " ".join(f"{key}={value}" for key, value in fields.items())
+    return said + (f" reason={row['reason']!r}" if row["reason"] else "")
+
+
 def panel(status: Status, title: str) -> RenderableType:
     """The whole live view."""
     grid = Table.grid(padding=(0, 1), expand=True)
@@ -162,6 +182,8 @@ def panel(status: Status, title: str) -> RenderableType:
     now.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
     now.add_row("trainer", status.trainer_now)
     now.add_row("rollout", status.rollout_now)
+    if status.validation_now:
+        now.add_row("held out", status.validation_now)
     return Panel(Group(grid, now), title=Text(title, overflow="ellipsis"), title_align="left", padding=(0, 1))
 
 

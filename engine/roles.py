@@ -34,6 +34,8 @@ class GroupWork:
     save: Callable[[TrajectoryGroup], None] | None = None
     """May be called with a copy of the group as it is, prefixes and all, each time its trajectories have grown by about
     `save_every_tokens` each. Should the replica be lost, the group goes on from what was saved last."""
+    held_out: bool = False
+    """The prompt is held out: one response to be measured by its reward, and never trained on. Its group is below 0."""
 
 
 @dataclass(slots=True, kw_only=True)

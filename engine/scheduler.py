@@ -25,6 +25,8 @@ from engine.events import (
     ReplicaJoined,
     ReplicaLost,
     ReplicaPaused,
+    RowsFailed,
+    RowsMeasured,
     RunStarted,
     StepFailed,
     StepTrained,
@@ -40,6 +42,7 @@ from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
+from engine.scheduling.validation import ValidationScheduling
 from engine.states.invariants import check_event
 from engine.states.limits import Limits
 from engine.states.state import Observer, State
@@ -64,6 +67,7 @@ class Scheduler:
         self.rollout = RolloutScheduling(self.state, self.policies, self._orders, self.view)
         self.training = TrainingScheduling(self.state, self.policies, self._orders, self.view, self.rollout)
         self.sync = SyncScheduling(self.state, self.policies, self._orders, self.view, self.rollout)
+        self.validation = ValidationScheduling(self.state, self._orders)
         self._stop: FinishRun | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
@@ -87,6 +91,8 @@ class Scheduler:
             CheckpointFailed: self.training.on_checkpoint,
             TimerFired: self.training.on_timer_fired,
             StopRequested: self._on_stop_requested,
+            RowsMeasured: self.validation.on_rows_measured,
+            RowsFailed: self.validation.on_rows_failed,
         }
 
     @property
@@ -115,15 +121,24 @@ class Scheduler:
         if self._stop is None:
             self.training.advance()
             if state.disturbed:
-                self.sync.advance()
-                state.disturbed = False
+                self._look_after_weights()
+            if state.validations.sendable:
+                self.validation.send()
             self.rollout.advance()
             self.training.watch()
             self._finish_when_done()
+        if self._stop is not None and state.validations.runs:
+            self.validation.cancel_all(f"the run ended: {self._stop.reason}")
         state.outcome = self._stop
         state.settle()
         check_event(state)
         return self._orders.take(last=self._stop)
+
+    def _look_after_weights(self) -> None:
+        """After anything but a group has changed: which version belongs where."""
+        self.validation.advance()
+        self.sync.advance()
+        self.state.disturbed = False
 
     def _on_run_started(self, event: RunStarted) -> None:
         self.state.started = True
@@ -145,12 +160,17 @@ class Scheduler:
             return
         if self.limits.checkpoint_every and state.checkpoint_ordered != state.steps_trained:
             self.training.checkpoint()
-        if state.checkpoint_pending:
+        barren = not state.steps_trained and bool(state.last_failure)
+        if self.limits.validation is not None and not state.validations.closing and not barren:
+            self.validation.close()
+            self._look_after_weights()
+            self.validation.send()
+        if state.checkpoint_pending or state.validations.runs:
             return
         for group in list(state.groups.values()):
             self.rollout.drop(group)
         state.waiting.clear()
-        if not state.steps_trained and state.last_failure:
+        if barren:
             reason = f"no group could be trained on; the last that failed: {state.last_failure}"
             self._stop = FinishRun(outcome="failed", reason=reason, cause=self._orders.cause)
         else:
@@ -167,12 +187,12 @@ class Scheduler:
     def _require_progress(self) -> None:
         """Law 7: something is under way whose end will be an event, or the run ends here with a named cause."""
         state = self.state
-        if state.ledger.running or state.asked or state.checkpoint_pending:
+        if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out:
             return
         if self.sync.none_left:
             self._stop = FinishRun(outcome="failed", reason=self.sync.none_left, cause=self._orders.cause)
             return
-        replicas = state.fleet.replicas.values()
+        replicas = state.fleet.rollouts()
         under_way = any(
             r.returns if r.state == "lost" else r.state != "ready" or r.staging is not None for r in replicas
         )

@@ -16,7 +16,7 @@ from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.ports import Recorder
 from engine.scheduler import Scheduler
-from engine.states.limits import Limits
+from engine.states.limits import Limits, ValidationLimits
 
 
 class NoRecord:
@@ -37,6 +37,7 @@ class Clockwork:
     training_s: float = 0.5
     publishing_s: float = 0.25
     install_s: float = 0.125
+    measure_s: float = 0.5
     reports: bool = True
     journal: Path | None = None
     recorder: Recorder | None = None
@@ -92,6 +93,12 @@ class Clockwork:
             case order.InstallWeights():
                 self.versions[command.replica] = command.version
                 self.after(self.install_s, fact.WeightsInstalled(version=command.version, **self.sync(command)))
+            case order.MeasureRows():
+                names = ("validation", "chunk", "attempt", "replica", "incarnation", "version")
+                place = {name: getattr(command, name) for name in names}
+                right = min(command.count, command.version)
+                said = {"measured": command.count, "right": right, "reward": float(right)}
+                self.after(self.measure_s, fact.RowsMeasured(**place, **said))
             case order.TrainStep(step=step, attempt=attempt):
                 if self.reports:
                     self.metrics.report(step, {"loss": 0.5 / (step + 1), "seconds_pack": 0.1, "ess": float("nan")})
@@ -129,7 +136,13 @@ class Clockwork:
 
 
 def clockwork(
-    batch: int = 2, stale: int = 1, workers: int = 4, steps: int | None = 4, mode: str = "keep", **others: Any
+    batch: int = 2,
+    stale: int = 1,
+    workers: int = 4,
+    steps: int | None = 4,
+    mode: str = "keep",
+    validation: ValidationLimits | None = None,
+    **others: Any,
 ) -> Clockwork:
     """A small run; `others` are fields of `Clockwork`."""
     limits = Limits(
@@ -138,5 +151,6 @@ def clockwork(
         max_concurrent_groups=workers,
         max_steps=steps,
         sync_mode=mode,
+        validation=validation,
     )
     return Clockwork(limits, **others)

@@ -22,11 +22,13 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
+    StopMeasuring,
     StopReplica,
     TrainStep,
 )
 from engine.events import Event, GroupFailed, PromptsDrawn
 from engine.hosts.clock import Timers
+from engine.hosts.measuring import held_out_group
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.ids import GroupId
@@ -35,7 +37,8 @@ TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 
 class RayExecutor:
-    """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run."""
+    """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run;
+    `held_out` counts the rows of a validation."""
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class RayExecutor:
         trajectories: Any,
         weights: Any,
         gateway: Any = None,
+        held_out: int = 0,
         deliver: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -53,6 +57,7 @@ class RayExecutor:
         self._trajectories = trajectories
         self._weights = weights
         self._gateway = gateway
+        self._held_out = held_out
         self._deliver = deliver
         self._finish = finish
         self._drawn = 0
@@ -68,6 +73,7 @@ class RayExecutor:
             SetTimer: self._timers.set,
             CancelTimer: self._timers.cancel,
             RetireWeights: self._retire,
+            StopMeasuring: self._stop_measuring,
             StopReplica: lambda command: fleet.stop_replica(command.replica, command.incarnation, command.reason),
             FinishRun: finish,
             **dict.fromkeys(TRAINER_COMMANDS, fleet.order_trainer),
@@ -111,6 +117,14 @@ class RayExecutor:
             self._deliver(failed)
             return
         self._fleet.order_replica(Order(command, prompt))
+
+    def _stop_measuring(self, command: StopMeasuring) -> None:
+        """The replica stops, and so do the agents of held-out rows, if there are any."""
+        self._fleet.order_replica(Order(command))
+        if self._gateway is not None:
+            groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
+            self._gateway.discard.remote(groups)
+            self.calls += 1
 
     def _draw(self, command: DrawPrompts) -> None:
         first = self._drawn

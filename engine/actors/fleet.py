@@ -6,7 +6,7 @@ call to `alive` that Ray answers with an error.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
@@ -18,10 +18,8 @@ from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.commands import Command
-from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
-from engine.ids import Incarnation, ReplicaId, Version
-from engine.trajectory import Prompt
+from engine.ids import Incarnation, ReplicaId
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +64,14 @@ class Fleet:
         self._give_up = give_up
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
-        self._restarts = dict.fromkeys(range(plan.replicas), 0)
+        self._restarts = dict.fromkeys(plan.lives(), 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.trainer = TrainerLink(plan, given, deliver, self.spawn)
 
     async def open(self) -> None:
         """Start every actor and wait until each is ready. Raises the first thing that goes wrong."""
-        for replica in range(self._plan.replicas):
+        for replica in self._plan.lives():
             self._links[replica] = self._start(replica, 1)
         try:
             await asyncio.gather(*(link.actor.open.remote() for link in self._links.values()), self.trainer.open())
@@ -88,17 +86,6 @@ class Fleet:
         self.trainer.watch()
         for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
             self.spawn(self._watch_store(name, store))
-
-    async def measure(self, prompts: Sequence[Prompt], version: Version) -> float:
-        """Share of held-out prompts answered right, the prompts dealt out to the replicas that are up."""
-        links = list(self._links.values())
-        shares = [prompts[place :: len(links)] for place in range(len(links))]
-        asked = [link.actor.measure.remote(share, version) for link, share in zip(links, shares, strict=True) if share]
-        answers = await asyncio.gather(*asked)
-        count = sum(number for _, number in answers)
-        if not count:
-            raise EngineError("no held-out prompt could be measured")
-        return sum(right for right, _ in answers) / count
 
     # orders
 

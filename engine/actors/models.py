@@ -6,7 +6,7 @@ starts; the functions behind it run in the actors, where torch is.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,12 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
     if inputs.reward is not None:
         load_reward(inputs.reward)
     Dataset.load(inputs.training, prompt_field=inputs.prompt_field)
-    settings, validation = config.trainer_settings(), config.validation
-    held_out = _held_out(inputs, validation.prompts) if validation.at_start or validation.at_end else []
+    settings, limits = config.trainer_settings(), config.limits()
+    held_out = _held_out(inputs, limits.validation.rows) if limits.validation is not None else []
+    if limits.validation is not None:  # the file may have fewer rows than were asked for
+        limits = replace(limits, validation=replace(limits.validation, rows=len(held_out)))
     return Plan(
-        limits=config.limits(),
+        limits=limits,
         samples=config.scheduler.samples_per_prompt,
         replicas=config.rollout.replicas,
         slots=config.rollout.slots,
@@ -70,8 +72,6 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         run_dir=run_dir.resolve(),
         config=config.model_dump(mode="json"),
         held_out=held_out,
-        measure_at_start=validation.at_start and bool(held_out),
-        measure_at_end=validation.at_end and bool(held_out),
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.port,
         keep_checkpoints=config.trainer.keep_checkpoints,

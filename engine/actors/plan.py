@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actors.transports import ObjectStoreTransport, Transport
+from engine.errors import ConfigError
 from engine.hosts.prompts import Prompts
 from engine.ids import ReplicaId
 from engine.roles import Generator, Trainer
@@ -66,8 +67,7 @@ class Plan:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The full configuration, for the record."""
     held_out: Sequence[Prompt] = ()
-    measure_at_start: bool = False
-    measure_at_end: bool = False
+    """Measured as `limits.validation` says."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     """None: no endpoint; 0: any free port."""
@@ -82,3 +82,16 @@ class Plan:
     """Of Ray's object store, where the run starts a cluster of its own; None: as much as may be."""
     rollout_gpus: float = 0.0
     trainer_gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        validation, given = self.limits.validation, len(self.held_out)
+        if validation is not None and validation.rows != given:
+            law = f"there are {given} held-out prompts to measure"
+            raise ConfigError("limits.validation.rows", validation.rows, law, f"{given} would hold" if given else "")
+        if validation is not None and validation.own_from not in (None, self.replicas):
+            law = f"replicas of validation's own come behind the {self.replicas} that generate"
+            raise ConfigError("limits.validation.own_from", validation.own_from, law, f"{self.replicas} would hold")
+
+    def lives(self) -> list[ReplicaId]:
+        """Every replica to be started: those that generate, then those that only validate."""
+        return [*range(self.replicas), *self.limits.validators()]

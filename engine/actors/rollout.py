@@ -4,8 +4,6 @@ Started, watched and ended by `fleet.py`. Its event loop carries messages; model
 """
 
 import asyncio
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -16,19 +14,13 @@ from engine.actors.plan import Rollout
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.actors.wire import InOrder, unpack_orders
-from engine.errors import DataFailure, EngineError
+from engine.errors import ConfigError, EngineError
+from engine.hosts.measuring import HeldOut
 from engine.hosts.replica import ReplicaHost
 from engine.hosts.threads import contained
-from engine.ids import Incarnation, ReplicaId, Version
-from engine.roles import GroupWork
+from engine.ids import Incarnation, ReplicaId
 from engine.rollout.agent import AgentCall, AgentGenerator
 from engine.rollout.backend import SampleResult
-from engine.trajectory import Prompt
-
-log = logging.getLogger(__name__)
-
-RIGHT = 1.0
-"""A response with at least this reward counts as right, as in the trainer's own accuracy."""
 
 
 class RolloutActor:
@@ -80,7 +72,18 @@ class RolloutActor:
             emit=outbox.add,
             broken=self._break,
             prefix_every_tokens=plan.prefix_every_tokens,
+            held_out=self._held_out(self._rollout),
         )
+
+    def _held_out(self, rollout: Rollout) -> HeldOut | None:
+        """What this replica may be asked to measure. Raises: `ConfigError` where it could not."""
+        prompts, evaluator = self._plan.held_out, rollout.evaluator
+        if self._plan.limits.validation is None:
+            return None
+        if evaluator is None:
+            law = "held-out prompts are to be measured, and the plan's rollouts have no evaluator"
+            raise ConfigError("limits.validation", f"{len(prompts)} rows", law, "give one, or None")
+        return HeldOut(prompts=prompts, evaluator=evaluator)
 
     async def join(self) -> None:
         """Tell the scheduler that the replica is up, with the initial weights."""
@@ -104,33 +107,6 @@ class RolloutActor:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
         assert self._broken is not None
         return await self._broken
-
-    async def measure(self, prompts: Sequence[Prompt], version: Version) -> tuple[int, int]:
-        """How many of the likeliest responses to held-out prompts are right under a version, and how many there are.
-
-        Called only before the first event of a run, for version 0, and after its last.
-        """
-        host, evaluator = self._hosted(), self._rollout.evaluator if self._rollout else None
-        if evaluator is None:
-            raise EngineError("this run's generators cannot be measured")
-        if version:
-            await host.conclude(version)
-        replicas = self._plan.replicas
-        works = [
-            GroupWork(group=-1 - index * replicas - self._replica, attempt=1, prompt=prompt, samples=1)
-            for index, prompt in enumerate(prompts)
-        ]
-        outcomes = await asyncio.gather(*(evaluator.generate(work) for work in works), return_exceptions=True)
-        right, count = 0, 0
-        for prompt, outcome in zip(prompts, outcomes, strict=True):
-            if isinstance(outcome, DataFailure):
-                log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                right += (outcome.group.trajectories[0].reward or 0.0) >= RIGHT
-                count += 1
-        return right, count
 
     async def close(self) -> None:
         """End what runs and give back what the generator holds."""

@@ -36,8 +36,8 @@ GOODBYE_S = 10.0
 def launch(config: Config, run_dir: str | Path, *, progress: Progress | None = None) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made.
 
-    `progress(share, text)` is told while model and data are being made. Returns when every actor is up, the initial
-    weights are measured and the first prompts are drawn.
+    `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
+    prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
     return start(plan_of(config, Path(run_dir), progress))
@@ -95,14 +95,15 @@ def with_gpus(plan: Plan) -> Plan:
     Raises: `ConfigError` where the transport needs more than there are.
     """
     gpus = float(ray.cluster_resources().get("GPU", 0))
-    needed = plan.replicas + 2
+    replicas = len(plan.lives())
+    needed = replicas + 2
     if plan.transport.store_gpus and gpus < needed:
         law = f"each replica, the trainer and the weights store need a GPU of their own: {needed}; there are {gpus:g}"
         raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
     gpus -= plan.transport.store_gpus
     if not gpus or plan.rollout_gpus or plan.trainer_gpus:
         return plan
-    share = min(1.0, int(1000 * gpus / (plan.replicas + 1)) / 1000)
+    share = min(1.0, int(1000 * gpus / (replicas + 1)) / 1000)
     return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share)
 
 

@@ -89,7 +89,7 @@ class SchedulerActor:
         self._gateway: Any = None
 
     async def open(self) -> str | None:
-        """Build everything, start every actor, measure the initial weights; the metrics endpoint, if there is one.
+        """Build everything, start every actor; the metrics endpoint, if there is one.
 
         Raises what is wrong with the plan, before any prompt is drawn.
         """
@@ -120,6 +120,7 @@ class SchedulerActor:
             trajectories=self._trajectories,
             weights=self._weights,
             gateway=self._gateway,
+            held_out=len(plan.held_out),
             deliver=self._deliver,
             finish=self._finish,
         )
@@ -128,8 +129,6 @@ class SchedulerActor:
             registry = export.registry(self._metrics, lambda: self._clock.now())
             self._server = MetricsServer(registry, host=plan.metrics_host, port=plan.metrics_port)
         await asyncio.gather(self._fleet.open(), self._open_gateway())
-        if plan.measure_at_start:
-            await self._measure(0)
         return self._server.url if self._server else None
 
     def _new_recorder(self, policies: PolicySet) -> RecorderPort:
@@ -276,23 +275,12 @@ class SchedulerActor:
                 watcher.set_result(None)
 
     async def _until_over(self) -> None:
-        """Wait for the end, measure the final weights, take everything down, tell the watchers."""
+        """Wait for the end, take everything down, tell the watchers."""
         try:
-            finish = await self._over
-            if finish.outcome == "finished" and self._plan.measure_at_end:
-                await self._measure(self._scheduler.state.latest_version)
+            await self._over
         except Exception as error:
             self._failure = error if isinstance(error, EngineError) else EngineError(reason_of(error))
         with contextlib.suppress(Exception):
             await self.close()
         self._ended = True
         self._changed()
-
-    async def _measure(self, version: int) -> None:
-        """Accuracy on the held-out prompts under a version. A failure costs the figure, not the run."""
-        try:
-            accuracy = await self._fleet.measure(self._plan.held_out, version)
-        except Exception:
-            log.exception("version %d could not be measured on the held-out prompts", version)
-        else:
-            self._metrics.validated(self._scheduler.state.steps_in[version], accuracy)

@@ -64,6 +64,13 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     if config.model.path is not None and config.data.validation_path is None:
         yield "no data.validation_path: nothing is measured on held-out prompts"
+    v = config.validation
+    if v.every and v.placement == "shared" and v.replicas == r.replicas:
+        outcome = {
+            "hold": "keeps new weights from every replica until it ends",
+            "cancel": "is cancelled by new weights",
+        }
+        yield f"validation.conflict {v.conflict}: a measurement {outcome[v.conflict]}"
     if config.model.make is not None:
         longest = config.model.arithmetic.family().most_tokens
         if r.max_tokens < longest:

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from engine.config.agent import NAMED, AgentSection
 from engine.config.rollout import RolloutSection
 from engine.config.section import DEVICE, Section
+from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
 from engine.states.limits import Limits
@@ -224,15 +225,6 @@ class TrainerSection(Section):
     keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
 
 
-class ValidationSection(Section):
-    """How the model is measured on held-out prompts."""
-
-    at_start: bool = Field(True, description="Measure the initial weights.")
-    at_end: bool = Field(True, description="Measure the final weights.")
-    prompts: int = Field(128, ge=1, description="Held-out prompts used, at most.")
-    greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
-
-
 class DurabilitySection(Section):
     """What outlives the loss of a process."""
 
@@ -287,25 +279,32 @@ class Config(Section):
             if value is None and self.model.make is None:
                 fix = "give it, or let model.make build model, data and reward"
                 raise ConfigError(field, value, "a model of your own needs it", fix)
+        refuse_validation(self.validation, self.held_out, self.rollout)
         return self
 
     def limits(self) -> Limits:
         """The figures the scheduler is bound by. Raises: ConfigError where they break a law of DESIGN 4."""
-        s = self.scheduler
+        s, r = self.scheduler, self.rollout
         return Limits(
             train_batch_size=s.train_batch_size,
             max_staleness_steps=s.max_staleness_steps,
             max_concurrent_groups=s.max_concurrent_groups,
             sync_every=s.sync_every,
             max_steps=self.run.max_steps,
-            sync_mode=self.rollout.sync_mode,
+            sync_mode=r.sync_mode,
             scoring_tasks=("old_logprobs",) if self.trainer_settings().needs_proximal else (),
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
+            validation=validation_limits(self.validation, s.samples_per_prompt, r.replicas) if self.held_out else None,
         )
+
+    @property
+    def held_out(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.model.make is not None or self.data.validation_path is not None
 
     def policies(self) -> PolicySet:
         """Who decides. Raises: ConfigError for a name that is not registered (yet: users register their own)."""

@@ -39,11 +39,16 @@ class CountedPrompts:
         return self._prompt(group)
 
 
+def as_prompts(items: Sequence[Prompt | str]) -> list[Prompt]:
+    """Strings become prompts numbered by their place."""
+    return [item if isinstance(item, Prompt) else Prompt(row=row, text=item) for row, item in enumerate(items)]
+
+
 def listed(items: Sequence[Prompt | str], epochs: int = 1) -> CountedPrompts:
     """Prompts of a list, in its order, `epochs` times. Strings become prompts numbered by their place."""
     if not items:
         raise ConfigError("prompts", "[]", "there must be at least one prompt", "give a prompt")
     if epochs < 1:
         raise ConfigError("epochs", epochs, "at least one pass over the prompts", "1")
-    rows = [item if isinstance(item, Prompt) else Prompt(row=row, text=item) for row, item in enumerate(items)]
+    rows = as_prompts(items)
     return CountedPrompts(epochs * len(rows), lambda group: rows[group % len(rows)])

@@ -15,16 +15,19 @@ from engine.commands import (
     AbortGroup,
     Command,
     InstallWeights,
+    MeasureRows,
     PauseReplica,
     ResumeGroup,
     ResumeReplica,
     StageWeights,
     StartGroup,
+    StopMeasuring,
     TruncateGroup,
 )
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.hosts.checks import check_generated
+from engine.hosts.measuring import HeldOut, Measuring
 from engine.hosts.reasons import reason_of
 from engine.hosts.reports import aborted_event, generated_event, prefix_event
 from engine.hosts.trajectories import Trajectories
@@ -77,6 +80,7 @@ class ReplicaHost:
         emit: Callable[[Event], None],
         broken: Callable[[str], None],
         prefix_every_tokens: int = 0,
+        held_out: HeldOut | None = None,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
@@ -96,6 +100,7 @@ class ReplicaHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
+        self._measuring = Measuring(held_out, version=lambda: self.version, emit=emit, spawn=self._spawn)
         self._carry: dict[type[Command], Callable[[Any, Prompt | None], None]] = {
             StartGroup: self._start,
             ResumeGroup: self._start,
@@ -105,6 +110,8 @@ class ReplicaHost:
             PauseReplica: lambda command, _: self._in_order(command, self._pause),
             InstallWeights: lambda command, _: self._in_order(command, self._install),
             ResumeReplica: lambda command, _: self._in_order(command, self._resume),
+            MeasureRows: lambda command, _: self._measuring.measure(command, self._last_sync),
+            StopMeasuring: lambda command, _: self._measuring.stop(command),
         }
 
     def join(self, slots: int, version: Version = 0) -> None:
@@ -122,26 +129,12 @@ class ReplicaHost:
         if not self._closed and getattr(command, "incarnation", None) == self.incarnation:
             self._carry[type(command)](command, prompt)
 
-    async def conclude(self, version: Version) -> None:
-        """After the last event of a run: end what runs and sample under `version`, wherever a sync was left.
-
-        From now on no command is carried out. Raises what the generator or the weights store raises.
-        """
-        self._closed = True
-        if self._last_sync is not None:
-            await asyncio.wait([self._last_sync])
-        await self.generator.pause("abort")
-        if version > self.version:
-            await self.generator.stage(version, await self._weights.get(version))
-            await self.generator.install(version)
-            self.version = version
-        await self.generator.resume()
-
     async def close(self) -> None:
         """End everything that runs, without reports, and close the generator."""
         self._closed = True
         for attempt in self._running.values():
             attempt.unwanted = True
+        self._measuring.close()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -306,6 +299,7 @@ class ReplicaHost:
 
     async def _pause(self, command: PauseReplica) -> None:
         self._pause_mode = command.mode
+        await self._measuring.ended()
         try:
             await self.generator.pause(command.mode)
         except Exception as error:

@@ -35,10 +35,18 @@ def summarize(state: State) -> dict[str, Any]:
             {
                 "replica": r.id, "state": r.state, "incarnation": r.incarnation, "version": r.version,
                 "staging": r.staging, "staged": r.staged, "slots": r.slots, "groups": list(r.groups),
+                "chunks": len(r.chunks), "validator": r.validator,
             }
             for r in state.fleet.replicas.values()
         ],
         "versions": [{"version": v.id, "state": v.state, "steps": v.steps} for v in state.versions.values()],
+        "validations": [
+            {
+                "validation": v.id, "state": v.state, "version": v.version, "rows": v.rows, "measured": v.measured,
+                "waiting": len(v.waiting), "out": v.out, "replicas": list(v.replicas),
+            }
+            for v in state.validations.runs.values()
+        ],
         "publishing": state.publishing,
         "checkpoint_pending": state.checkpoint_pending,
         "stale_echoes": state.stale_echoes,
@@ -70,15 +78,24 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
         coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
         lines.append(
             f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
-            f"{len(r['groups'])} of {r['slots']} slots: {few(r['groups'])}"
+            f"{len(r['groups'])} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}"
         )
     publishing = "; one is being published" if said["publishing"] else ""
     lines.append(f"versions  {_versions(said['versions'])}{publishing}")
+    for v in said["validations"]:
+        chunks = f"{v['out']} chunks out, {v['waiting']} wait; holds replicas {few(v['replicas'])}"
+        rows = f"version {v['version']}, {v['measured']} of {v['rows']} rows"
+        lines.append(f"  validation {v['validation']}: {v['state']}, {rows}; {chunks}")
     checkpoint = "a checkpoint is being written; " if said["checkpoint_pending"] else ""
     lines.append(f"other     {checkpoint}{said['stale_echoes']} stale echoes; state hash {said['hash']:016x}")
     if said["outcome"] is not None:
         lines.append(f"outcome   {said['outcome']}")
     return lines
+
+
+def _validating(replica: dict[str, Any]) -> str:
+    only = ", only validates" if replica["validator"] else ""
+    return f"{only}, {replica['chunks']} slots measure" if replica["chunks"] else only
 
 
 def _versions(versions: list[dict[str, Any]]) -> str:

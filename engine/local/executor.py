@@ -27,6 +27,7 @@ from engine.commands import (
 from engine.driver import Driver
 from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
 from engine.hosts.clock import Timers
+from engine.hosts.measuring import HeldOut
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.hosts.replica import ReplicaHost
@@ -34,6 +35,7 @@ from engine.hosts.trainer import Report, TrainerHost
 from engine.ids import ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Trainer
+from engine.trajectory import Prompt
 
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
@@ -54,6 +56,7 @@ class LocalExecutor:
         checkpoints: Path | None,
         replace: Callable[[ReplicaId], Generator] | None,
         replacements: int,
+        held_out: Sequence[Prompt] = (),
     ) -> None:
         """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each."""
         self.trajectories = LocalTrajectories()
@@ -66,6 +69,7 @@ class LocalExecutor:
         self._prefix_every_tokens = prefix_every_tokens
         self._replace = replace
         self._replacements = replacements
+        self._held_out = held_out
         self._drawn = 0
         self._replicas: dict[ReplicaId, ReplicaHost] = {}
         self._lost: set[ReplicaHost] = set()
@@ -103,6 +107,7 @@ class LocalExecutor:
             emit=self.deliver,
             broken=lambda reason: self._lose(replica, incarnation, reason),
             prefix_every_tokens=self._prefix_every_tokens,
+            held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
         )
         self._replicas[replica] = host
         host.join(self._slots)

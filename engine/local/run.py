@@ -4,6 +4,7 @@ Called by users; builds scheduler, driver, recorder and executor, and takes them
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from engine.driver import Driver
 from engine.errors import ConfigError, RunFailed
 from engine.events import RunStarted, StopRequested
 from engine.hosts.clock import WallClock
-from engine.hosts.prompts import Prompts, listed
+from engine.hosts.prompts import Prompts, as_prompts, listed
 from engine.ids import ReplicaId, StepId
 from engine.local.executor import LocalExecutor
 from engine.metrics.collector import RunMetrics, Transitions
@@ -25,7 +26,7 @@ from engine.roles import Generator, Trainer
 from engine.schedule import Header, MemoryRecorder, Recorder
 from engine.scheduler import Scheduler
 from engine.states.group import GROUP
-from engine.states.limits import Limits
+from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt
 
 Generators = Sequence[Generator] | Callable[[ReplicaId], Generator]
@@ -53,6 +54,9 @@ class RunResult:
     seconds: float
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """What the trainer returned for each step, with `step`."""
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    """Each validation that ended: `version`, `steps`, `outcome`, `accuracy`, `reward_mean` and so on, as a line of
+    `metrics.jsonl`."""
     record: MemoryRecorder | Path | None = None
     """The schedule's record: where it is on disk, or itself. `engine.schedule.read` takes either."""
 
@@ -76,6 +80,7 @@ async def run_async(
     replacements: int = 3,
     policies: Mapping[str, str] | None = None,
     run_dir: str | Path | None = None,
+    held_out: Sequence[Prompt | str] = (),
 ) -> RunResult:
     """Run to the end on the current event loop.
 
@@ -83,12 +88,15 @@ async def run_async(
     `replicas`, and each that is lost is replaced up to `replacements` times); `samples` trajectories per prompt;
     `slots` groups at once per replica; a generator may save prefixes every `prefix_every_tokens` (0: never); `epochs`
     passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
-    checkpoints, which otherwise stay in memory.
+    checkpoints, which otherwise stay in memory; `held_out` prompts are measured, one response each
+    (`GroupWork.held_out`), when `limits.validation` says, else before and after training.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
-    replace, first = _lives(generators, replicas)
     _require_counts(limits, samples, slots, run_dir)
+    limits = _with_held_out(limits, held_out, samples)
+    replace, first = _lives(generators, replicas + len(limits.validators()))
+    _require_validators(limits, len(first))
     books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
     executor = LocalExecutor(
         trainer=trainer,
@@ -100,6 +108,7 @@ async def run_async(
         checkpoints=books.directory / "checkpoints" if books.directory else None,
         replace=replace,
         replacements=replacements,
+        held_out=as_prompts(held_out),
     )
     clock = WallClock()
     executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)
@@ -155,6 +164,7 @@ class Books:
             events=events,
             seconds=seconds,
             metrics=self._said,
+            validations=self.metrics.validations,
             record=self.recorder if isinstance(self.recorder, MemoryRecorder) else self.recorder.directory,
         )
 
@@ -170,6 +180,26 @@ def _lives(
     if replicas < 1:
         raise ConfigError("replicas", replicas, "must be at least 1", "1 would hold")
     return generators, [generators(replica) for replica in range(replicas)]
+
+
+def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:
+    """The limits with what is to be measured. Raises: `ConfigError` where they and the prompts given disagree."""
+    given = len(held_out)
+    if limits.validation is None:
+        if not given:
+            return limits
+        return dataclasses.replace(limits, validation=ValidationLimits(rows=given, rows_per_slot=samples))
+    if limits.validation.rows != given:
+        law = f"there are {given} held_out prompts to measure"
+        raise ConfigError("limits.validation.rows", limits.validation.rows, law, f"{given} would hold" if given else "")
+    return limits
+
+
+def _require_validators(limits: Limits, generators: int) -> None:
+    own = limits.validators()
+    if own and (own.start < 1 or own.stop != generators):
+        law = f"the last {len(own)} of {generators} generators validate"
+        raise ConfigError("limits.validation.own_from", own.start, law, f"{generators - len(own)} would hold")
 
 
 def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None) -> None:

@@ -21,6 +21,8 @@ from engine.events import (
     GroupGenerated,
     PublishFailed,
     ReplicaLost,
+    RowsFailed,
+    RowsMeasured,
     StepFailed,
     SyncFailed,
     WeightsInstalled,
@@ -29,11 +31,19 @@ from engine.ids import ReplicaId, StepId
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
 from engine.metrics.journal import Journal
-from engine.metrics.names import LIVE_GROUP_STATES, RETRY_CAUSES, STALENESS_BUCKETS, SYNC_BUCKETS
+from engine.metrics.names import (
+    LIVE_GROUP_STATES,
+    LIVE_VALIDATION_STATES,
+    RETRY_CAUSES,
+    STALENESS_BUCKETS,
+    SYNC_BUCKETS,
+    VALIDATION_BUCKETS,
+)
 from engine.metrics.status import Status, describe
 from engine.metrics.steps import Row, StepRows
 from engine.states.limits import SYNC_MODES
 from engine.states.state import State
+from engine.states.validation import VALIDATION, Validation
 
 TOKEN_RATE_WINDOW_S = 15.0
 TOKEN_SAMPLE_S = 0.25
@@ -49,13 +59,15 @@ class HasState(Protocol):
 class Transitions:
     """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`."""
 
-    __slots__ = ("count", "replica_changed", "steps")
+    __slots__ = ("count", "replica_changed", "steps", "validations")
 
     def __init__(self) -> None:
         self.count: dict[tuple[str, str, str], int] = {}
         """By (machine, state left, state entered)."""
         self.steps: list[tuple[StepId, str]] = []
         """(step, state entered) since the last `RunMetrics.observe`."""
+        self.validations: list[Validation] = []
+        """Those that ended since the last `RunMetrics.observe`."""
         self.replica_changed = False
 
     def __call__(self, machine: str, record: Any, source: str, trigger: str) -> None:
@@ -65,6 +77,8 @@ class Transitions:
             self.steps.append((record.id, record.state))
         elif machine == "replica":
             self.replica_changed = True
+        elif machine == "validation" and record.state in VALIDATION.terminal:
+            self.validations.append(record)
 
     def entered(self, machine: str, state: str) -> int:
         """How often any record entered a state."""
@@ -99,6 +113,10 @@ class RunMetrics:
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
         """(train steps, accuracy) of every validation reported."""
+        self.validations: list[Row] = []
+        """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
+        self.validation_s = Histogram(VALIDATION_BUCKETS)
+        self.rows_measured = 0
         self.steps = StepRows(self._emit)
         self._journal = journal
         self._stale_before = self.state.stale_echoes
@@ -115,6 +133,8 @@ class RunMetrics:
             SyncFailed: self._sync_failed,
             StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
             PublishFailed: lambda event: self._retry("publish", f"version {event.version}: {event.reason}"),
+            RowsMeasured: self._rows_measured,
+            RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
         }
 
@@ -133,6 +153,8 @@ class RunMetrics:
             counted(event)
         if self.transitions.steps:
             self._steps_changed(event.at)
+        if self.transitions.validations:
+            self._validations_ended()
         for command in commands:
             if type(command) is PauseReplica:
                 self._pausing[command.replica] = (event.at, command.mode)
@@ -174,6 +196,16 @@ class RunMetrics:
         }
         counts["queued"] += drawn
         return {state: max(0, count) for state, count in counts.items()}
+
+    def reported(self) -> list[Row]:
+        """Rows of the validations that came to their report, oldest first."""
+        return [row for row in self.validations if row["outcome"] == "reported"]
+
+    def validations_by_state(self) -> dict[str, int]:
+        """Validations that have not ended, by state. Safe to call from another thread."""
+        created = self.state.validations.created
+        counts = {state: self.transitions.net("validation", state) for state in LIVE_VALIDATION_STATES}
+        return {state: max(0, n + created * (state == VALIDATION.initial)) for state, n in counts.items()}
 
     def tokens_per_s(self, now: float) -> float:
         """Response tokens of generated groups per second, over the newest seconds; 0 before the first."""
@@ -222,6 +254,26 @@ class RunMetrics:
     def _sync_failed(self, event: SyncFailed) -> None:
         self._pausing.pop(event.replica, None)
         self._retry("weight_sync", f"replica {event.replica}, version {event.version}: {event.reason}")
+
+    def _rows_measured(self, event: RowsMeasured) -> None:
+        self.rows_measured += event.measured
+
+    def _validations_ended(self) -> None:
+        for run in self.transitions.validations:
+            began = run.started_at if run.started_at >= 0 else run.ended_at
+            row: Row = {
+                "validation": run.id, "version": run.version, "steps": run.steps, "outcome": run.state,
+                "accuracy": run.accuracy, "reward_mean": run.reward_mean, "rows": run.rows, "measured": run.measured,
+                "reason": run.reason, "elapsed_s": run.ended_at,
+                "seconds": {"queued": began - run.queued_at, "running": run.ended_at - began},
+            }  # fmt: skip
+            self.validations.append(row)
+            if run.state == "reported":
+                self.validation_s.observe(run.ended_at - run.queued_at)
+                self.validated(run.steps, run.accuracy or 0.0)
+            if self._journal is not None:
+                self._journal.write(row)
+        self.transitions.validations.clear()
 
     def _retry(self, cause: str, story: str) -> None:
         self.retries[cause] += 1

@@ -37,8 +37,8 @@ An idle share over the last minute, for example:
 
 ## metrics.jsonl
 
-A line of JSON per train step; a figure that is not finite is null. Groups aborted, resumed and filtered count those
-since the line before.
+A line of JSON per train step, and one per validation that ended; a figure that is not finite is null. Groups aborted,
+resumed and filtered count those since the line before. Lines of train steps have a `step`:
 
 | key | meaning |
 |---|---|
@@ -54,6 +54,18 @@ since the line before.
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered` | since the line before |
 | others | whatever the trainer reports, its own timings under `trainer_seconds` |
+
+Lines of validations have a `validation` instead, and always the version they measured:
+
+| key | meaning |
+|---|---|
+| `validation` | its number, counted from 0 |
+| `version`, `steps` | weights version measured, and the train steps it contains |
+| `outcome` | `reported`, `cancelled` or `failed`; then `reason` says why |
+| `accuracy`, `reward_mean` | share of the rows measured with a reward of at least 1, and their mean reward |
+| `rows`, `measured` | held-out rows, and those of them that could be measured |
+| `elapsed_s` | seconds from the start of the run to its end |
+| `seconds` | seconds `queued` and `running` |
 """
 
 

@@ -53,6 +53,8 @@ class Exporter(Collector):
     def _histograms(self, metric: Metric) -> Iterable[tuple[tuple[str, ...], Histogram]]:
         if metric is names.STALENESS:
             return [((), self._metrics.staleness)]
+        if metric is names.VALIDATION_SECONDS:
+            return [((), self._metrics.validation_s)]
         return [((mode,), histogram) for mode, histogram in self._metrics.sync_s.items()]
 
     def _samples(self, metric: Metric) -> Samples:
@@ -89,6 +91,12 @@ class Exporter(Collector):
             names.EVENTS.name: lambda: _labelled(m.events),
             names.REWARD.name: lambda: [((), value) for value in reward if value is not None],
             names.ACCURACY.name: lambda: [((), value) for _, value in accuracy],
+            names.VALIDATION_VERSION.name: lambda: [((), row["version"]) for row in m.reported()[-1:]],
+            names.VALIDATIONS.name: lambda: _labelled(m.validations_by_state()),
+            names.VALIDATIONS_ENDED.name: lambda: [
+                ((s,), m.transitions.entered("validation", s)) for s in names.VALIDATION.terminal
+            ],
+            names.VALIDATION_ROWS.name: lambda: [((), m.rows_measured)],
             names.UPTIME.name: lambda: [((), m.at if self._now is None else self._now())],
         }
         return read[metric.name]()

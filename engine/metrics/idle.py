@@ -40,7 +40,7 @@ class IdleTime:
 
     def replicas_changed(self) -> None:
         """To be called after any replica changed its state, slots or version."""
-        living = [r for r in self._state.fleet.replicas.values() if r.state not in ("lost", "joining")]
+        living = [r for r in self._state.fleet.rollouts() if r.state not in ("lost", "joining")]
         ready = [r for r in living if r.state == "ready"]
         self._not_ready = [r for r in living if r.state != "ready"]
         self._ready_slots = sum(r.slots for r in ready)
@@ -67,6 +67,8 @@ class IdleTime:
     def measure(self) -> None:
         """Find the split that holds from now on."""
         busy, self.frozen, self._swapping = self._state.ledger.running, 0, 0
+        if self._state.validations.out and not self._state.limits.validators():
+            busy += self._state.validations.out
         for replica in self._not_ready:
             held = len(replica.groups)
             if replica.state in FROZEN_STATES:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line of JSON per train step, whole or not there at all.
+"""`metrics.jsonl`: a line of JSON per train step and per validation, whole or not there at all.
 
 Written by `collector.RunMetrics`, read by the user's own tools. Every line is valid JSON as the standard has it: a
 figure that is not finite is written as null.

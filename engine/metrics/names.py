@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.replica import REPLICA
+from engine.states.validation import VALIDATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +67,14 @@ RETRY_CAUSES = (
     "train_step",
     "publish",
     "checkpoint",
+    "validation",
 )
 
+LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
 LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+VALIDATION_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 SYNC_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 GROUPS = Metric(
@@ -122,7 +126,7 @@ TRANSITIONS = Metric(
     kind="counter",
     unit="transitions",
     help="Changes of state, by machine and by the states left and entered.",
-    labels={"machine": ("group", "step", "replica", "version"), "from": (), "to": ()},
+    labels={"machine": ("group", "step", "replica", "version", "validation"), "from": (), "to": ()},
 )
 REPLICAS = Metric(
     name="engine_replicas",
@@ -201,10 +205,40 @@ REWARD = Metric(
 ACCURACY = Metric(
     name="engine_validation_accuracy", kind="gauge", unit="ratio", help="Newest accuracy on held-out prompts, 0 to 1."
 )
+VALIDATION_VERSION = Metric(
+    name="engine_validation_version",
+    kind="gauge",
+    unit="version",
+    help="Weights version that the newest accuracy on held-out prompts was measured under.",
+)
+VALIDATIONS = Metric(
+    name="engine_validations",
+    kind="gauge",
+    unit="validations",
+    help="Validations that have not ended, by state.",
+    labels={"state": LIVE_VALIDATION_STATES},
+)
+VALIDATIONS_ENDED = Metric(
+    name="engine_validations_ended_total",
+    kind="counter",
+    unit="validations",
+    help="Validations that ended, by the state they ended in.",
+    labels={"state": VALIDATION.terminal},
+)
+VALIDATION_ROWS = Metric(
+    name="engine_validation_rows_total", kind="counter", unit="rows", help="Held-out rows measured."
+)
+VALIDATION_SECONDS = Metric(
+    name="engine_validation_seconds",
+    kind="histogram",
+    unit="seconds",
+    help="Time from a version that is to be validated to its report.",
+)
 UPTIME = Metric(name="engine_uptime_seconds", kind="gauge", unit="seconds", help="Time since the run began.")
 
 METRICS: tuple[Metric, ...] = (
     GROUPS, GROUPS_ENDED, GROUPS_RUNNING, CAPACITY, SLOTS, STALENESS, STEPS, TOKENS_GENERATED, TOKENS_TRAINED,
     TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION, SYNC_SECONDS, ROLLOUT_BUSY, ROLLOUT_IDLE,
-    TRAINER_BUSY, TRAINER_IDLE, RETRIES, STALE_ECHOES, EVENTS, REWARD, ACCURACY, UPTIME,
+    TRAINER_BUSY, TRAINER_IDLE, RETRIES, STALE_ECHOES, EVENTS, REWARD, ACCURACY, VALIDATION_VERSION,
+    VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS, UPTIME,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from engine.states.group import GROUP
 
 if TYPE_CHECKING:
     from engine.metrics.collector import RunMetrics
+    from engine.states.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,10 @@ class Status:
     trainer_now: str
     """What the trainer does or waits for, and why."""
     rollout_now: str
+    validation_now: str
+    """What is measured on held-out prompts, or what that waits for; empty where nothing is."""
+    validations: tuple[dict[str, Any], ...]
+    """Rows of the newest validations that ended, oldest first."""
     events: int
     recent: tuple[dict[str, Any], ...]
     """The newest lines of `metrics.jsonl`, oldest first."""
@@ -134,6 +139,8 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         trainer_idle_s={cause: s for cause, s in idle.trainer_idle_s.items() if s > 0},
         trainer_now=_trainer_now(metrics),
         rollout_now=_rollout_now(metrics),
+        validation_now=_validation_now(state),
+        validations=tuple(metrics.validations[-SPARK_STEPS:]),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
     )
@@ -143,6 +150,8 @@ def _trainer_now(metrics: RunMetrics) -> str:
     state, idle = metrics.state, metrics.idle
     if state.outcome is not None:
         return f"run {state.outcome.outcome}"
+    if state.validations.closing and state.validations.runs:
+        return "every step is trained; the run ends with its last validation"
     step, size = state.steps_batched, state.limits.train_batch_size
     ready, running = state.ledger.ready, state.ledger.running
     if idle.trainer_task is not None:
@@ -188,6 +197,25 @@ def _rollout_now(metrics: RunMetrics) -> str:
         "other": "the policies hold them",
     }[idle.rollout_cause]
     return f"{free} of {idle.slots} slots free: {why}"
+
+
+def _validation_now(state: State) -> str:
+    run = state.validations.served
+    if run is None or state.outcome is not None:
+        return ""
+    done = sum(chunk.count for chunk in run.chunks if chunk.done)
+    said = f"version {run.version}: {done} of {run.rows} rows"
+    replicas = [state.fleet.replicas[id] for id in run.replicas]
+    if not replicas:
+        said += ", waits for a replica that can have it"
+    elif run.out:
+        said += f", {run.out} slots measuring"
+    elif all(replica.version != run.version for replica in replicas):
+        said += f", waits until replica {replicas[0].id} has it"
+    else:
+        said += ", waits for a free slot"
+    waiting = len(state.validations.runs) - 1
+    return said + (f"; {waiting} more due" if waiting else "")
 
 
 def _groups(count: int) -> str:

@@ -1,1 +1,1 @@
-"""The three halves of the scheduler's work: rollout, training and weight sync. Only `scheduler.py` calls them."""
+"""The parts of the scheduler's work: rollout, training, weight sync and validation. Only `scheduler.py` calls them."""

@@ -122,6 +122,7 @@ class RolloutScheduling:
         replica.staged = replica.staging = None
         replica.failed_groups = 0
         state.fire_replica(replica, "lose")
+        state.validations.lose(replica)
         for id in list(replica.groups):
             group = state.groups[id]
             state.unseat(group)

@@ -6,7 +6,7 @@ go on. Any failure on the way puts it back to generating with its old weights.
 
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireWeights, StageWeights
 from engine.events import ReplicaJoined, ReplicaLost, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
-from engine.ids import Version
+from engine.ids import ReplicaId, Version
 from engine.policies.registry import PolicySet
 from engine.scheduling.orders import Orders, ask, refuse
 from engine.scheduling.rollout import RolloutScheduling
@@ -46,7 +46,7 @@ class SyncScheduling:
         )  # fmt: skip
         replica = state.fleet.replicas.get(event.replica)
         if replica is None:
-            replica = state.fleet.replicas[event.replica] = Replica(event.replica)
+            replica = self._first_seen(event.replica)
         elif event.incarnation <= replica.incarnation:
             state.stale_echoes += 1
             return
@@ -55,9 +55,11 @@ class SyncScheduling:
             state.fire_replica(replica, "return")
         else:
             state.fire_replica(replica, "return")
-        self.none_left = ""
+        if not replica.validator:
+            self.none_left = ""
         replica.incarnation = event.incarnation
         replica.slots = event.slots
+        replica.count_taken()
         replica.version = event.version
         replica.sync_attempt = replica.sync_failures = 0
         replica.returns = False
@@ -66,7 +68,7 @@ class SyncScheduling:
     def on_replica_lost(self, event: ReplicaLost) -> None:
         replica = self.state.fleet.replicas.get(event.replica)
         if replica is None:
-            replica = self.state.fleet.replicas[event.replica] = Replica(event.replica)
+            replica = self._first_seen(event.replica)
         elif event.incarnation < replica.incarnation:
             self.state.stale_echoes += 1
             return
@@ -74,8 +76,12 @@ class SyncScheduling:
         replica.returns = event.returns
         if replica.state != "lost":
             self.rollout.lose_replica(replica, event.reason)
-        if not self.state.fleet.alive and not any(r.returns for r in self.state.fleet.replicas.values()):
+        if not replica.validator and all(r.state == "lost" and not r.returns for r in self.state.fleet.rollouts()):
             self.none_left = f"no replica is left; the last was lost because: {event.reason}"
+
+    def _first_seen(self, id: ReplicaId) -> Replica:
+        replica = self.state.fleet.replicas[id] = Replica(id, validator=self.state.limits.validates_only(id))
+        return replica
 
     # one replica's way to a version
 
@@ -138,13 +144,16 @@ class SyncScheduling:
         """A replica has spent its install budget: another life may do. A version no replica can take ends the run."""
         state = self.state
         reason = f"version {event.version} could not be installed, at last: {event.reason}"
+        run = state.validations.runs.get(replica.held)
+        if run is not None:
+            run.refused += 1
         self.rollout.stop_replica(replica, reason)
         version = state.versions.get(event.version)
-        if version is None:
-            return
+        if version is None or replica.validator or state.validations.closing:
+            return  # only validations want it there, and they keep count themselves
         version.refused += 1
         if version.refused >= state.limits.infrastructure_attempts and all(
-            r.version < event.version for r in state.fleet.replicas.values()
+            r.version < event.version for r in state.fleet.rollouts()
         ):
             self.failure = f"{reason}; {version.refused} replicas were given up for it and none has taken it"
 
@@ -165,18 +174,30 @@ class SyncScheduling:
         if state.latest_version == 0 or state.outcome is not None:
             return
         latest = state.latest_version
-        behind = [r for r in state.fleet.replicas.values() if r.state != "lost" and r.version < latest]
+        behind = [
+            (r, target)
+            for r in state.fleet.replicas.values()
+            if r.state != "lost"
+            and r.version < (target := latest if r.held < 0 and not r.validator else self._target(r))
+        ]
+        for replica, target in behind:
+            if replica.state == "ready" and replica.staging is None and replica.staged != target:
+                self._stage(replica, target)
         if behind:
-            for replica in behind:
-                if replica.state == "ready" and replica.staging is None and replica.staged != latest:
-                    self._stage(replica, latest)
-            self._pause(behind, latest)
-        else:
-            version = state.versions[latest]
-            if version.state != "live" and state.fleet.alive:
+            self._pause(behind)
+        version = state.versions[latest]
+        if version.state != "live":
+            rollouts = [r for r in state.fleet.rollouts() if r.state != "lost"]
+            if rollouts and all(r.version == latest for r in rollouts):
                 state.fire_version(version, "live")
         if len(state.versions) > 1:
             self._retire(latest)
+
+    def _target(self, replica: Replica) -> Version:
+        """What a held replica and a validator work towards: the version of the validation that holds it; a validator
+        that nobody holds stays as it is."""
+        run = self.state.validations.runs.get(replica.held)
+        return replica.version if run is None else run.version
 
     def _stage(self, replica: Replica, version: Version) -> None:
         state = self.state
@@ -187,11 +208,14 @@ class SyncScheduling:
         replica.sync_attempt += 1
         self.orders.add(StageWeights(**self._address(replica), version=version))
 
-    def _pause(self, behind: list[Replica], latest: Version) -> None:
-        staged = [r.id for r in behind if r.state == "ready" and r.staged == latest]
+    def _pause(self, behind: list[tuple[Replica, Version]]) -> None:
+        ready = [r for r, target in behind if r.state == "ready" and r.staged == target]
+        for replica in [r for r in ready if r.validator]:  # nothing runs there that an order could spare
+            self._pause_one(replica)
+        staged = [r.id for r in ready if not r.validator]
         if not staged:
             return
-        busy = sum(1 for r in behind if r.state in IN_SYNC)
+        busy = sum(1 for r, _ in behind if r.state in IN_SYNC and not r.validator)
         chosen = ask(
             self.policies, "sync", lambda: tuple(self.policies.sync.pause(self.view, tuple(staged), busy)), (tuple,)
         )
@@ -203,13 +227,18 @@ class SyncScheduling:
                 f"it must be some of {staged}, and not none while no replica is in a sync",
             )
         for id in chosen:
-            replica = self.state.fleet.replicas[id]
-            self.state.fire_replica(replica, "pause")
-            self.orders.add(PauseReplica(**self._address(replica), version=latest, mode=self.state.limits.sync_mode))
+            self._pause_one(self.state.fleet.replicas[id])
+
+    def _pause_one(self, replica: Replica) -> None:
+        assert replica.staged is not None  # else it would not be paused
+        self.state.fire_replica(replica, "pause")
+        mode = self.state.limits.sync_mode
+        self.orders.add(PauseReplica(**self._address(replica), version=replica.staged, mode=mode))
 
     def _retire(self, latest: Version) -> None:
         state = self.state
         wanted = {v for r in state.fleet.replicas.values() for v in (r.staging, r.staged)}
+        wanted |= {run.version for run in state.validations.runs.values()}
         for id in [id for id in state.versions if id < latest and id not in wanted]:
             state.fire_version(state.versions[id], "retire")
             self.orders.add(RetireWeights(version=id, cause=self.orders.cause))

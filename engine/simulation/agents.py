@@ -13,6 +13,7 @@ from engine.commands import (
     AbortGroup,
     Command,
     InstallWeights,
+    MeasureRows,
     PauseReplica,
     PublishWeights,
     ResumeGroup,
@@ -21,6 +22,7 @@ from engine.commands import (
     ScoreBatch,
     StageWeights,
     StartGroup,
+    StopMeasuring,
     TrainStep,
     TruncateGroup,
 )
@@ -36,6 +38,8 @@ from engine.events import (
     PrefixStored,
     PublishFailed,
     ReplicaPaused,
+    RowsFailed,
+    RowsMeasured,
     StepFailed,
     StepTrained,
     SyncFailed,
@@ -43,10 +47,15 @@ from engine.events import (
     WeightsPublished,
     WeightsStaged,
 )
-from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.ids import GroupId, Incarnation, ReplicaId, ValidationId, Version
 
 Emit = Callable[[Event], None]
 NEVER = -1.0
+
+
+def row_reward(row: int, version: Version) -> float | None:
+    """What a held-out row earns under a version, a function of both alone; None for one that cannot be measured."""
+    return None if row % 11 == 10 else float((row * 7 + version * 3) % 5 < 2)
 
 
 @dataclass(slots=True)
@@ -114,10 +123,12 @@ class SimReplica:
         self.store = store
         self.emit = emit
         self.groups: dict[GroupId, SimGroup] = {}
+        self.measuring: dict[tuple[ValidationId, int], MeasureRows] = {}
         self.frozen = False
         self.work: deque[StageWeights | PauseReplica | InstallWeights] = deque()
         """Sync orders not yet carried out, one after another."""
         self._seen: dict[GroupId, int] = {}
+        self._seen_chunks: dict[tuple[ValidationId, int], int] = {}
         self._synced: set[tuple[int, int]] = set()
 
     def take(self, command: Command) -> None:
@@ -135,6 +146,13 @@ class SimReplica:
                 self.work.append(command)
             case ResumeReplica():
                 self.frozen = False
+            case MeasureRows():
+                chunk = (command.validation, command.chunk)
+                if self._seen_chunks.get(chunk, 0) < command.attempt:
+                    self._seen_chunks[chunk] = command.attempt
+                    self.measuring[chunk] = command
+            case StopMeasuring():
+                self.measuring = {c: rows for c, rows in self.measuring.items() if c[0] != command.validation}
             case _:
                 raise TypeError(f"a replica cannot {type(command).__name__}")
 
@@ -189,6 +207,25 @@ class SimReplica:
             PrefixStored(
                 group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
                 oldest_version=oldest, newest_version=newest,
+            )
+        )  # fmt: skip
+
+    def measure(self, chunk: tuple[ValidationId, int], succeed: bool = True) -> None:
+        """End a chunk of held-out rows: all of them measured under the present weights, or none."""
+        order = self.measuring.pop(chunk)
+        place = {
+            "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": self.id,
+            "incarnation": self.incarnation,
+        }  # fmt: skip
+        if not succeed:
+            self.emit(RowsFailed(**place, reason="fault"))
+            return
+        rewards = [row_reward(row, self.version) for row in range(order.first, order.first + order.count)]
+        measured = [reward for reward in rewards if reward is not None]
+        self.emit(
+            RowsMeasured(
+                **place, version=self.version, measured=len(measured), right=sum(r >= 1.0 for r in measured),
+                reward=sum(measured),
             )
         )  # fmt: skip
 

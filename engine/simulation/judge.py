@@ -4,13 +4,15 @@ Used by the world and by the property tests. A finding names its class: `correct
 (nothing can ever happen again and the run has not ended).
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from engine.commands import Command, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
-from engine.events import Event, PromptsDrawn, WeightsPublished
-from engine.ids import GroupId, StepId, Version
-from engine.simulation.agents import SimStore
+from engine.events import Event, PromptsDrawn, WeightsInstalled, WeightsPublished
+from engine.ids import GroupId, StepId, ValidationId, Version
+from engine.simulation.agents import SimStore, row_reward
 from engine.states.limits import Limits
 from engine.states.state import State
 
@@ -29,6 +31,12 @@ class Judge:
         self.steps_in: dict[Version, int] = {0: 0}
         self.drawn = 0
         self.worst_staleness = -1
+        self.validations: dict[ValidationId, tuple[str, Version, float | None]] = {}
+        """Those that ended: how, of which version, with which accuracy."""
+        self.trained_at: dict[StepId, float] = {}
+        """When each step was ordered to be trained, first."""
+        self.installed_at: dict[tuple[int, Version], float] = {}
+        """When each replica said that it has a version."""
         self._publishing: dict[int, PublishWeights] = {}
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
@@ -37,13 +45,33 @@ class Judge:
             order = self._publishing.pop(event.attempt)
             self._expect(order.steps > self.steps_in[order.version - 1], "a version holds no new step", order)
             self.steps_in[order.version] = order.steps
+        if isinstance(event, WeightsInstalled):
+            self.installed_at.setdefault((event.replica, event.version), event.at)
         if isinstance(event, PromptsDrawn):
             self.drawn = max(self.drawn, event.first + event.count)
         for command in commands:
             if isinstance(command, PublishWeights):
                 self._publishing[command.attempt] = command
             elif isinstance(command, TrainStep):
+                self.trained_at.setdefault(command.step, event.at)
                 self._train(command)
+
+    def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
+        """The scheduler's observer: what a validation that ends claims, against what its rows earn."""
+        if machine != "validation" or record.state not in ("reported", "cancelled", "failed"):
+            return
+        self._expect(record.id not in self.validations, f"validation {record.id} ends twice", record.state)
+        self.validations[record.id] = (record.state, record.version, record.accuracy)
+        if record.state == "reported":
+            rewards = [row_reward(row, record.version) for row in range(record.rows)]
+            true = Counter(reward for reward in rewards if reward is not None)
+            claimed = (record.measured, record.right, record.reward)
+            self._expect(
+                claimed == (true.total(), true[1.0], float(true[1.0])),
+                f"validation {record.id} of version {record.version} counts {claimed}", dict(true),
+            )  # fmt: skip
+        else:
+            self._expect(bool(record.reason), f"validation {record.id} is {record.state} without a reason", record.id)
 
     def _train(self, command: TrainStep) -> None:
         full = self.limits.train_batch_size
@@ -74,6 +102,18 @@ class Judge:
         ended = len(self.store.discarded)
         self._expect(ended == ledger.drawn, f"{ended} of {ledger.drawn} groups were discarded", outcome)
         self._expect(self.steps_in[newest] == state.steps_trained, "the last step was not published", self.steps_in)
+        self._close_validations(state, newest)
+
+    def _close_validations(self, state: State, newest: Version) -> None:
+        wanted, ended = self.limits.validation, self.validations
+        self._expect(len(ended) == state.validations.created, "a validation has not ended", ended)
+        measured = [version for _, version, _ in ended.values()]
+        self._expect(len(set(measured)) == len(measured), "a version was validated twice", ended)
+        if wanted is not None and wanted.at_end:
+            self._expect(newest in measured, "the last version was not validated", ended)
+        if wanted is not None and wanted.every and self.limits.sync_every == 1:
+            due = {v for v, steps in self.steps_in.items() if v and steps % wanted.every == 0}
+            self._expect(due <= set(measured), f"of versions {due} some were not validated", ended)
 
     def _expect(self, holds: bool, what: str, story: object) -> None:
         if not holds:

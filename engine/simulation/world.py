@@ -16,6 +16,7 @@ from engine.commands import (
     DiscardGroups,
     DrawPrompts,
     FinishRun,
+    MeasureRows,
     PublishWeights,
     ResumeGroup,
     RetireWeights,
@@ -58,6 +59,8 @@ class Faults:
     fail_data: float = 0.0
     fail_sync: float = 0.0
     fail_trainer: float = 0.0
+    fail_rows: float = 0.0
+    """An attempt at measuring held-out rows fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Setting:
     latency_s: float = 0.1
     train_s: float = 20.0
     sync_s: float = 2.0
+    measure_s: float = 5.0
+    """To measure a chunk of held-out rows."""
     mean_tokens: float = 20.0
     """Lengths are Pareto distributed: most are short and a few are very long."""
     max_tokens: int | None = None
@@ -105,7 +110,7 @@ class World:
         self.time = 0.0
         self.store = SimStore(self._length)
         self.judge = Judge(setting.limits, self.store)
-        self.scheduler = Scheduler(setting.limits, policies)
+        self.scheduler = Scheduler(setting.limits, policies, observe=self.judge.changed)
         self.check = check
         self.driver = Driver(self.scheduler, self, recorder or _NoRecord(), self, self._observe)
         self.replicas: dict[ReplicaId, SimReplica] = {}
@@ -117,7 +122,7 @@ class World:
         self._drawn = 0
         self._timers: set[int] = set()
         self._after(0.0, lambda: self.driver.deliver(RunStarted()))
-        for id in range(setting.replicas):
+        for id in [*range(setting.replicas), *setting.limits.validators()]:
             self._join(id, 1)
 
     # clock
@@ -263,6 +268,9 @@ class World:
             replica.take(command)
             if self._chance(self.setting.faults.die):
                 self._kill(id, incarnation)
+            elif isinstance(command, MeasureRows):
+                seconds = self.setting.measure_s * self.random.uniform(0.5, 1.5)
+                self._after(seconds, lambda: self._measured(replica, command))
             elif started is None:
                 self._plan(replica)
             else:
@@ -318,6 +326,11 @@ class World:
         if group.tokens - group.saved >= every:
             replica.keep_prefix(id)
             self._after(every, lambda: self._keep_prefix(replica, id, group))
+
+    def _measured(self, replica: SimReplica, order: MeasureRows) -> None:
+        chunk = (order.validation, order.chunk)
+        if self.replicas.get(replica.id) is replica and replica.measuring.get(chunk) == order:
+            replica.measure(chunk, succeed=not self._chance(self.setting.faults.fail_rows))
 
     def _finish(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
         """A group may be done, unless its replica was frozen meanwhile: then it is looked at again after that."""

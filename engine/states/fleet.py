@@ -10,6 +10,11 @@ from engine.ids import ReplicaId, Version
 from engine.states.replica import Replica
 
 
+def load_of(replica: Replica) -> float:
+    """Share of its slots that groups or a validation have."""
+    return (len(replica.groups) + replica.taken) / replica.slots
+
+
 class Fleet:
     """Every replica ever seen, lost ones included."""
 
@@ -21,15 +26,16 @@ class Fleet:
 
     def changed(self, replica: Replica) -> None:
         """To be called after every change of a replica's state or load."""
-        if replica.state == "ready" and len(replica.groups) < replica.slots:
-            heappush(self._heap, (len(replica.groups) / replica.slots, replica.id))
+        busy = len(replica.groups) + replica.taken
+        if replica.state == "ready" and busy < replica.slots:
+            heappush(self._heap, (busy / replica.slots, replica.id))
             if len(self._heap) > 64 + 8 * len(self.replicas):
-                self._heap = sorted({(len(r.groups) / r.slots, r.id) for r in self.open()})
+                self._heap = sorted({(load_of(r), r.id) for r in self.open()})
                 heapify(self._heap)
 
     def open(self) -> list[Replica]:
         """Replicas that can take a group now, in the order they first joined."""
-        return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) < r.slots]
+        return [r for r in self.replicas.values() if r.state == "ready" and len(r.groups) + r.taken < r.slots]
 
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
@@ -38,17 +44,21 @@ class Fleet:
         while heap:
             load, id = heap[0]
             replica = self.replicas[id]
-            if replica.state == "ready" and len(replica.groups) / replica.slots == load < 1:
+            if replica.state == "ready" and (len(replica.groups) + replica.taken) / replica.slots == load < 1:
                 if replica.version >= oldest and id != avoid:
                     return replica
                 fit = [r for r in self.open() if r.version >= oldest]
-                return min(fit, key=lambda r: (r.id == avoid, len(r.groups) / r.slots, r.id)) if fit else None
+                return min(fit, key=lambda r: (r.id == avoid, load_of(r), r.id)) if fit else None
             heappop(heap)
         return None
 
+    def rollouts(self) -> list[Replica]:
+        """Replicas that groups run on, lost ones included: all but those that only validate."""
+        return [r for r in self.replicas.values() if not r.validator]
+
     @property
     def alive(self) -> int:
-        return sum(1 for r in self.replicas.values() if r.state != "lost")
+        return sum(1 for r in self.replicas.values() if r.state != "lost" and not r.validator)
 
     def newest_open_version(self) -> Version:
         """Newest version among replicas that can take a group; -1 when none can."""

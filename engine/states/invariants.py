@@ -9,6 +9,7 @@ the records and runs in tests and simulation. Checks of a decision stand where t
 from typing import Any
 
 from engine.errors import InvariantViolated
+from engine.states.digest import MASK
 from engine.states.machine import Phase
 from engine.states.state import PHASES, State
 
@@ -65,8 +66,10 @@ def check_all(state: State) -> None:
             books=state.ledger.count)  # fmt: skip
     seats: dict[int, int] = {}
     for replica in state.fleet.replicas.values():
-        require(len(replica.groups) <= replica.slots, "law 2: a replica runs more groups than it has slots",
-                replica=replica.id, running=len(replica.groups), slots=replica.slots)  # fmt: skip
+        require(replica.free_for_chunks >= 0, "law 2: a replica runs more than it has slots",
+                replica=replica.id, running=len(replica.groups), chunks=len(replica.chunks),
+                slots=replica.slots)  # fmt: skip
+        require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
         require(
             replica.state != "lost" or not replica.groups, "law 1: groups run on a lost replica", replica=replica.id
         )
@@ -101,4 +104,46 @@ def check_all(state: State) -> None:
     require(parked >= aborted, "law 7: a parked group is forgotten")
     require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
+    check_validations(state)
     require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")
+
+
+def check_validations(state: State) -> None:
+    """What holds of validations: a version kept while one waits for it, each row counted once, nobody else delayed."""
+    books, replicas = state.validations, state.fleet.replicas
+    held: dict[int, int] = {}
+    out: dict[int, dict[int, None]] = {}
+    for run in books.runs.values():
+        require(
+            run.version in state.versions, "a version is retired while a validation of it waits", version=run.version
+        )
+        require(
+            run is books.served or not run.replicas, "a validation holds replicas before its turn", validation=run.id
+        )
+        done = sum(chunk.count for chunk in run.chunks if chunk.done)
+        require(0 <= run.right <= run.measured <= done, "more rows are counted than were measured", validation=run.id)
+        waits = set(run.waiting)
+        for chunk in run.chunks:
+            places = chunk.done + (chunk.replica >= 0) + (chunk.index in waits)
+            require(places == 1, "a chunk of a validation is lost or in two places", chunk=chunk.index)
+            if chunk.replica >= 0:
+                require(replicas[chunk.replica].version == run.version, "rows are measured under another version")
+                out.setdefault(chunk.replica, {})[chunk.index] = None
+        require(run.left == sum(not c.done for c in run.chunks), "a validation's books differ", validation=run.id)
+        require(run.books == sum(c.fresh_digest() for c in run.chunks) & MASK, "law 8: a chunk changed in secret")
+        for id in run.replicas:
+            require(id not in held, "two validations hold a replica", replica=id)
+            require(replicas[id].state != "lost", "a validation holds a lost replica", replica=id)
+            require(replicas[id].heading <= run.version, "a held replica leaves its version", replica=id)
+            held[id] = run.id
+    for replica in replicas.values():
+        require(replica.held == held.get(replica.id, -1), "a replica and a validation disagree", replica=replica.id)
+        require(set(replica.chunks) == set(out.get(replica.id, ())), "a chunk has no seat, or a seat no chunk",
+                replica=replica.id)  # fmt: skip
+        taken = replica.slots if replica.validator else len(replica.chunks)
+        require(replica.taken == taken, "law 2: a replica's books and its chunks differ", replica=replica.id)
+        if replica.state == "ready" and replica.held < 0 and not replica.validator and state.outcome is None:
+            on_its_way = replica.staging is not None or replica.staged == state.latest_version
+            newest = replica.version == state.latest_version
+            require(newest or on_its_way, "an install is delayed where nobody validates", replica=replica.id)
+    require(books.out == sum(map(len, out.values())), "law 2: chunks under way are miscounted", books=books.out)

@@ -3,12 +3,51 @@
 Built by the config layer or by a library user; recorded in the header of a schedule; never changed by the scheduler.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.ids import ReplicaId
 
 SYNC_MODES = ("keep", "abort", "wait")
+CONFLICTS = ("hold", "cancel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationLimits:
+    """What is measured on held-out rows, when, and on how many replicas."""
+
+    rows: int
+    """Held-out rows of every validation."""
+    rows_per_slot: int = 1
+    """Rows measured at once in one slot: a slot holds as many trajectories as a group has samples."""
+    at_start: bool = True
+    """Measure version 0."""
+    every: int = 0
+    """Measure each version that is the first to contain another so many train steps; 0: none on the way."""
+    at_end: bool = True
+    """Measure the last version."""
+    replicas: int = 1
+    """Replicas a validation holds, at most; the last version, after which nothing is installed, may have them all."""
+    own_from: ReplicaId | None = None
+    """Replicas from this id on do nothing but validate, and no others do; None: those that generate are shared."""
+    conflict: str = "hold"
+    """Where a validation keeps every replica from a newer version: `hold` them until it ends, or `cancel` it."""
+
+    @property
+    def own(self) -> bool:
+        return self.own_from is not None
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "rows_per_slot", "replicas"):
+            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
+                raise ConfigError(f"validation.{field}", getattr(self, field), "must be at least 1", "1 would hold")
+        if type(self.every) is not int or self.every < 0:
+            raise ConfigError("validation.every", self.every, "must not be negative", "0 would hold")
+        if self.conflict not in CONFLICTS:
+            fix = f"one of {', '.join(CONFLICTS)}"
+            raise ConfigError("validation.conflict", self.conflict, "is no answer to a conflict", fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +78,20 @@ class Limits:
     """Attempts lost to a prompt, its data or its reward before the group fails."""
     checkpoint_every: int = 0
     """Save a checkpoint after every so many train steps and after the last; 0: never."""
+    validation: ValidationLimits | None = None
+    """What is measured on held-out rows; None: nothing."""
+
+    def validators(self) -> range:
+        """Replicas that are there for validations alone."""
+        validation = self.validation
+        if validation is None or validation.own_from is None:
+            return range(0)
+        return range(validation.own_from, validation.own_from + validation.replicas)
+
+    def validates_only(self, replica: ReplicaId) -> bool:
+        """Whether a replica is there for validations alone."""
+        own_from = self.validation.own_from if self.validation is not None else None
+        return own_from is not None and replica >= own_from
 
     @property
     def failures_in_a_row(self) -> int:
@@ -93,8 +146,15 @@ class Limits:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Limits":
         """From the header of a record; unknown fields are refused."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(plain) - known)
-        if unknown:
-            raise ConfigError("limits", unknown, "are not known to this version of the engine")
-        return cls(**{**plain, "scoring_tasks": tuple(plain.get("scoring_tasks", ()))})
+        _require_known(cls, plain, "limits")
+        validation = plain.get("validation")
+        if validation is not None:
+            _require_known(ValidationLimits, validation, "limits.validation")
+            validation = ValidationLimits(**validation)
+        return cls(**{**plain, "scoring_tasks": tuple(plain.get("scoring_tasks", ())), "validation": validation})
+
+
+def _require_known(cls: type, plain: Mapping[str, Any], field: str) -> None:
+    unknown = sorted(set(plain) - {f.name for f in fields(cls)})
+    if unknown:
+        raise ConfigError(field, unknown, "are not known to this version of the engine")

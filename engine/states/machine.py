@@ -66,6 +66,10 @@ class Table:
     def initial(self) -> str:
         return self.states[0]
 
+    def target(self, source: str, trigger: str) -> str | None:
+        """Where a trigger leads from a state; None where the table has no such row."""
+        return next((t.target for t in self.transitions if t.trigger == trigger and source in t.sources), None)
+
 
 class _Row(LibraryTransition):
     """A row of a table, as `transitions` sees it: no condition and no callback, so that all there is to execute is the

@@ -1,7 +1,7 @@
 """The replica: one rollout engine, its weights and its slots. Driven by `scheduling/sync.py` and
 `scheduling/rollout.py`."""
 
-from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.ids import GroupId, Incarnation, ReplicaId, ValidationId, Version
 from engine.states.machine import Table, transitions
 
 REPLICA = Table(
@@ -25,15 +25,19 @@ class Replica:
     """What the scheduler knows of one replica."""
 
     __slots__ = (
-        "failed_group", "failed_groups", "groups", "id", "incarnation", "returns", "slots", "staged", "staging",
-        "state", "sync_attempt", "sync_failures", "version",
+        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "returns", "slots", "staged",
+        "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
     )  # fmt: skip
 
-    def __init__(self, id: ReplicaId) -> None:
+    def __init__(self, id: ReplicaId, *, validator: bool = False) -> None:
         self.id = id
+        self.validator = validator
+        """It does nothing but validate: no group ever runs on it."""
         self.state: str = REPLICA.initial
         self.incarnation: Incarnation = 0
         self.slots = 0
+        self.taken = 0
+        """Slots that groups cannot have: all of a validator, and those that a validation has."""
         self.version: Version = 0
         self.staging: Version | None = None
         """Being brought to host memory."""
@@ -50,10 +54,29 @@ class Replica:
         """Lost, and another incarnation is on its way."""
         self.groups: dict[GroupId, None] = {}
         """Running here, in the order they started; a dict for its order."""
+        self.held: ValidationId = -1
+        """The validation that keeps it at its version; -1: none."""
+        self.chunks: dict[int, None] = {}
+        """Of that validation, being measured here, each in a slot; a dict for its order."""
 
     @property
     def free_slots(self) -> int:
-        return self.slots - len(self.groups)
+        """For groups."""
+        return self.slots - self.taken - len(self.groups)
+
+    @property
+    def free_for_chunks(self) -> int:
+        """Slots that neither a group nor a chunk of a validation has."""
+        return self.slots - len(self.groups) - len(self.chunks)
+
+    @property
+    def heading(self) -> Version:
+        """The newest version it has or is about to have."""
+        return max(self.version, self.staging or 0, self.staged or 0)
+
+    def count_taken(self) -> None:
+        """To be called after a change of its slots or chunks."""
+        self.taken = self.slots if self.validator else len(self.chunks)
 
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
@@ -61,6 +84,7 @@ class Replica:
             self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
             -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
             self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, self.returns,
+            *((1,) if self.validator else ()),
         )  # fmt: skip
 
 

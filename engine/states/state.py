@@ -4,11 +4,8 @@ Written only by `scheduler.py` and the modules of `scheduling/`; read by everyon
 operation keeps the ledger, the deadlines and the state hash in step with the records, so that no caller can forget to.
 """
 
-import struct
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
-from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 from engine.commands import FinishRun
 from engine.events import NO_VERSION
 from engine.ids import GroupId, StepId, TimerId, Version
+from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
 from engine.states.group import GROUP, Group
 from engine.states.ledger import Deadlines, Ledger
@@ -23,24 +21,13 @@ from engine.states.limits import Limits
 from engine.states.machine import Phase, SharedMachine
 from engine.states.replica import REPLICA, Replica
 from engine.states.step import STEP, Step
+from engine.states.validation import VALIDATION, Validation, Validations
 from engine.states.version import VERSION, WeightsVersion
 
 Observer = Callable[[str, Any, str, str], None]
 """Called as (machine, record, source state, trigger) after every change of state."""
 
 PHASES = GROUP.phases or {}
-MASK = 0xFFFFFFFFFFFFFFFF
-
-
-def digest(numbers: tuple[int, ...], figures: tuple[float, ...] = ()) -> int:
-    """64 bits of some numbers; stable over processes, platforms and Python versions, unlike `hash`."""
-    packed = _layout(len(numbers), len(figures)).pack(*numbers, *figures)
-    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
-
-
-@lru_cache
-def _layout(numbers: int, figures: int) -> struct.Struct:
-    return struct.Struct(f"<{numbers}q{figures}d")
 
 
 class State:
@@ -92,6 +79,7 @@ class State:
         self._version_machine = SharedMachine(VERSION, observe)
         self.disturbed = True
         """Something other than a group may have changed since the weights were last looked after."""
+        self.validations = Validations(self.fleet, SharedMachine(VALIDATION, observe), self.disturb)
         self._touched: list[Group] = []
         self._sum = 0
         self._others: int | None = None
@@ -224,7 +212,7 @@ class State:
         return self.steps.get(self.steps_batched - 1)
 
     def disturb(self) -> None:
-        """A step, replica or version may have changed."""
+        """A step, replica, version or validation may have changed."""
         self.disturbed = True
         self._others = None
 
@@ -265,10 +253,12 @@ class State:
         )  # fmt: skip
 
     def _digest_others(self) -> int:
-        """Of steps, replicas and versions, in their order."""
-        records: list[Step | Replica | WeightsVersion] = [
+        """Of steps, replicas, versions and validations, in their order."""
+        records: list[Step | Replica | WeightsVersion | Validations | Validation] = [
             *self.steps.values(),
             *self.fleet.replicas.values(),
             *self.versions.values(),
+            self.validations,
+            *self.validations.runs.values(),
         ]
         return digest(tuple(chain.from_iterable(record.identity() for record in records)))

@@ -6,7 +6,7 @@ Policies get one `View` for a whole run; it is always current. Group facts are h
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.ids import GroupId, ReplicaId, StepId, Version
+from engine.ids import GroupId, ReplicaId, StepId, ValidationId, Version
 from engine.states.group import Group
 from engine.states.limits import Limits
 from engine.states.machine import Phase
@@ -33,7 +33,8 @@ class GroupView(NamedTuple):
 
 
 class ReplicaView(NamedTuple):
-    """One replica. `running` of its `slots` are busy; `staged` is the version in its host memory, if any."""
+    """One replica. `running` of its `slots` are busy, with groups or a validation; `staged` is the version in its host
+    memory, if any."""
 
     id: ReplicaId
     state: str
@@ -42,6 +43,18 @@ class ReplicaView(NamedTuple):
     staged: Version | None
     slots: int
     running: int
+
+
+class ValidationView(NamedTuple):
+    """One validation that has not ended. `replicas` are held at its version; `out` of its chunks are being measured."""
+
+    id: ValidationId
+    state: str
+    version: Version
+    rows: int
+    measured: int
+    out: int
+    replicas: tuple[ReplicaId, ...]
 
 
 def view_group(group: Group) -> GroupView:
@@ -60,7 +73,7 @@ def view_replica(replica: Replica) -> ReplicaView:
         replica.version,
         replica.staged,
         replica.slots,
-        len(replica.groups),
+        replica.slots - replica.free_for_chunks,
     )
 
 
@@ -166,5 +179,12 @@ class View:
         return None if replica is None else replica.id
 
     def replicas(self) -> list[ReplicaView]:
-        """Every replica ever seen, in the order they joined."""
-        return [view_replica(replica) for replica in self._state.fleet.replicas.values()]
+        """Every replica ever seen that groups run on, in the order they joined."""
+        return [view_replica(replica) for replica in self._state.fleet.rollouts()]
+
+    def validations(self) -> list[ValidationView]:
+        """Validations that have not ended, in the order they were queued: the first is served."""
+        return [
+            ValidationView(run.id, run.state, run.version, run.rows, run.measured, run.out, tuple(run.replicas))
+            for run in self._state.validations.runs.values()
+        ]

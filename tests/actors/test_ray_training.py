@@ -36,7 +36,7 @@ def tree(made: Path, **rollout: Any) -> dict[str, Any]:
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": STALENESS},
         "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
-        "validation": {"prompts": 8},
+        "validation": {"prompts": 8, "every": 4},
         "metrics": {"port": 0},
     }
 
@@ -108,6 +108,11 @@ def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tupl
 
     _, run_dir, _ = trained
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = [(row["version"], row["steps"], row["outcome"]) for row in rows if "validation" in row]
+    assert measured[0] == (0, 0, "reported")
+    assert measured[-1] == (STEPS, STEPS, "reported")
+    assert {version for version, _, _ in measured} == {0, 4, STEPS}, "each due, reported or superseded"
+    rows = [row for row in rows if "step" in row]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
     assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]
@@ -120,7 +125,7 @@ def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tupl
 def test_inputs_that_cannot_be_used_are_refused_before_any_actor_starts(made: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    config = tree(made) | {"model": {"path": "somewhere"}}
+    config = tree(made) | {"model": {"path": "somewhere"}, "validation": {}}
     config["data"], config["reward"] = {"path": str(rows)}, {"function": "no_such_module:score"}
     with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
         launch(parse_config(config), tmp_path)

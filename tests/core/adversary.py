@@ -45,7 +45,7 @@ class Adversary:
         self.time = 0.0
         self.store = SimStore(lambda group: 1 + group * 7 % 5)
         self.judge = Judge(limits, self.store)
-        self.scheduler = Scheduler(limits, policies)
+        self.scheduler = Scheduler(limits, policies, observe=self.judge.changed)
         header = Header(run="adversary", limits=limits.to_plain(), policies=dict(policies.names))
         self.recorder = MemoryRecorder(header)
         self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe)
@@ -146,6 +146,9 @@ class Adversary:
     def running(self) -> list[tuple[SimReplica, int]]:
         return [(replica, group) for replica in self.replicas.values() for group in replica.groups]
 
+    def measuring(self) -> list[tuple[SimReplica, tuple[int, int]]]:
+        return [(replica, chunk) for replica in self.replicas.values() for chunk in replica.measuring]
+
     def syncing(self) -> list[SimReplica]:
         return [replica for replica in self.replicas.values() if replica.can_sync()]
 
@@ -176,6 +179,9 @@ class Adversary:
                 replica.sample(group, 10)
                 replica.finish(group)
                 acted = True
+        for replica, chunk in self.measuring():
+            replica.measure(chunk)
+            acted = True
         if self.trainer.work:
             self.trainer.do()
             acted = True

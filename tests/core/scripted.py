@@ -119,10 +119,11 @@ class Scripted:
         """A replica takes the version ordered for it, step by step."""
         replica = self.state.fleet.replicas[id]
         place = {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
-        self.tell(WeightsStaged(**place, version=self.state.latest_version))
+        version = self.state.latest_version if replica.staging is None else replica.staging
+        self.tell(WeightsStaged(**place, version=version))
         if pause:
             self.tell(ReplicaPaused(**place))
-            self.tell(WeightsInstalled(**place, version=self.state.latest_version))
+            self.tell(WeightsInstalled(**place, version=version))
 
     def fire(self) -> list[Command]:
         """The timer set last goes off in its time, counted from now."""

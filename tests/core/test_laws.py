@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine import policies
 from engine.schedule.reader import read
 from engine.schedule.replayer import replay
-from engine.states.limits import SYNC_MODES, Limits
+from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, ValidationLimits
 from tests.core.adversary import Adversary
 
 ANY = st.integers(min_value=0, max_value=10_000)
@@ -30,6 +30,22 @@ def limits(draw: st.DrawFn) -> Limits:
         infrastructure_attempts=draw(st.integers(1, 5)),
         data_attempts=draw(st.integers(1, 2)),
         checkpoint_every=draw(st.integers(0, 2)),
+        validation=draw(st.none() | validations()),
+    )
+
+
+@st.composite
+def validations(draw: st.DrawFn) -> ValidationLimits:
+    """Any way to validate. Replicas from 2 on are validators, where there are any."""
+    return ValidationLimits(
+        rows=draw(st.integers(1, 30)),
+        rows_per_slot=draw(st.integers(1, 8)),
+        at_start=draw(st.booleans()),
+        every=draw(st.integers(0, 3)),
+        at_end=draw(st.booleans()),
+        replicas=draw(st.integers(1, 3)),
+        own_from=draw(st.none() | st.just(2)),
+        conflict=draw(st.sampled_from(CONFLICTS)),
     )
 
 
@@ -50,7 +66,8 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def begin(self, limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int) -> None:
         self.world = Adversary(limits, policies.PolicySet.from_names(names), prompts, slots)
-        for id in range(replicas):
+        self.replicas = max(replicas, limits.validators().stop)
+        for id in range(self.replicas):
             self.world.join(id)
 
     @rule(choice=ANY)
@@ -101,6 +118,13 @@ class AnyOrder(RuleBasedStateMachine):
         syncing = self.world.syncing()
         syncing[choice % len(syncing)].sync(succeed)
 
+    @rule(choice=ANY, succeed=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: self.world.measuring())
+    def measure(self, choice: int, succeed: bool) -> None:
+        measuring = self.world.measuring()
+        replica, chunk = measuring[choice % len(measuring)]
+        replica.measure(chunk, succeed)
+
     @rule(succeed=st.sampled_from([True, True, True, False]))
     @precondition(lambda self: self.world.trainer.work)
     def train(self, succeed: bool) -> None:
@@ -128,7 +152,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.join(self.world.dead[0])
 
     @rule()
-    @precondition(lambda self: len(self.world.incarnations) < 4)
+    @precondition(lambda self: len(self.world.incarnations) < self.replicas + 1)
     def join_another(self) -> None:
         self.world.join(len(self.world.incarnations))
 

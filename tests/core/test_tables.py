@@ -9,14 +9,16 @@ from engine.errors import IllegalTransition
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import GROUP, Group
 from engine.states.ledger import Ledger
-from engine.states.limits import Limits
+from engine.states.limits import Limits, ValidationLimits
 from engine.states.machine import Phase, SharedMachine, Table
 from engine.states.replica import REPLICA, Replica
 from engine.states.state import State
 from engine.states.step import STEP, Step
+from engine.states.validation import VALIDATION, Validation
 from engine.states.version import VERSION, WeightsVersion
 
-TABLES = pytest.mark.parametrize("table", [GROUP, STEP, REPLICA, VERSION], ids=lambda table: table.name)
+RECORDS = {"group": Group, "step": Step, "replica": Replica, "version": WeightsVersion, "validation": Validation}
+TABLES = pytest.mark.parametrize("table", [GROUP, STEP, REPLICA, VERSION, VALIDATION], ids=lambda table: table.name)
 
 
 @TABLES
@@ -66,7 +68,7 @@ def test_every_change_of_state_is_a_trigger(monkeypatch: pytest.MonkeyPatch) -> 
     """Writes to `state`, seen on the attribute itself, against triggers, seen by the observer."""
     triggers: Counter[str] = Counter()
     writes: Counter[str] = Counter()
-    for kind in (Group, Step, Replica, WeightsVersion):
+    for kind in RECORDS.values():
         slot = kind.__dict__["state"]
 
         def write(record: object, value: str, slot=slot, kind=kind) -> None:  # type: ignore[no-untyped-def]
@@ -74,24 +76,35 @@ def test_every_change_of_state_is_a_trigger(monkeypatch: pytest.MonkeyPatch) -> 
             slot.__set__(record, value)
 
         monkeypatch.setattr(kind, "state", property(slot.__get__, write))
-    kinds = {"group": "Group", "step": "Step", "replica": "Replica", "version": "WeightsVersion"}
+    kinds = {machine: kind.__name__ for machine, kind in RECORDS.items()}
     records: dict[str, set[int]] = {kind: set() for kind in kinds.values()}
 
     def observe(machine: str, record: Group, source: str, trigger: str) -> None:
         triggers[kinds[machine]] += 1
 
-    for kind in (Group, Step, Replica, WeightsVersion):
+    for kind in RECORDS.values():
         begin = kind.__init__
 
-        def count(self, *args, begin=begin, kind=kind):  # type: ignore[no-untyped-def]
-            begin(self, *args)
+        def count(self, *args, begin=begin, kind=kind, **options):  # type: ignore[no-untyped-def]
+            begin(self, *args, **options)
             records[kind.__name__].add(len(records[kind.__name__]))
 
         monkeypatch.setattr(kind, "__init__", count)
 
     honest = State.__init__
-    monkeypatch.setattr(State, "__init__", lambda self, limits, _: honest(self, limits, observe))
-    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort")
+
+    def watched(self, limits, judge):  # type: ignore[no-untyped-def]
+        def both(*change):  # type: ignore[no-untyped-def]
+            judge(*change)
+            observe(*change)
+
+        honest(self, limits, both)
+
+    monkeypatch.setattr(State, "__init__", watched)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort",
+        validation=ValidationLimits(rows=9, rows_per_slot=2, every=1),
+    )  # fmt: skip
     faults = Faults(die=0.02, fail_group=0.05, fail_sync=0.1, fail_trainer=0.1)
     World(Setting(limits=limits, prompts=60, spread=0.5, seed=3, faults=faults)).run()
     created = {kind: len(made) for kind, made in records.items()}

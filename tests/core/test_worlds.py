@@ -23,7 +23,15 @@ from engine.states.state import State
 from tests.core.test_laws import any_policies, limits
 
 ROUGH = Faults(
-    lose=0.1, duplicate=0.1, die=0.01, stay_dead=0.2, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05
+    lose=0.1,
+    duplicate=0.1,
+    die=0.01,
+    stay_dead=0.2,
+    fail_group=0.03,
+    fail_data=0.03,
+    fail_sync=0.1,
+    fail_trainer=0.05,
+    fail_rows=0.1,
 )
 
 
@@ -43,9 +51,10 @@ def test_every_world_keeps_every_law_and_ends(
     rough: bool,
     prefixes: int,
 ) -> None:
+    own_from = limits.validation.own_from if limits.validation is not None else None
     setting = Setting(
-        limits=limits, replicas=replicas, slots=slots, prompts=prompts, seed=seed, spread=spread,
-        faults=ROUGH if rough else Faults(), prefix_every_tokens=prefixes,
+        limits=limits, replicas=replicas if own_from is None else own_from, slots=slots, prompts=prompts, seed=seed,
+        spread=spread, faults=ROUGH if rough else Faults(), prefix_every_tokens=prefixes,
     )  # fmt: skip
     outcome = World(setting, PolicySet.from_names(names)).run()
     assert outcome.outcome == "finished" or rough, outcome

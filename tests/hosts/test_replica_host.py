@@ -34,6 +34,7 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
+from engine.hosts.measuring import HeldOut
 from engine.hosts.replica import ReplicaHost
 from engine.local import SimpleGenerator, response
 from engine.local.stores import LocalTrajectories, LocalWeights
@@ -47,7 +48,14 @@ WHO = {"replica": 0, "incarnation": 1, "cause": 0}
 class Stage:
     """A host on stage: its generator, its stores, and what it has emitted."""
 
-    def __init__(self, generator: Any, samples: int = 2, replica: int = 0, prefixes: int = 0) -> None:
+    def __init__(
+        self,
+        generator: Any,
+        samples: int = 2,
+        replica: int = 0,
+        prefixes: int = 0,
+        held_out: HeldOut | None = None,
+    ) -> None:
         self.generator = generator
         self.events: list[Event] = []
         self.broken: list[str] = []
@@ -64,6 +72,7 @@ class Stage:
             emit=self._emit,
             broken=self.broken.append,
             prefix_every_tokens=prefixes,
+            held_out=held_out,
         )
 
     def _emit(self, event: Event) -> None:
@@ -589,30 +598,6 @@ def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
         stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
         await stage.settle()
         assert stage.broken == ["resuming failed: RuntimeError: stuck"]
-
-    play(scene)
-
-
-@pytest.mark.parametrize("half_done", range(4))
-def test_at_the_end_of_a_run_it_samples_under_the_last_version_wherever_a_sync_was_left(half_done: int) -> None:
-    async def scene() -> None:
-        stage = Stage(TokenGenerator(length=3, free=True))
-        stage.weights.store.put(1, "w")
-        orders = [
-            StageWeights(version=1, attempt=1, **WHO),
-            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
-            InstallWeights(version=1, attempt=1, **WHO),
-        ]
-        for order in orders[:half_done]:
-            stage.host.carry_out(order)
-        await stage.host.conclude(1)
-        assert (stage.host.version, stage.generator.version, stage.generator.frozen) == (1, 1, False)
-        stage.host.carry_out(PauseReplica(version=2, mode="keep", attempt=2, **WHO))
-        await stage.settle()
-        assert not stage.generator.frozen, "an order that comes too late changes nothing"
-        work = GroupWork(group=-1, attempt=1, prompt=PROMPT, samples=1)
-        generated = await asyncio.wait_for(stage.generator.generate(work), 5)
-        assert generated.group.versions() == (1, 1)
 
     play(scene)
 

@@ -14,6 +14,7 @@ from engine.metrics.document import markdown
 from engine.metrics.export import registry
 from engine.metrics.names import METRICS
 from engine.metrics.server import MetricsServer
+from engine.states.limits import ValidationLimits
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -39,8 +40,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 def test_exactly_these_names_are_scraped_over_http() -> None:
-    world = clockwork().run()
-    world.metrics.validated(4, 0.5)
+    world = clockwork(validation=ValidationLimits(rows=4)).run()
     with_suffix = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
     server = MetricsServer(registry(world.metrics))
     try:

@@ -12,6 +12,7 @@ from clockwork import Clockwork, clockwork
 from engine import events as fact
 from engine.metrics.journal import Journal
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.states.limits import ValidationLimits
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -251,3 +252,46 @@ def test_sentences_say_what_happens_now() -> None:
     assert any("every slot is busy: 4 groups generating" in text for text in seen)
     assert any("slots free: S = 1: no place before version" in text for text in seen)
     assert all(len(text) <= 68 for text in seen), "each fits a line of the live view"
+
+
+# -- validations -------------------------------------------------------------------------------------------------------
+
+
+def test_every_validation_is_a_line_with_the_version_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    world = clockwork(steps=6, validation=ValidationLimits(rows=8, rows_per_slot=3, every=2), journal=path).run()
+    world.metrics.close()
+    lines = [row for row in rows_of(path) if "validation" in row]
+    assert [(row["version"], row["steps"], row["outcome"]) for row in lines] == [
+        (0, 0, "reported"), (2, 2, "reported"), (4, 4, "reported"), (6, 6, "reported"),
+    ]  # fmt: skip
+    assert [row["accuracy"] for row in lines] == [0.0, 0.75, 1.0, 1.0]
+    assert all(row["rows"] == row["measured"] == 8 and row["reason"] == "" for row in lines)
+    assert all(row["seconds"]["running"] >= world.measure_s for row in lines)
+    status = world.metrics.status()
+    assert (status.accuracy_first, status.accuracy_last) == (0.0, 1.0)
+    assert list(status.validations) == lines
+    assert world.metrics.rows_measured == 32 and world.metrics.validation_s.count == 4
+    assert world.metrics.validations_by_state() == {"queued": 0, "running": 0}
+
+
+def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> None:
+    world = clockwork(steps=4, validation=ValidationLimits(rows=8, rows_per_slot=2, every=1), slots=3)
+    seen: set[str] = set()
+    full: list[str] = []
+
+    def look(world: Clockwork) -> bool:
+        status = world.metrics.status()
+        seen.update((status.validation_now, status.trainer_now))
+        replicas = world.scheduler.state.fleet.replicas.values()
+        taken = sum(r.slots - r.free_for_chunks for r in replicas if r.state == "ready")
+        full.extend([status.validation_now] if taken > status.slots_busy else [])
+        return False
+
+    world.run(look)
+    assert not full
+    assert "version 0: 0 of 8 rows, 3 slots measuring" in seen
+    assert any(text.startswith("version 1: 0 of 8 rows, waits until replica 0 has it") for text in seen)
+    assert "every step is trained; the run ends with its last validation" in seen
+    assert "" in seen
+    assert all(len(text) <= 68 for text in seen)

@@ -23,6 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "keep": {"sync_mode": "keep", "max_concurrent_groups": 12, "max_steps": 8},
     "abort": {"sync_mode": "abort", "sync_every": 2},
     "wait": {"sync_mode": "wait", "scoring_tasks": ["ref_logprobs"]},
+    "validation": {"max_steps": 6, "validation": {"rows": 13, "rows_per_slot": 3, "every": 2}},
 }
 
 

@@ -1,0 +1,61 @@
+"""The validation section of a configuration: what is measured on held-out prompts, when, and where."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config.rollout import RolloutSection
+from engine.config.section import Section
+from engine.errors import ConfigError
+from engine.states.limits import ValidationLimits
+
+
+class ValidationSection(Section):
+    """How the model is measured on held-out prompts."""
+
+    at_start: bool = Field(True, description="Measure the initial weights, while training begins.")
+    every: int = Field(
+        0, ge=0, le=1_000_000, description="Train steps between measurements, on the version that has them; 0: none."
+    )
+    at_end: bool = Field(True, description="Measure the final weights; the run waits for that.")
+    prompts: int = Field(128, ge=1, le=1_000_000, description="Held-out prompts used, at most.")
+    placement: Literal["shared", "own"] = Field(
+        "shared", description="On replicas that also generate, or on further ones that do nothing else."
+    )
+    replicas: int = Field(1, ge=1, le=4096, description="Replicas a measurement takes; shared: of rollout.replicas.")
+    conflict: Literal["hold", "cancel"] = Field(
+        "hold", description="Where measuring keeps every replica from newer weights: hold them, or cancel it."
+    )
+    greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
+
+
+def validation_limits(section: ValidationSection, samples: int, replicas: int) -> ValidationLimits | None:
+    """What the scheduler is told, with as many rows as there may be; None where nothing is ever to be measured.
+
+    `samples`: trajectories of a group, which is what a slot holds at once; `replicas`: those that generate.
+    """
+    if not (section.at_start or section.every or section.at_end):
+        return None
+    return ValidationLimits(
+        rows=section.prompts,
+        rows_per_slot=samples,
+        at_start=section.at_start,
+        every=section.every,
+        at_end=section.at_end,
+        replicas=section.replicas,
+        own_from=replicas if section.placement == "own" else None,
+        conflict=section.conflict,
+    )
+
+
+def refuse_validation(section: ValidationSection, held_out: bool, rollout: RolloutSection) -> None:
+    """Raises: `ConfigError` for what cannot be measured."""
+    if section.every and not held_out:
+        law = "there are no held-out prompts to measure"
+        raise ConfigError("validation.every", section.every, law, "data.validation_path: <file>, or 0")
+    if section.placement == "own" and rollout.backend == "openai":
+        law = "each of rollout.urls is a replica that generates"
+        raise ConfigError("validation.placement", section.placement, law, "shared would hold")
+    if section.placement == "shared" and section.replicas > rollout.replicas:
+        law = f"rollout.replicas = {rollout.replicas} are all there are to share"
+        raise ConfigError("validation.replicas", section.replicas, law, f"{rollout.replicas} would hold")

@@ -1,0 +1,194 @@
+"""Validation runs: when one is due, which replicas it holds at its version, which rows go where, and how it ends.
+
+Called by `scheduler.py`. A run takes nothing but slots of the replicas it holds, and delays nothing but their
+installs. Whatever becomes of it, the training run goes on.
+"""
+
+from engine.commands import MeasureRows, StopMeasuring
+from engine.events import RowsFailed, RowsMeasured
+from engine.ids import Version
+from engine.scheduling.orders import Orders
+from engine.states.limits import ValidationLimits
+from engine.states.replica import Replica
+from engine.states.state import State
+from engine.states.validation import Chunk, Validation
+
+REASON_LENGTH = 1000
+"""Characters of a reason that are kept."""
+
+
+class ValidationScheduling:
+    """One run is served at a time: the oldest. Those due meanwhile wait, and the newest of them supersedes the rest."""
+
+    def __init__(self, state: State, orders: Orders) -> None:
+        self.state = state
+        self.books = state.validations
+        self.orders = orders
+        self.limits: ValidationLimits | None = state.limits.validation
+
+    # facts
+
+    def on_rows_measured(self, event: RowsMeasured) -> None:
+        found = self._current(event)
+        if found is None:
+            return
+        run, chunk = found
+        if event.version != run.version or not 0 <= event.right <= event.measured <= chunk.count:
+            self._attempt_lost(
+                run, chunk, f"its replica answers with version {event.version}, {event.measured} of {chunk.count} rows"
+            )
+            return
+        self.books.count(run, chunk, event.measured, event.right, event.reward)
+        if run.left:
+            return
+        if run.measured:
+            self._end(run, "report", "")
+        else:
+            self._end(run, "fail", "not one row could be measured")
+
+    def on_rows_failed(self, event: RowsFailed) -> None:
+        found = self._current(event)
+        if found is not None:
+            self._attempt_lost(*found, event.reason)
+
+    def _current(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk] | None:
+        """The chunk an event is about; None, counted, for the echo of an attempt already over."""
+        run = self.books.runs.get(event.validation)
+        if run is not None and 0 <= event.chunk < len(run.chunks):
+            chunk, replica = run.chunks[event.chunk], self.state.fleet.replicas.get(event.replica)
+            ours = replica is not None and replica.incarnation == event.incarnation and chunk.replica == replica.id
+            if ours and chunk.attempt == event.attempt:
+                return run, chunk
+        self.state.stale_echoes += 1
+        return None
+
+    def _attempt_lost(self, run: Validation, chunk: Chunk, reason: str) -> None:
+        self.books.put_back(run, chunk)
+        run.reason = reason[:REASON_LENGTH]
+
+    # orders
+
+    def advance(self) -> None:
+        """Queue what is due, give the oldest run its replicas, end what cannot go on."""
+        if self.limits is None or not self.state.started or self.state.outcome is not None:
+            return
+        self._queue_due(self.limits)
+        for run in list(self.books.runs.values()):
+            self._take_replicas(run, self.limits)
+            spent = self._why_it_cannot(run, self.limits)
+            if spent:
+                self._end(run, "fail", spent)
+            elif self._in_conflict(run, self.limits):
+                self._end(run, "cancel", f"it would keep every replica from version {self.state.latest_version}")
+            else:
+                return
+
+    def send(self) -> None:
+        """Fill free slots of the replicas that the served run holds. To be called before groups get them."""
+        run = self.books.served
+        if run is None:
+            return
+        for id in run.replicas:
+            replica = self.state.fleet.replicas[id]
+            if replica.state != "ready" or replica.version != run.version:
+                continue
+            while run.waiting and replica.free_for_chunks > 0:
+                if run.state == "queued":
+                    run.started_at = self.state.now
+                    self.books.fire(run, "start")
+                self._order(run, self.books.send(run, replica), replica)
+
+    def close(self) -> None:
+        """No newer version will come: measure the last one, if it was not yet, with every replica there is."""
+        if self.limits is None:
+            return
+        self.books.closing = True
+        self.state.disturb()
+        if self.limits.at_end and self.books.newest != self.state.latest_version:
+            self._queue(self.state.latest_version, self.limits)
+
+    def cancel_all(self, reason: str) -> None:
+        """The run ends before its validations do."""
+        for run in list(self.books.runs.values()):
+            self._end(run, "cancel", reason)
+
+    # deciding
+
+    def _queue_due(self, limits: ValidationLimits) -> None:
+        books, steps_in = self.books, self.state.steps_in
+        while books.considered < self.state.latest_version:
+            version = books.considered = books.considered + 1
+            self.state.disturb()
+            if version == 0:
+                due = limits.at_start
+            else:
+                due = bool(limits.every) and steps_in[version] // limits.every > steps_in[version - 1] // limits.every
+            if due:
+                self._queue(version, limits)
+
+    def _queue(self, version: Version, limits: ValidationLimits) -> None:
+        for run in [run for run in self.books.runs.values() if run.state == "queued"]:
+            self._end(run, "cancel", f"superseded by version {version} before it began")
+        steps = self.state.steps_in[version]
+        self.books.queue(version, steps, limits.rows, limits.rows_per_slot, self.state.now)
+
+    def _take_replicas(self, run: Validation, limits: ValidationLimits) -> None:
+        """Hold as many replicas as it may have: those that have its version already, then those that can get it."""
+        if not run.waiting:
+            return
+        kind = [r for r in self._kind(limits) if r.state != "lost"]
+        most = len(kind) if limits.own or self.books.closing else limits.replicas
+        if len(run.replicas) >= most:
+            return
+        fit = [r for r in kind if r.held < 0 and r.heading <= run.version]
+        fit.sort(key=lambda r: (r.version != run.version, r.heading != run.version, r.id))
+        for replica in fit[: most - len(run.replicas)]:
+            self.books.hold(run, replica)
+
+    def _kind(self, limits: ValidationLimits) -> list[Replica]:
+        """The replicas that may validate."""
+        return [r for r in self.state.fleet.replicas.values() if r.validator == limits.own]
+
+    def _why_it_cannot(self, run: Validation, limits: ValidationLimits) -> str:
+        """Why a run has to be given up; empty where it has not."""
+        attempts = self.state.limits.infrastructure_attempts
+        if run.refused >= attempts:
+            return f"{run.refused} replicas could not be brought to version {run.version}"
+        worst = max(run.chunks[index].failures for index in run.waiting) if run.waiting else 0
+        if worst >= attempts:
+            return f"{worst} attempts at the same rows failed, at last: {run.reason or self.state.last_failure}"
+        if run.replicas or not run.waiting:
+            return ""
+        kind = self._kind(limits)
+        coming = any(r.returns if r.state == "lost" else r.version <= run.version for r in kind)
+        if coming or len(kind) < (limits.replicas if limits.own else 1):
+            return ""
+        return f"no replica is left that could have version {run.version}"
+
+    def _in_conflict(self, run: Validation, limits: ValidationLimits) -> bool:
+        """Whether the run keeps every replica from a newer version, and is not to."""
+        if limits.own or limits.conflict != "cancel" or run.version == self.state.latest_version:
+            return False
+        rollouts = [r for r in self.state.fleet.rollouts() if r.state != "lost" or r.returns]
+        return bool(rollouts) and all(r.held == run.id for r in rollouts)
+
+    # telling
+
+    def _order(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
+        self.orders.add(
+            MeasureRows(validation=run.id, chunk=chunk.index, attempt=chunk.attempt, replica=replica.id,
+                        incarnation=replica.incarnation, version=run.version, first=chunk.first, count=chunk.count,
+                        cause=self.orders.cause)
+        )  # fmt: skip
+
+    def _end(self, run: Validation, trigger: str, reason: str) -> None:
+        run.reason = reason
+        run.ended_at = self.state.now
+        for id in run.replicas:
+            replica = self.state.fleet.replicas[id]
+            if replica.chunks:
+                self.orders.add(
+                    StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation,
+                                  cause=self.orders.cause)
+                )  # fmt: skip
+        self.books.fire(run, trigger)

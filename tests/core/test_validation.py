@@ -1,0 +1,537 @@
+"""Validation runs: when they are due, what they hold and what they leave alone, and that each ends once, whatever
+happens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring
+from engine.errors import ConfigError, EngineError
+from engine.events import ReplicaJoined, ReplicaLost, RowsFailed, RowsMeasured, StopRequested, SyncFailed
+from engine.policies import PolicySet
+from engine.scheduling.sync import SyncScheduling
+from engine.scheduling.validation import ValidationScheduling
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits, ValidationLimits
+from engine.states.validation import Validation, Validations
+from tests.core.scripted import Scripted
+
+ON_THE_WAY = ValidationLimits(rows=4, rows_per_slot=2, at_start=False, every=1, at_end=False)
+
+
+class Measured(Scripted):
+    """One group a step (B = 1), S = 2; validations by `validation`. Remembers how each ended."""
+
+    def __init__(self, validation: ValidationLimits = ON_THE_WAY, *, replicas: int = 2, **more: Any) -> None:
+        self.ended: list[Validation] = []
+        figures = {"train_batch_size": 1, "max_staleness_steps": 2, "max_concurrent_groups": 2, **more}
+        super().__init__(replicas=replicas, validation=validation, **figures)
+        fire = self.state.validations.fire
+
+        def watched(run: Validation, trigger: str) -> None:
+            fire(run, trigger)
+            if run.state not in ("queued", "running"):
+                self.ended.append(run)
+
+        self.state.validations.fire = watched  # type: ignore[method-assign]
+
+    def next_version(self) -> None:
+        """One train step more, and its publication."""
+        self.finish(self.running()[0])
+        self.train()
+        self.publish()
+
+    def out(self) -> list[MeasureRows]:
+        """Orders to measure that were neither answered nor taken back."""
+        runs = self.state.validations.runs
+        orders = [order for order in self.ordered(MeasureRows) if order.validation in runs]
+        return [
+            order
+            for order in orders
+            if runs[order.validation].chunks[order.chunk].replica == order.replica
+            and runs[order.validation].chunks[order.chunk].attempt == order.attempt
+        ]
+
+    def measured(self, order: MeasureRows, **changes: Any) -> None:
+        said = {
+            "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": order.replica,
+            "incarnation": order.incarnation, "version": order.version, "measured": order.count, "right": 1,
+            "reward": 1.0,
+        }  # fmt: skip
+        self.tell(RowsMeasured(**{**said, **changes}))
+
+    def fail_rows(self, order: MeasureRows) -> None:
+        self.tell(
+            RowsFailed(
+                validation=order.validation, chunk=order.chunk, attempt=order.attempt, replica=order.replica,
+                incarnation=order.incarnation, reason="no power",
+            )
+        )  # fmt: skip
+
+    def measure_all(self) -> None:
+        for _ in range(100):
+            if not self.out():
+                return
+            self.measured(self.out()[0])
+        raise AssertionError("more than a hundred chunks")
+
+    def lose(self, id: int, returns: bool = True) -> None:
+        incarnation = self.state.fleet.replicas[id].incarnation
+        self.tell(ReplicaLost(replica=id, incarnation=incarnation, returns=returns, reason="unplugged"))
+
+    def come_back(self, id: int) -> None:
+        incarnation = self.state.fleet.replicas[id].incarnation + 1
+        self.tell(ReplicaJoined(replica=id, incarnation=incarnation, slots=100, version=0))
+
+    def staged(self, id: int) -> list[int]:
+        return [order.version for order in self.ordered(StageWeights) if order.replica == id]
+
+    def ends(self) -> list[tuple[str, int]]:
+        return [(run.state, run.version) for run in self.ended]
+
+
+# when
+
+
+def test_the_initial_weights_are_measured_while_groups_run() -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True, rows=5))
+    assert [(o.first, o.count, o.version) for o in world.out()] == [(0, 2, 0), (2, 2, 0), (4, 1, 0)]
+    assert len(world.running()) == 2
+    world.measured(world.out()[0], measured=1, right=1, reward=1.0)
+    world.measure_all()
+    (run,) = world.ended
+    assert (run.state, run.version, run.steps, run.measured, run.right) == ("reported", 0, 0, 4, 3)
+    assert (run.accuracy, run.reward_mean) == (0.75, 0.75)
+
+
+def test_the_version_that_first_contains_a_multiple_is_due() -> None:
+    """k = 2, every 3 steps: version 2 holds steps 0 to 3 and so the third, version 3 the sixth, version 4 none new."""
+    world = Measured(replace(ON_THE_WAY, every=3), sync_every=2, max_staleness_steps=3, max_concurrent_groups=1)
+    due = []
+    for _ in range(4):
+        for _ in range(2):
+            world.finish(world.running()[0])
+            world.train()
+        world.publish()
+        for id in (0, 1):
+            world.install(id)
+        world.measure_all()
+        due.append(bool(world.ended) and world.ended[-1].version == world.state.latest_version)
+    assert due == [False, True, True, False]
+    assert world.ends() == [("reported", 2), ("reported", 3)]
+
+
+def test_nothing_is_measured_where_nothing_is_asked_for() -> None:
+    world = Scripted(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=1, max_steps=1)
+    world.finish(0)
+    world.train()
+    world.publish()
+    assert not world.ordered(MeasureRows)
+    assert world.ordered(FinishRun)[0].outcome == "finished"
+
+
+def test_the_end_of_a_run_is_not_measured_where_that_is_not_asked_for() -> None:
+    world = Measured(replace(ON_THE_WAY, every=0), max_steps=1)
+    world.next_version()
+    assert world.ordered(FinishRun)[0].outcome == "finished"
+    assert not world.ordered(MeasureRows)
+
+
+# what it holds
+
+
+def test_installs_are_delayed_on_its_replica_alone_and_its_version_is_kept() -> None:
+    world = Measured()
+    world.next_version()
+    world.install(0)
+    assert {order.version for order in world.out()} == {1} == {order.replica + 1 for order in world.out()}
+    world.install(1)
+    world.next_version()
+    assert (world.staged(0), world.staged(1)) == ([1], [1, 2])
+    world.install(1)
+    world.next_version()
+    world.install(1)
+    assert world.staged(1) == [1, 2, 3]
+    assert 1 not in [order.version for order in world.ordered(RetireWeights)]
+    world.measure_all()
+    assert world.ends() == [("cancelled", 2), ("reported", 1), ("reported", 3)]
+    assert 1 in [order.version for order in world.ordered(RetireWeights)]
+
+
+def test_a_validation_that_is_superseded_before_it_begins_is_cancelled() -> None:
+    world = Measured()
+    for version in (1, 2, 3):
+        world.next_version()
+        world.install(1)
+        if version == 1:
+            world.install(0)
+    assert [(run.version, run.state) for run in world.state.validations.runs.values()] == [
+        (1, "running"),
+        (3, "queued"),
+    ]
+    assert world.ends() == [("cancelled", 2)]
+    assert world.ended[0].reason == "superseded by version 3 before it began"
+    world.measure_all()
+    world.install(0)
+    assert world.state.fleet.replicas[0].version == 3
+    world.measure_all()
+    assert world.ends() == [("cancelled", 2), ("reported", 1), ("reported", 3)]
+
+
+def test_a_validation_that_waited_gets_its_version_installed_though_a_newer_one_is_there() -> None:
+    world = Measured(replace(ON_THE_WAY, every=2), max_staleness_steps=5, max_concurrent_groups=6)
+    for version in range(1, 6):
+        world.next_version()
+        world.install(1)
+        if version <= 2:
+            world.install(0)
+    world.measure_all()
+    assert world.ends() == [("reported", 2)]
+    assert world.staged(0)[-1] == 4
+    assert 4 not in [order.version for order in world.ordered(RetireWeights)]
+
+
+@pytest.mark.parametrize(("conflict", "ends"), [("hold", []), ("cancel", [("cancelled", 1)])])
+def test_what_holds_every_replica_is_a_conflict_once_a_newer_version_is_there(
+    conflict: str, ends: list[tuple[str, int]]
+) -> None:
+    world = Measured(replace(ON_THE_WAY, every=3, at_start=True, conflict=conflict, replicas=2), replicas=1)
+    world.measure_all()
+    world = Measured(replace(ON_THE_WAY, every=1, conflict=conflict), replicas=1)
+    world.next_version()
+    world.install(0)
+    assert world.out()
+    assert world.ends() == []
+    world.next_version()
+    assert world.ends() == ends
+    assert bool(world.ordered(StopMeasuring)) == bool(ends)
+    assert world.staged(0) == ([1, 2] if ends else [1])
+
+
+def test_a_replica_that_comes_back_is_no_reason_for_a_conflict() -> None:
+    world = Measured(replace(ON_THE_WAY, conflict="cancel"))
+    world.next_version()
+    world.install(0)
+    world.install(1)
+    world.lose(1)
+    world.next_version()
+    assert world.ends() == []
+    world.lose(1, returns=False)
+    assert world.ends() == [("cancelled", 1)]
+
+
+def test_a_validation_takes_free_slots_before_groups_and_never_more() -> None:
+    validation = replace(ON_THE_WAY, at_start=True, rows=6, rows_per_slot=1)
+    world = Measured(validation, replicas=0, max_staleness_steps=7, max_concurrent_groups=8)
+    world.tell(ReplicaJoined(replica=0, incarnation=1, slots=2, version=0))
+    assert (len(world.out()), len(world.running())) == (2, 0)
+    world.tell(ReplicaJoined(replica=1, incarnation=1, slots=2, version=0))
+    assert (len(world.out()), len(world.running())) == (2, 2)
+    assert {order.replica for order in world.ordered(StartGroup)} == {1}
+    for _ in range(5):
+        if len(world.out()) == 2:
+            world.measured(world.out()[0])
+    assert (len(world.out()), len(world.running())) == (1, 3)
+
+
+def test_the_last_version_may_have_every_replica() -> None:
+    world = Measured(replace(ON_THE_WAY, every=0, at_end=True), max_steps=1, replicas=3)
+    world.next_version()
+    assert world.staged(2) == [1]
+    for id in range(3):
+        world.install(id)
+    assert set(next(iter(world.state.validations.runs.values())).replicas) == {0, 1, 2}
+    assert not world.ordered(FinishRun)
+    world.measure_all()
+    assert world.ordered(FinishRun)[0].outcome == "finished"
+    assert world.ends() == [("reported", 1)]
+
+
+# what goes wrong
+
+
+def test_a_lost_replica_s_rows_go_on_where_the_version_is() -> None:
+    validation = replace(ON_THE_WAY, at_start=True, every=0)
+    world = Measured(validation)
+    first = world.out()
+    world.lose(0)
+    assert [(o.replica, o.first, o.attempt) for o in world.out()] == [(1, 0, 2), (1, 2, 2)]
+    before = world.state.stale_echoes
+    world.measured(first[0])
+    assert world.state.stale_echoes == before + 1
+    world.measure_all()
+    assert world.ended[0].measured == 4
+
+
+def test_a_version_that_only_a_lost_replica_had_is_installed_on_its_next_life() -> None:
+    world = Measured(replace(ON_THE_WAY, every=2), max_staleness_steps=5, max_concurrent_groups=6)
+    for version in (1, 2, 3):
+        world.next_version()
+        world.install(1)
+        if version <= 2:
+            world.install(0)
+    assert {order.version for order in world.out()} == {2}
+    world.lose(0)
+    assert world.out() == []
+    assert world.ends() == []
+    world.come_back(0)
+    assert world.staged(0)[-1] == 2
+    assert 2 not in [order.version for order in world.ordered(RetireWeights)]
+    replica = world.state.fleet.replicas[0]
+    assert replica.staging == 2
+
+
+def test_where_no_replica_can_have_the_version_the_validation_fails_and_the_run_does_not() -> None:
+    world = Measured(replace(ON_THE_WAY, every=2), max_staleness_steps=5, max_concurrent_groups=6)
+    for version in (1, 2, 3):
+        world.next_version()
+        world.install(1)
+        if version <= 2:
+            world.install(0)
+    world.lose(0, returns=False)
+    assert world.ends() == [("failed", 2)]
+    assert "no replica is left" in world.ended[0].reason
+    assert world.state.outcome is None
+    assert 2 in [order.version for order in world.ordered(RetireWeights)]
+
+
+def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True, every=0), infrastructure_attempts=3)
+    for _ in range(3):
+        assert world.ends() == []
+        world.fail_rows(next(order for order in world.out() if order.first == 0))
+    assert world.ends() == [("failed", 0)]
+    assert "3 attempts at the same rows failed, at last: no power" in world.ended[0].reason
+    assert world.state.outcome is None
+    assert len(world.ordered(StopMeasuring)) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"version": 7}, {"measured": 3}, {"right": 3}, {"measured": 1, "right": 2}])
+def test_an_answer_that_cannot_be_is_an_attempt_lost(wrong: dict[str, int]) -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True, every=0))
+    world.measured(world.out()[0], **wrong)
+    assert next(iter(world.state.validations.runs.values())).chunks[0].failures == 1
+    world.measure_all()
+    assert (world.ends(), world.ended[0].measured) == ([("reported", 0)], 4)
+
+
+def test_a_repeated_answer_is_counted_once() -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True, every=0))
+    order = world.out()[0]
+    world.measured(order)
+    world.measured(order)
+    world.measure_all()
+    world.measured(order)
+    assert (world.ended[0].measured, world.state.stale_echoes) == (4, 2)
+
+
+def test_a_validation_of_which_no_row_could_be_measured_has_failed() -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True, every=0))
+    for order in world.out():
+        world.measured(order, measured=0, right=0, reward=0.0)
+    assert (world.ends(), world.ended[0].reason) == ([("failed", 0)], "not one row could be measured")
+
+
+def test_a_last_version_that_cannot_be_installed_fails_its_validation_and_not_the_run() -> None:
+    limits = {"max_steps": 1, "infrastructure_attempts": 2}
+    world = Measured(replace(ON_THE_WAY, every=0, at_end=True), replicas=1, **limits)
+    world.next_version()
+    for _ in range(20):
+        if world.state.outcome is not None:
+            break
+        replica = world.state.fleet.replicas[0]
+        place = {"replica": 0, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
+        if replica.state == "lost":
+            world.come_back(0)
+        else:
+            world.tell(SyncFailed(**place, version=1, reason="torn"))
+    assert world.ends() == [("failed", 1)]
+    assert world.state.outcome is not None and world.state.outcome.outcome == "finished"
+
+
+def test_a_stopped_run_cancels_what_is_being_measured() -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True))
+    world.tell(StopRequested(reason="enough"))
+    assert (world.ends(), world.ended[0].reason) == ([("cancelled", 0)], "the run ended: enough")
+    assert world.ordered(FinishRun)[0].outcome == "stopped"
+
+
+# replicas of its own
+
+
+def test_replicas_of_its_own_run_no_group_and_take_only_versions_to_be_measured() -> None:
+    validation = replace(ON_THE_WAY, at_start=True, every=2, own_from=1, at_end=True)
+    world = Measured(validation, replicas=2, max_steps=3)
+    assert {order.replica for order in world.ordered(StartGroup)} == {0}
+    assert {order.replica for order in world.out()} == {1}
+    world.measure_all()
+    for version in (1, 2, 3):
+        world.next_version()
+        world.install(0)
+        if version == 2:
+            world.install(1)
+    assert (world.staged(0), world.staged(1)) == ([1, 2, 3], [2])
+    assert 2 not in [order.version for order in world.ordered(RetireWeights)]
+    assert world.view.least_loaded(0) == 0
+    world.measure_all()
+    world.install(1)
+    assert not world.ordered(FinishRun)
+    world.measure_all()
+    assert world.ends() == [("reported", 0), ("reported", 2), ("reported", 3)]
+    assert world.ordered(FinishRun)[0].outcome == "finished"
+
+
+def test_the_loss_of_its_own_replicas_ends_validations_and_never_the_run() -> None:
+    world = Measured(replace(ON_THE_WAY, at_start=True, own_from=1, at_end=True), replicas=2, max_steps=1)
+    world.lose(1, returns=False)
+    assert world.ends() == [("failed", 0)]
+    world.next_version()
+    assert world.ends() == [("failed", 0), ("failed", 1)]
+    assert world.ordered(FinishRun)[0].outcome == "finished"
+
+
+# worlds
+
+
+@pytest.mark.parametrize("own_from", [None, 2])
+def test_a_validation_that_takes_for_ever_delays_nobody_else(own_from: int | None) -> None:
+    """Measuring takes a million seconds: every step is trained, and every version installed elsewhere, before that."""
+    validation = ValidationLimits(rows=4, at_start=True, every=1, at_end=True, own_from=own_from)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=8, validation=validation
+    )
+    world = World(Setting(limits=limits, replicas=2, prompts=40, measure_s=1e6, max_tokens=60))
+    assert world.run().outcome == "finished"
+    assert len(world.judge.trained_at) == 8
+    assert max(world.judge.trained_at.values()) < 1e4
+    installed = {id: {v: at for (r, v), at in world.judge.installed_at.items() if r == id} for id in range(2)}
+    quick = [id for id, versions in installed.items() if versions and max(versions.values()) < 1e4]
+    assert len(quick) == (2 if own_from is not None else 1)
+    assert all(set(installed[id]) >= {2, 4, 6, 8} for id in quick)
+    reported = [version for state, version, _ in world.judge.validations.values() if state == "reported"]
+    assert reported == [0, 8]
+
+
+def worlds(count: int) -> list[World]:
+    """Small rough worlds with a validation of every version."""
+    made = []
+    for seed in range(count):
+        validation = ValidationLimits(
+            rows=13, rows_per_slot=3, every=1 + seed % 2, replicas=1 + seed % 2, own_from=3 if seed % 3 == 0 else None,
+            conflict=("hold", "cancel")[seed % 2],
+        )  # fmt: skip
+        limits = Limits(
+            train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, infrastructure_attempts=50,
+            validation=validation,
+        )  # fmt: skip
+        faults = Faults(die=0.02, lose=0.1, duplicate=0.2, fail_rows=0.1, fail_sync=0.05)
+        setting = Setting(limits=limits, replicas=3, slots=2, prompts=42, seed=seed, faults=faults, train_s=5.0)
+        made.append(World(setting, PolicySet.from_names({"sync": ("rolling", "together")[seed % 2]})))
+    return made
+
+
+def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = SyncScheduling._retire
+
+    def retire(self: SyncScheduling, latest: int) -> None:
+        runs, self.state.validations.runs = self.state.validations.runs, {}
+        honest(self, latest)
+        self.state.validations.runs = runs
+
+    monkeypatch.setattr(SyncScheduling, "_retire", retire)
+
+
+def held_replicas_take_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SyncScheduling, "_target", lambda self, replica: self.state.latest_version)
+
+
+def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Validations.release
+
+    def release(self: Validations, run: Validation, replica: Any, *, failed: bool = False) -> None:
+        honest(self, run, replica, failed=failed)
+        replica.held = run.id
+
+    monkeypatch.setattr(Validations, "release", release)
+
+
+def rows_of_a_lost_replica_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Validations.lose
+
+    def lose(self: Validations, replica: Any) -> None:
+        run = self.runs.get(replica.held)
+        waiting = list(run.waiting) if run is not None else []
+        honest(self, replica)
+        if run is not None:
+            run.waiting[:] = waiting
+
+    monkeypatch.setattr(Validations, "lose", lose)
+
+
+def repeated_answers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(self: Validations, run: Validation, chunk: Any, measured: int, right: int, reward: float) -> None:
+        honest(self, run, chunk, measured, right, reward)
+        run.measured += measured
+
+    honest = Validations.count
+    monkeypatch.setattr(Validations, "count", count)
+
+
+def groups_run_on_validators(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.states.replica import Replica
+
+    def count_taken(self: Replica) -> None:
+        self.taken = len(self.chunks)
+
+    monkeypatch.setattr(Replica, "count_taken", count_taken)
+
+
+def the_run_ends_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ValidationScheduling, "close", lambda self: None)
+
+
+WRONG = [
+    versions_are_retired_under_their_validation, held_replicas_take_new_weights, repeated_answers_count,
+    replicas_are_held_beyond_the_validation, rows_of_a_lost_replica_are_forgotten, groups_run_on_validators,
+    the_run_ends_without_waiting,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("put_in", WRONG)
+def test_wrong_variants_are_caught(
+    put_in: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for world in worlds(12):
+        world.run()
+    put_in(monkeypatch)
+    with pytest.raises(EngineError):
+        for world in worlds(60):
+            world.run(events=20_000)
+
+
+# figures
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rows": 0}, "rows"),
+        ({"every": -1}, "every"),
+        ({"conflict": "wait"}, "conflict"),
+        ({"replicas": 0}, "replicas"),
+    ],
+)
+def test_figures_out_of_law_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"validation.{field}"):
+        ValidationLimits(**{"rows": 4, **changes})
+
+
+def test_figures_travel_in_a_header() -> None:
+    limits = Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1, validation=ON_THE_WAY)
+    assert Limits.from_plain(limits.to_plain()) == limits
+    plain = limits.to_plain()
+    plain["validation"]["unheard"] = 1
+    with pytest.raises(ConfigError, match=r"limits\.validation"):
+        Limits.from_plain(plain)
