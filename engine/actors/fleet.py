@@ -183,6 +183,10 @@ class Fleet:
                 raise EngineError(lacking)
             link = self._start(before.replica, before.incarnation + 1)
             await link.actor.open.remote()
+        except asyncio.CancelledError:
+            if link is not None:
+                link.end()
+            raise
         except Exception as error:
             log.exception("replica %d could not be started again", before.replica)
             if link is not None:

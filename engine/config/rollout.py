@@ -54,7 +54,7 @@ class RolloutSection(Section):
     )
     device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
     gpus: float = Field(
-        0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica; 0: one for each of vLLM's workers."
+        0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica; 0: a share, or one for each vLLM worker."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."

@@ -40,7 +40,7 @@ class Story:
 
     outcome: str
     given: dict[str, tuple[str, int]]
-    shapes: dict[str, tuple[str, list[float]]]
+    shapes: dict[str, tuple[str, tuple[float, ...]]]
     """By group: strategy, GPUs of each bundle."""
     states: set[str]
     free: float
@@ -56,7 +56,7 @@ def carried_out(directory: Path, deadly: int = -1, **changes: Any) -> Story:
     files = sorted(directory.glob("given-*"))
     given = {path.name: (path.read_text().split()[0], int(path.read_text().split()[1])) for path in files}
     shapes = {
-        key: (row["strategy"], [bundle["GPU"] for bundle in row["bundles"].values()]) for key, row in table.items()
+        key: (row["strategy"], tuple(bundle["GPU"] for bundle in row["bundles"].values())) for key, row in table.items()
     }
     states = {row["state"] for row in table.values()}
     return Story(outcome, given, shapes, states, until_free())

@@ -18,26 +18,25 @@ def cluster_of_gpus() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def test_each_life_of_a_replica_has_a_group_that_ends_with_it(
+def test_a_new_life_of_a_replica_gets_the_gpus_of_the_one_before(
     cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
-    story = cluster_of_gpus.submit(carried_out, tmp_path, deadly=3, rollout_gpus=2.0).result()
+    changes = {"replicas": 1, "rollout_gpus": 4.0}
+    story = cluster_of_gpus.submit(carried_out, tmp_path, deadly=3, **changes).result()
     assert story.outcome == "finished"
-    assert len(story.given) == 3, "two replicas, one of which died once"
-    groups = {group for group, _ in story.given.values()}
-    assert groups == set(story.shapes), "a group was made for each life and for nothing else"
-    assert {gpus for _, gpus in story.given.values()} == {2}
-    assert {(strategy, tuple(bundles)) for strategy, bundles in story.shapes.values()} == {("STRICT_PACK", (2.0,))}
-    assert story.states == {"REMOVED"}
-    assert story.free == GPUS
+    lives = list(story.given.values())
+    assert [gpus for _, gpus in lives] == [4, 4], "there are not enough for both at once"
+    assert {group for group, _ in lives} == set(story.shapes) and len(story.shapes) == 2
+    assert set(story.shapes.values()) == {("STRICT_PACK", (4.0,))}
+    assert (story.states, story.free) == ({"REMOVED"}, GPUS)
 
 
 def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
-    changes = {"replicas": 1, "rollout_gpus": 3.0, "rollout_spread": True}
+    changes = {"replicas": 2, "rollout_gpus": 2.0, "rollout_spread": True}
     story = cluster_of_gpus.submit(carried_out, tmp_path, **changes).result()
     assert story.outcome == "finished"
-    assert [gpus for _, gpus in story.given.values()] == [0], "the GPUs are for the workers"
-    assert list(story.shapes.values()) == [("PACK", [1.0, 1.0, 1.0])]
+    assert [gpus for _, gpus in story.given.values()] == [0, 0], "the GPUs are for the workers"
+    assert list(story.shapes.values()) == [("PACK", (1.0, 1.0))] * 2
     assert (story.states, story.free) == ({"REMOVED"}, GPUS)
 
 

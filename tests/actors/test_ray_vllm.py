@@ -13,7 +13,7 @@ from engine.actors.models import plan_of
 from engine.actors.run import start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
-from engine.events import GroupGenerated, PrefixStored, ReplicaLost, WeightsInstalled
+from engine.events import GroupGenerated, PrefixStored, ReplicaLost, SyncFailed, WeightsInstalled
 from engine.schedule import Handled, read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 STEPS, BATCH, SAMPLES, EVERY = 3, 4, 4, 10
 
 
-def tree(made: Path) -> dict[str, Any]:
+def tree(made: Path, transport: str) -> dict[str, Any]:
     """A model hardly trained, so that its responses are of any length; heads of 32, as vLLM on a CPU wants them."""
     arithmetic = {"train_prompts": 200, "validation_prompts": 4, "warmup_steps": 12, "layers": 4, "heads": 2}
     return {
@@ -30,7 +30,7 @@ def tree(made: Path) -> dict[str, Any]:
         "model": {"make": "arithmetic", "arithmetic": arithmetic},
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 2},
         "rollout": {
-            "backend": "vllm", "replicas": 2, "slots": 6, "max_tokens": 150,
+            "backend": "vllm", "transport": transport, "replicas": 2, "slots": 6, "max_tokens": 150,
             "engine_args": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256},
         },
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
@@ -39,10 +39,11 @@ def tree(made: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["object_store", "vllm"])
+def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tmp_path: Path, transport: str) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    planned = plan_of(parse_config(tree(tmp_path)), run_dir)
+    planned = plan_of(parse_config(tree(tmp_path, transport)), run_dir)
     deadly = replace(planned, make_rollout=partial(deadly_rollout, planned.make_rollout, run_dir))
     with start(deadly) as run:
         status = run.wait()
@@ -51,6 +52,8 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     scheduler = check_record(run_dir)
     assert scheduler.state.steps_trained == STEPS
     assert len(events_of(run_dir, WeightsInstalled)) >= STEPS - 1, "the last version is not needed any more"
+
+    assert all(failed.replica == 0 for failed in events_of(run_dir, SyncFailed)), "only where the engine died"
 
     (lost,) = events_of(run_dir, ReplicaLost)
     assert (lost.replica, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
