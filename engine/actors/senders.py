@@ -19,6 +19,8 @@ from engine.hosts.reasons import reason_of
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Turn
 
+GIVEN_UP = "the group was given up"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
@@ -109,7 +111,13 @@ class Conversation:
         return await self._next()
 
     def close(self) -> None:
-        """Give up the group; whoever waits in it fails."""
+        """Give up the group; whoever waits in it fails, and nobody is asked any more."""
+        waiting = [] if self._asked is None else [self._asked]
+        while not self._calls.empty():
+            waiting.append(self._calls.get_nowait()[1])
+        self._asked = None
+        for asked in waiting:
+            asked.set_result(GIVEN_UP)
         if self._sender is not None:
             threading.Thread(target=self._sender.close, name=f"leave-{self.group}", daemon=True).start()
 

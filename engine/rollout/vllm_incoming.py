@@ -72,8 +72,7 @@ class Incoming:
             assert self._group is not None
             await self._converse(weights, Send(group=self._group, version=version, wanted=wanted), limit_s)
         except EngineError as error:
-            await self._leave()
-            return str(error)
+            return await self._leave(str(error))
         return ""
 
     async def _join(self, weights: SentWeights) -> None:
@@ -86,10 +85,14 @@ class Incoming:
         await self._converse(weights, Join(group=group, workers=workers), JOIN_S)
         self._group = group
 
-    async def _leave(self) -> None:
-        """Give up the group and what was half received. Raises: `EngineError` where vLLM cannot."""
+    async def _leave(self, wrong: str) -> str:
+        """Give up the group and what was half received; why, and why not if vLLM cannot."""
         self._group = None
-        await self._control(self._engine.collective_rpc("abandon_weight_update"))
+        try:
+            await self._control(self._engine.collective_rpc("abandon_weight_update"))
+        except EngineError as error:
+            return f"{wrong}; the engine could not leave its group: {error}"
+        return wrong
 
     async def _converse(self, weights: SentWeights, turn: Turn, limit_s: float) -> None:
         """Carry out whatever the holder's side asks for, until it is done. Raises: `EngineError`."""
