@@ -18,7 +18,7 @@ from engine.rollout.vllm_weights import ModelTensors, StagingArea
 
 Control = Callable[..., Awaitable[Any]]
 """`VllmBackend._control`: what vLLM answers to a call within so many seconds, after which the backend has failed."""
-JOIN_S = 120.0
+JOIN_S = 300.0
 """How long a group may take to come about; most of it is the holder's first import of vLLM."""
 
 
