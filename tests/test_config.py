@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import Config, check_config, load_config, parse_config
+from engine.config.check import check_nccl
 from engine.config.loading import expected, fields
+from engine.config.machine import gpu_count
 from engine.config.schema import ArithmeticSection, TrainerSection
 from engine.errors import ConfigError
 from engine.states.limits import Limits
@@ -426,6 +428,19 @@ def test_check_of_a_plain_configuration_has_nothing_to_note() -> None:
     [
         ({"backend": "vllm", "engine_args": {"model": "x"}}, "rollout.engine_args.model", "the engine sets it"),
         ({"backend": "torch", "engine_args": {"dtype": "float32"}}, "rollout.engine_args", "rollout.backend: vllm"),
+        ({"backend": "torch", "transport": "vllm"}, "rollout.transport", "distributed would hold"),
+        (
+            {"backend": "vllm", "engine_args": {"weight_transfer_config": {}}},
+            "rollout.engine_args.weight_transfer_config",
+            "rollout.transport: vllm",
+        ),
+        (
+            {"backend": "vllm", "engine_args": {"tensor_parallel_size": "2"}},
+            "rollout.engine_args.tensor_parallel_size",
+            "whole number",
+        ),
+        ({"backend": "vllm", "gpus": 2, "engine_args": {"tensor_parallel_size": 4}}, "rollout.gpus", "4 would hold"),
+        ({"gpus": 1.5}, "rollout.gpus", "1 would hold"),
         ({"backend": "vllm", "install_timeout_s": 0.0}, "rollout.install_timeout_s", "above 0"),
         ({"backend": "vllm", "receive_bucket_mb": 0}, "rollout.receive_bucket_mb", "at least 1"),
     ],
@@ -441,6 +456,32 @@ def test_an_engine_argument_that_vllm_does_not_know_is_named_with_the_nearest() 
     config = parse_config({**MADE, "rollout": {"backend": "vllm", "engine_args": {"tensor_paralel_size": 2}}})
     with pytest.raises(ConfigError, match="tensor_parallel_size would hold"):
         check_config(config)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "vllm"])
+def test_nccl_is_refused_where_gpus_are_too_few(transport: str) -> None:
+    backend: dict[str, Any] = {"backend": "vllm", "engine_args": {"tensor_parallel_size": 2}}
+    rollout = {"transport": transport, "transport_backend": "nccl", "replicas": 2} | (
+        backend if transport == "vllm" else {}
+    )
+    config = parse_config({**MADE, "rollout": rollout})
+    needed = 6 if transport == "vllm" else 4
+    with pytest.raises(ConfigError, match=f"{needed}; there are {needed - 1}; .*gloo would hold"):
+        check_nccl(config, needed - 1, False)
+    check_nccl(config, needed, False)
+    check_nccl(config, None, False)
+    if transport == "vllm":
+        with pytest.raises(ConfigError, match="built for CPUs"):
+            check_nccl(config, needed, True)
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
+    assert gpu_count(tmp_path) == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpu_count(tmp_path) == 2
+    (tmp_path / "dxg").touch()
+    assert gpu_count(tmp_path) is None
 
 
 def test_a_check_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

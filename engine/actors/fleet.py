@@ -13,11 +13,13 @@ import ray
 from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason, raised
+from engine.actors.placement import Place, place, shortfall
 from engine.actors.plan import Plan
 from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.commands import Command
+from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
 from engine.ids import Incarnation, ReplicaId
 
@@ -30,12 +32,13 @@ GOODBYE_S = 5.0
 class ReplicaLink:
     """One life of a replica as seen from here: its actor, and the orders that wait for the end of the drain."""
 
-    __slots__ = ("actor", "incarnation", "orders", "replica", "sequence")
+    __slots__ = ("_place", "actor", "incarnation", "orders", "replica", "sequence")
 
-    def __init__(self, replica: ReplicaId, incarnation: Incarnation, actor: Any) -> None:
+    def __init__(self, replica: ReplicaId, incarnation: Incarnation, actor: Any, place: Place) -> None:
         self.replica = replica
         self.incarnation = incarnation
         self.actor = actor
+        self._place = place
         self.orders: list[Order] = []
         self.sequence = 0
 
@@ -43,6 +46,11 @@ class ReplicaLink:
         self.sequence += 1
         self.actor.carry_out.remote(self.sequence, pack_orders(self.orders))
         self.orders = []
+
+    def end(self) -> None:
+        """Kill the actor and give back what was set aside for it."""
+        ray.kill(self.actor)
+        self._place.free()
 
 
 class Fleet:
@@ -118,12 +126,13 @@ class Fleet:
 
     def _start(self, replica: ReplicaId, incarnation: Incarnation) -> ReplicaLink:
         plan, (packed, *handles) = self._plan, self._given
+        placed = place(plan)
         actor = (
             ray.remote(RolloutActor)
-            .options(num_cpus=0, num_gpus=plan.rollout_gpus, enable_task_events=False, max_concurrency=100_000)
+            .options(num_cpus=0, enable_task_events=False, max_concurrency=100_000, **placed.options)
             .remote(packed, replica, incarnation, *handles, self._gateway)
         )
-        return ReplicaLink(replica, incarnation, actor)
+        return ReplicaLink(replica, incarnation, actor, placed)
 
     async def _watch(self, link: ReplicaLink) -> None:
         try:
@@ -145,7 +154,7 @@ class Fleet:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
         del self._links[link.replica]
         self._ordered.pop(link.replica, None)
-        ray.kill(link.actor)
+        link.end()
         returns = self._restarts[link.replica] < self._plan.replica_restarts
         if returns:
             self._restarts[link.replica] += 1
@@ -155,12 +164,21 @@ class Fleet:
 
     async def _return(self, before: ReplicaLink, reason: str) -> None:
         """Bring up the next life of a replica, with its first weights; the scheduler gives it the newest."""
-        link = self._start(before.replica, before.incarnation + 1)
+        link: ReplicaLink | None = None
         try:
+            lacking = await asyncio.to_thread(shortfall, self._plan, len(self._links) + 1)
+            if lacking:
+                raise EngineError(lacking)
+            link = self._start(before.replica, before.incarnation + 1)
             await link.actor.open.remote()
+        except asyncio.CancelledError:
+            if link is not None:
+                link.end()
+            raise
         except Exception as error:
             log.exception("replica %d could not be started again", before.replica)
-            ray.kill(link.actor)
+            if link is not None:
+                link.end()
             story = f"{reason}; it could not be started again: {failure_reason(error)}"
             again = self._restarts[before.replica] < self._plan.replica_restarts
             if again:
@@ -172,7 +190,7 @@ class Fleet:
                 )
             return
         if self._closed:
-            ray.kill(link.actor)
+            link.end()
             return
         self._links[before.replica] = link
         link.actor.join.remote()
@@ -187,7 +205,7 @@ class Fleet:
         for end in closing:
             end.cancel()
         for link in self._links.values():
-            ray.kill(link.actor)
+            link.end()
         self.trainer.close()
         for task in self._tasks:
             task.cancel()

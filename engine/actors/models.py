@@ -13,7 +13,8 @@ from typing import Any
 
 from engine.actors.agents import check_agent, gateway_of, generator_maker
 from engine.actors.plan import Plan, Restore, Rollout
-from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
+from engine.actors.senders import Wire
+from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport
 from engine.config import Config, check_backend
 from engine.config.inputs import model_directory, object_store_bytes
 from engine.config.rollout import RolloutSection
@@ -22,6 +23,7 @@ from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.vllm_args import built_for_cpu, workers_of
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
@@ -78,11 +80,18 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
         object_store_bytes=object_store_bytes(config, model_directory(config)),
-        rollout_gpus=config.rollout.gpus,
+        rollout_gpus=gpus_of(config.rollout),
+        rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
     )
 
 
-def _distributed(rollout: RolloutSection) -> Transport:
+def gpus_of(rollout: RolloutSection) -> float:
+    """GPUs that Ray sets aside for a replica; 0: whatever share there is."""
+    workers = workers_of(rollout.engine_args) if rollout.backend == "vllm" and not built_for_cpu() else 1
+    return rollout.gpus or (workers if workers > 1 else 0.0)
+
+
+def _distributed(rollout: RolloutSection) -> DistributedTransport:
     # Both ends of a message hold a bucket of its size.
     bucket_mb = min(rollout.send_bucket_mb, rollout.receive_bucket_mb)
     return DistributedTransport(
@@ -90,9 +99,22 @@ def _distributed(rollout: RolloutSection) -> Transport:
     )
 
 
+def _by_vllm(rollout: RolloutSection) -> Transport:
+    inward = _distributed(rollout)
+    wire = Wire(
+        backend=inward.backend,
+        bucket_bytes=inward.bucket_bytes,
+        # A worker that waits in vain must give up while the install may still be undone.
+        timeout_s=min(rollout.transport_timeout_s, rollout.install_timeout_s / 2),
+        limit_s=rollout.install_timeout_s,
+    )
+    return VllmTransport(inward, wire)
+
+
 TRANSPORTS: dict[str, Callable[[RolloutSection], Transport]] = {
     "object_store": lambda rollout: ObjectStoreTransport(),
     "distributed": _distributed,
+    "vllm": _by_vllm,
 }
 """By `rollout.transport`."""
 
@@ -184,6 +206,7 @@ def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutB
         engine_args=r.engine_args,
         receive_bucket_mb=r.receive_bucket_mb,
         install_timeout_s=r.install_timeout_s,
+        weight_transfer=r.transport_backend if r.transport == "vllm" else None,
     )
 
 

@@ -5,15 +5,7 @@ Made and read by `transfer.py`. Plain data, so that who only passes it on needs 
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What is sent: each tensor once, in this order, and which of them every name means (tied names share one)."""
-
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """(type, shape)"""
-    names: tuple[tuple[str, int], ...]
-    """(name, index into `tensors`)"""
+from engine.rollout.sent_weights import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

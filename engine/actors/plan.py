@@ -81,6 +81,9 @@ class Plan:
     object_store_bytes: int | None = 256 << 20
     """Of Ray's object store, where the run starts a cluster of its own; None: as much as may be."""
     rollout_gpus: float = 0.0
+    """Of each replica; above 1 a whole number, together on one node."""
+    rollout_spread: bool = False
+    """Several GPUs of a replica may be on several nodes: vLLM's Ray executor takes them one by one."""
     trainer_gpus: float = 0.0
 
     def __post_init__(self) -> None:

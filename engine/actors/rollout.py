@@ -68,7 +68,7 @@ class RolloutActor:
             generator=self._rollout.generator,
             samples=plan.samples,
             trajectories=RemoteTrajectories(trajectories),
-            weights=RemoteWeights(weights, plan.transport),
+            weights=RemoteWeights(weights, plan.transport, self._replica),
             emit=outbox.add,
             broken=self._break,
             prefix_every_tokens=plan.prefix_every_tokens,

@@ -4,7 +4,6 @@ Called by the command line and by users with a plan of their own, in the process
 are children of the scheduler actor and it of this process: when this process goes, however it goes, so do they.
 """
 
-import dataclasses
 import logging
 import os
 import signal
@@ -18,13 +17,13 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from engine.actors.failures import raised, unwrapped
 from engine.actors.models import Progress, plan_of
+from engine.actors.placement import with_gpus
 from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.scheduler import SchedulerActor, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.config.machine import object_store_limit
-from engine.errors import ConfigError
 from engine.metrics.status import Status
 
 OBJECT_STORE_BYTES = 256 << 20
@@ -87,24 +86,6 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-def with_gpus(plan: Plan) -> Plan:
-    """Share the cluster's GPUs out, evenly and at most one to an actor; a plan that says otherwise stands.
-
-    Raises: `ConfigError` where the transport needs more than there are.
-    """
-    gpus = float(ray.cluster_resources().get("GPU", 0))
-    replicas = len(plan.lives())
-    needed = replicas + 2
-    if plan.transport.store_gpus and gpus < needed:
-        law = f"each replica, the trainer and the weights store need a GPU of their own: {needed}; there are {gpus:g}"
-        raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
-    gpus -= plan.transport.store_gpus
-    if not gpus or plan.rollout_gpus or plan.trainer_gpus:
-        return plan
-    share = min(1.0, int(1000 * gpus / (replicas + 1)) / 1000)
-    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share)
 
 
 class RunHandle:

@@ -12,11 +12,13 @@ import ray
 
 from engine.actors.failures import named
 from engine.actors.outbox import Batcher
+from engine.actors.senders import Senders, Wire
 from engine.actors.transports import Transport
 from engine.actors.wire import pack_group, unpack_group
 from engine.hosts.trajectories import StoreStats, TrajectoryStore
 from engine.hosts.weights import WeightsStore
-from engine.ids import GroupId, Version
+from engine.ids import GroupId, ReplicaId, Version
+from engine.rollout.sent_weights import Call, Turn
 from engine.trajectory import TrajectoryGroup
 
 Packed = tuple[GroupId, int, bytes]
@@ -82,6 +84,7 @@ class WeightsStoreActor:
     def __init__(self, transport: Transport) -> None:
         self._store = WeightsStore()
         self._transport = transport
+        self._senders = Senders()
 
     async def alive(self) -> None:
         """Never answered: that the actor dies is known by this call."""
@@ -91,9 +94,13 @@ class WeightsStoreActor:
         """Have the weights of a version from the trainer; returns once they no longer need it."""
         self._store.put(version, await self._transport.keep(publisher.give.remote(version)))
 
-    async def get(self, version: Version) -> Any:
-        """What `Transport.take` makes weights of."""
-        return self._transport.give(self._store.get(version))
+    async def get(self, version: Version, reader: ReplicaId | None) -> Any:
+        """What `Transport.take` makes weights of, for a replica or for a trainer."""
+        return self._transport.give(self._store.get(version), reader)
+
+    async def turn(self, reader: ReplicaId, wire: Wire, turn: Turn) -> Call | None:
+        """A replica's engine takes its turn in getting weights: `SentByStore.exchange`."""
+        return await self._senders.turn(reader, wire, turn, self._store.get)
 
     async def retire(self, version: Version) -> None:
         self._store.retire(version)
@@ -104,11 +111,13 @@ class WeightsStoreActor:
 
 
 class RemoteWeights:
-    """The store actor from a replica or the trainer. The trainer's actor must have `give`, which calls `handed_out`."""
+    """The store actor from a replica, the `reader`, or the trainer. The trainer's actor must have `give`, which calls
+    `handed_out`."""
 
-    def __init__(self, store: Any, transport: Transport) -> None:
+    def __init__(self, store: Any, transport: Transport, reader: ReplicaId | None = None) -> None:
         self._store = store
         self._transport = transport
+        self._reader = reader
         self._outgoing: dict[Version, Any] = {}
 
     async def put(self, version: Version, weights: Any) -> None:
@@ -125,4 +134,4 @@ class RemoteWeights:
 
     async def get(self, version: Version) -> Any:
         with named():
-            return await self._transport.take(self._store.get.remote(version))
+            return await self._transport.take(self._store.get.remote(version, self._reader))

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 
-from engine.actors.offer import Manifest, Offer
+from engine.actors.offer import Offer
 from engine.errors import EngineError
+from engine.rollout.gloo import family_of, gloo_group, own_address
+from engine.rollout.sent_weights import Manifest
 from engine.rollout.weights import OwnTensors
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def offer(
     are more than their bytes.
     """
     manifest, tensors = described(weights)
-    listener = socket.create_server((host, 0), family=_family(host))
+    listener = socket.create_server((host, 0), family=family_of(host))
     made = Offer(
         host=host,
         port=listener.getsockname()[1],
@@ -154,7 +156,7 @@ def joined(offered: Offer, rank: int, listener: socket.socket | None = None) -> 
     make, device = BACKENDS[offered.backend]
     served: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
     store = distributed.TCPStore(offered.host, offered.port, timeout=wait, wait_for_workers=False, **served)
-    channel = Channel(make(store, rank, _own_address(offered.host, offered.port), wait), rank, device, wait)
+    channel = Channel(make(store, rank, own_address(offered.host, offered.port), wait), rank, device, wait)
     try:
         yield channel
     finally:
@@ -163,12 +165,7 @@ def joined(offered: Offer, rank: int, listener: socket.socket | None = None) -> 
 
 
 def _gloo(store: Any, rank: int, host: str, wait: timedelta) -> Any:
-    """Over TCP, from the address by which the other side is reached: no name of this machine is looked up."""
-    options = distributed.ProcessGroupGloo._Options()
-    options._timeout = wait
-    options._threads = 1
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
-    return distributed.ProcessGroupGloo(store, rank, 2, options)
+    return gloo_group(store, rank, 2, host, wait)
 
 
 def _nccl(store: Any, rank: int, host: str, wait: timedelta) -> Any:
@@ -184,17 +181,6 @@ BACKENDS: dict[str, tuple[Callable[[Any, int, str, timedelta], Any], str]] = {
     "nccl": (_nccl, "cuda"),
 }
 """How a group is made, and on which device its messages are."""
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to another. Nothing is sent to find it out."""
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 def _reason(error: Exception) -> str:

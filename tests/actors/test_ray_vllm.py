@@ -13,7 +13,7 @@ from engine.actors.models import plan_of
 from engine.actors.run import start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
-from engine.events import GroupGenerated, PrefixStored, ReplicaLost, WeightsInstalled
+from engine.events import GroupGenerated, PrefixStored, ReplicaLost, SyncFailed, WeightsInstalled
 from engine.schedule import Handled, read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
@@ -70,3 +70,18 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     ended = {e.group: e for e in events_of(run_dir, GroupGenerated)}
     assert set(resumed) & set(ended), "what was resumed has ended"
     assert all(ended[group].tokens >= stored[group].tokens for group in resumed if group in ended)
+
+
+def test_weights_reach_vllm_by_its_own_transfer(tmp_path: Path) -> None:
+    config = tree(tmp_path)
+    config["run"]["max_steps"] = STEPS
+    config["scheduler"]["max_staleness_steps"] = 0  # no step without the version before it
+    config["rollout"] |= {"transport": "vllm", "replicas": 1, "slots": 4, "max_tokens": 24}
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with start(plan_of(parse_config(config), run_dir)) as run:
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", STEPS), status.reason
+    check_record(run_dir)
+    assert [failed.reason for failed in events_of(run_dir, SyncFailed)] == []
+    assert {event.version for event in events_of(run_dir, WeightsInstalled)} >= set(range(1, STEPS))

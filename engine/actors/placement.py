@@ -1,0 +1,107 @@
+"""Where actors with GPUs run: shares of what the cluster has, and placement groups for replicas of several GPUs.
+
+Called by `run.start`, before any actor is, and by `fleet.Fleet`, which owns a replica's group for one life of it.
+Nothing here waits for a group: an actor that is created in one waits by itself. A group also ends with the actor that
+made it.
+"""
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.actors.plan import Plan
+from engine.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rollout actor is created with, and the placement group behind it if there is one."""
+
+    options: dict[str, Any]
+    group: Any = field(default=None)
+
+    def free(self) -> None:
+        """Give the GPUs back. Whoever still runs there is killed."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def place(plan: Plan) -> Place:
+    """For one life of a replica. Returns at once: the actor's creation waits for the GPUs."""
+    if plan.rollout_gpus <= 1:
+        return Place({"num_gpus": plan.rollout_gpus})
+    gpus = int(plan.rollout_gpus)
+    bundles = [{"GPU": 1.0}] * gpus if plan.rollout_spread else [{"GPU": float(gpus)}]
+    group = placement_group(bundles, strategy="PACK" if plan.rollout_spread else "STRICT_PACK")
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    # Over several nodes vLLM's own Ray workers take the GPUs, one each, and the actor that starts them has none.
+    return Place({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
+
+
+def shortfall(plan: Plan, replicas: int) -> str:
+    """Why the cluster, were nothing else in it, could not hold so many replicas; nothing if it could."""
+    if plan.rollout_gpus <= 1:
+        return ""
+    nodes = node_gpus()
+    room = _room(plan, nodes)
+    if room >= replicas:
+        return ""
+    have = ", ".join(f"{gpus:g}" for gpus in nodes) or "none"
+    where = "" if plan.rollout_spread else " on one node"
+    return (
+        f"each needs {plan.rollout_gpus:g} GPUs{where}, {replicas * plan.rollout_gpus:g} in all; "
+        f"the nodes have {have}: room for {room} of {replicas}"
+    )
+
+
+def node_gpus() -> list[float]:
+    """GPUs of each node that has some, the largest first."""
+    nodes = [float(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return sorted((gpus for gpus in nodes if gpus), reverse=True)
+
+
+def _room(plan: Plan, nodes: list[float]) -> int:
+    each = plan.rollout_gpus
+    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus // each) for gpus in nodes)
+
+
+def with_gpus(plan: Plan) -> Plan:
+    """Share the cluster's GPUs out, evenly and at most one to an actor; a plan that says otherwise stands.
+
+    Replicas of several GPUs come first, then the weights store; the trainer has one of what is left.
+    Raises: `ConfigError` where the transport, or replicas of several GPUs, need more than there are.
+    """
+    nodes, replicas = node_gpus(), len(plan.lives())
+    store, gpus = plan.transport.store_gpus, sum(nodes)
+    several = plan.rollout_gpus if plan.rollout_gpus > 1 else 0.0
+    needed = replicas * (several or 1) + 2
+    if store and gpus < needed:
+        law = f"each replica, the trainer and the weights store need a GPU of their own: {needed:g}; there are {gpus:g}"
+        if several:
+            law = f"{replicas} replicas of {several:g} GPUs, the trainer and the weights store need {needed:g}; "
+            law += f"there are {gpus:g}"
+        raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
+    lacking = shortfall(plan, replicas)
+    if lacking:
+        room = _room(plan, nodes)
+        fix = f"{room} would hold" if room else "fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"
+        raise ConfigError("rollout.replicas", replicas, lacking, fix)
+    gpus -= store
+    if several and not plan.trainer_gpus:
+        left = min(1.0, gpus - replicas * several)
+        if not left:
+            log.warning("the replicas take all GPUs: the trainer has none")
+        return dataclasses.replace(plan, trainer_gpus=left)
+    if not gpus or plan.rollout_gpus or plan.trainer_gpus:
+        return plan
+    share = min(1.0, int(1000 * gpus / (replicas + 1)) / 1000)
+    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share)

@@ -1,0 +1,58 @@
+"""Replicas of several GPUs, on a cluster that is told it has them: groups made, used, given back, refused."""
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from placed_runs import GPUS, carried_out, connect, lacking, refused, shared_out
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster_of_gpus() -> Iterator[ProcessPoolExecutor]:
+    """A process with a cluster of its own; that of the other tests has no GPU."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=connect) as pool:
+        yield pool
+
+
+def test_a_new_life_of_a_replica_gets_the_gpus_of_the_one_before(
+    cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    changes = {"replicas": 1, "rollout_gpus": 4.0}
+    story = cluster_of_gpus.submit(carried_out, tmp_path, deadly=3, **changes).result()
+    assert story.outcome == "finished"
+    lives = list(story.given.values())
+    assert [gpus for _, gpus in lives] == [4, 4], "there are not enough for both at once"
+    assert {group for group, _ in lives} == set(story.shapes) and len(story.shapes) == 2
+    assert set(story.shapes.values()) == {("STRICT_PACK", (4.0,))}
+    assert (story.states, story.free) == ({"REMOVED"}, GPUS)
+
+
+def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
+    changes = {"replicas": 2, "rollout_gpus": 2.0, "rollout_spread": True}
+    story = cluster_of_gpus.submit(carried_out, tmp_path, **changes).result()
+    assert story.outcome == "finished"
+    assert [gpus for _, gpus in story.given.values()] == [0, 0], "the GPUs are for the workers"
+    assert list(story.shapes.values()) == [("PACK", (1.0, 1.0))] * 2
+    assert (story.states, story.free) == ({"REMOVED"}, GPUS)
+
+
+def test_what_can_never_be_placed_is_refused_with_the_numbers(
+    cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    three = cluster_of_gpus.submit(refused, tmp_path, replicas=3, rollout_gpus=2.0).result()
+    assert "rollout.replicas" in three
+    assert "each needs 2 GPUs on one node, 6 in all; the nodes have 5: room for 2 of 3; 2 would hold" in three
+    large = cluster_of_gpus.submit(refused, tmp_path, replicas=1, rollout_gpus=8.0).result()
+    assert "room for 0 of 1; fewer GPUs for a replica" in large
+    again = cluster_of_gpus.submit(lacking, tmp_path, 3, rollout_gpus=2.0, rollout_spread=True).result()
+    assert again == "each needs 2 GPUs, 6 in all; the nodes have 5: room for 2 of 3"
+
+
+def test_the_trainer_has_one_of_what_replicas_leave(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
+    assert cluster_of_gpus.submit(shared_out, tmp_path, rollout_gpus=2.0).result() == (2.0, 1.0)
+    assert cluster_of_gpus.submit(shared_out, tmp_path, replicas=1, rollout_gpus=5.0).result() == (5.0, 0.0)
+    assert cluster_of_gpus.submit(shared_out, tmp_path).result() == (1.0, 1.0)

@@ -1,0 +1,208 @@
+"""vLLM's own weight transfer into a running engine, over gloo: its calls, its trainer's side, groups between processes.
+
+NCCL differs in the group and the bytes alone; what it would be given is built from vLLM's own classes at the end.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import vllm_engines
+from backends import WIDE, build, run, until_sampled
+from test_vllm_weights import LONG, assert_samples, greedy
+
+from engine.actors import transfer
+from engine.actors.senders import KeptTensors, Senders, Wire
+from engine.errors import EngineError
+from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Send, Turn
+from engine.trajectory import Span
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+WIRE = Wire(backend="gloo", bucket_bytes=50_000, timeout_s=20.0, limit_s=60.0)
+READER = 0
+
+
+@dataclass
+class Holder:
+    """The weights store as a replica sees it, in this process; may fail at a turn of its own choice."""
+
+    kept: KeptTensors
+    wire: Wire = WIRE
+    senders: Senders = field(default_factory=Senders)
+    calls: list[str] = field(default_factory=list)
+    fails_after: str = ""
+    """The call whose answer it does not take any more."""
+    spoils: str = ""
+    """The call whose argument it changes, so that the engine refuses it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.kept.manifest
+
+    async def exchange(self, turn: Turn) -> Call | None:
+        if isinstance(turn, Answer) and self.calls[-1] == self.fails_after:
+            raise EngineError("the store is gone")
+        call = await self.senders.turn(READER, self.wire, turn, lambda version: self.kept)
+        if call is None:
+            return None
+        self.calls.append(call.name)
+        return replace(call, argument={"names": 3}) if call.name == self.spoils else call
+
+
+def holder(model: Any, senders: Senders, **options: Any) -> Holder:
+    manifest, tensors = transfer.described(model.state_dict())
+    return Holder(KeptTensors(manifest=manifest, tensors=tuple(tensors)), senders=senders, **options)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen2-untied"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    backend = vllm_engines.start(build(request.param, **WIDE), kv="recompute", weight_transfer="gloo")
+    backend.family = request.param
+    backend.senders = Senders()
+    yield backend
+    run(backend.close())
+
+
+def model_of(engine: Any, version: int) -> Any:
+    return build(engine.family, 10 + version if version else 0, **WIDE)
+
+
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+async def install(engine: Any, version: int, mode: str = "abort", **options: Any) -> Holder:
+    held = holder(model_of(engine, version), engine.senders, **options)
+    await engine.stage(version, held)
+    await engine.pause(mode)
+    try:
+        await engine.install(version)
+    finally:
+        await engine.resume()
+    return held
+
+
+@pytest.mark.parametrize("fails", ["at the holder", "in the engine", "too late"])
+def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, fails: str) -> None:
+    """The first of these with the weights that the engine was started with, which nobody holds but its files."""
+    old, new = engine.version, engine.version + 1
+    options = {
+        "at the holder": {"fails_after": "update_weights"},
+        "in the engine": {"spoils": "update_weights", "wire": replace(WIRE, timeout_s=1.0)},
+        "too late": {},
+    }[fails]
+
+    async def scenario() -> None:
+        assert_samples(model_of(engine, old), await engine.sample(greedy("before")))
+        kept = asyncio.create_task(engine.sample(greedy("kept")))
+        await until_sampled(engine, engine.tokens_sampled() + 5)
+        engine.install_timeout_s = 1e-9 if fails == "too late" else 60.0
+        with pytest.raises(EngineError, match=f"version {new} could not be installed"):
+            await install(engine, new, "keep", **options)
+        engine.install_timeout_s = 60.0
+        for result in (await kept, await engine.sample(greedy("after"))):
+            assert result.spans == [Span(0, 40, old)]
+            assert_samples(model_of(engine, old), result)
+        held = await install(engine, new)  # a second try is a try like the first, in a group of its own
+        assert held.calls[-3:] == UPDATE
+        assert_samples(model_of(engine, new), await engine.sample(greedy("again")))
+
+    run(scenario())
+
+
+def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine: Any) -> None:
+    first = engine.version
+
+    async def scenario() -> None:
+        await install(engine, first + 1)
+        kept = asyncio.create_task(engine.sample(greedy("kept", LONG)))
+        for version in range(first + 2, first + 5):
+            await until_sampled(engine, engine.tokens_sampled() + 10)
+            held = await install(engine, version, "keep")
+            assert held.calls == UPDATE, "the group is formed once"
+            result = await engine.sample(greedy(f"{version}"))
+            assert result.spans == [Span(0, 40, version)]
+            assert_samples(model_of(engine, version), result)
+        result = await kept
+        assert [span.version for span in result.spans] == [*range(first + 1, first + 5)]
+
+    run(scenario())
+
+
+def test_weights_of_another_model_are_refused_before_the_pause(engine: Any) -> None:
+    other = build(engine.family, **WIDE | {"num_hidden_layers": 7})
+    wide = build(engine.family, **WIDE | {"intermediate_size": 96})
+    both = {name: tensor.clone() for name, tensor in model_of(engine, 0).state_dict().items()}
+
+    async def scenario() -> None:
+        senders = engine.senders
+        with pytest.raises(EngineError, match=r"unknown \['model.layers.6"):
+            await engine.stage(engine.version + 1, holder(other, senders))
+        with pytest.raises(EngineError, match="has shape"):
+            await engine.stage(engine.version + 1, holder(wide, senders))
+        if engine.family == "qwen2":
+            manifest, tensors = transfer.described(both)
+            untied = Holder(KeptTensors(manifest=manifest, tensors=tuple(tensors)), senders=senders)
+            with pytest.raises(EngineError, match="are one tensor in this model"):
+                await engine.stage(engine.version + 1, untied)
+
+    run(scenario())
+
+
+def test_an_engine_that_has_left_its_group_is_told_so() -> None:
+    async def scenario() -> None:
+        senders = Senders()
+        with pytest.raises(EngineError, match="has left the group"):
+            await senders.turn(READER, WIRE, Send(group="gone", version=1, wanted=()), lambda version: None)  # type: ignore[arg-type,return-value]
+
+    run(scenario())
+
+
+def test_a_group_that_does_not_come_about_is_given_up_in_time() -> None:
+    """The engine answers that it cannot join, and nobody comes."""
+
+    async def scenario() -> None:
+        senders = Senders()
+        wire = replace(WIRE, timeout_s=1.0)
+        call = await senders.turn(READER, wire, Join(group="one", workers=1), lambda version: None)  # type: ignore[arg-type,return-value]
+        assert call is not None and call.name == "init_weight_transfer_engine"
+        with pytest.raises(EngineError, match="could not be sent"):
+            await senders.turn(READER, wire, Answer(group="one", wrong="no"), lambda version: None)  # type: ignore[arg-type,return-value]
+
+    run(scenario())
+
+
+def test_what_nccl_is_given_is_what_vllm_takes() -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLTrainerInitInfo,
+        NCCLTrainerWeightTransferEngine,
+        NCCLWeightTransferUpdateInfo,
+    )
+
+    from engine.rollout.vllm_args import all_engine_args
+    from engine.rollout.vllm_sender import EngineCalls, HeldVersion, trainer_info
+
+    arguments = AsyncEngineArgs(**all_engine_args("model", 8, 0, {"tensor_parallel_size": 2}, "nccl"))
+    assert arguments.weight_transfer_config == WeightTransferConfig(backend="nccl")
+    info = trainer_info("nccl", "127.0.0.1", 2, bucket_bytes=1 << 20, timeout_s=1.0)
+    assert isinstance(info, NCCLTrainerInitInfo)
+    assert (info.is_sender, info.world_size, info.packed, info.packed_buffer_size_bytes) == (True, 3, True, 1 << 20)
+    calls = EngineCalls(lambda call: None)
+    assert isinstance(calls, VLLMWeightSyncClient)
+    assert WeightTransferTrainerFactory._registry[info.backend]() is NCCLTrainerWeightTransferEngine
+    narrow, wide = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)
+    source = HeldVersion({"narrow": narrow, "wide": wide})
+    sender = NCCLTrainerWeightTransferEngine(client=calls, source=source)
+    assert sender.source is source
+    assert [name for name, _ in sender._checked_iter(source, source.metadata())] == ["wide", "narrow"]
+    meta = source.metadata()
+    NCCLWeightTransferUpdateInfo(
+        names=[one.name for one in meta],
+        dtype_names=[str(one.dtype).removeprefix("torch.") for one in meta],
+        shapes=[list(one.shape) for one in meta],
+    )
