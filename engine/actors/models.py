@@ -20,6 +20,7 @@ from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
+from engine.metrics.endpoint import FOLDER
 from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.tasks.dataset import Dataset, PromptSource
@@ -73,6 +74,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         measure_at_end=validation.at_end and bool(held_out),
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.port,
+        endpoints=Path(config.run.dir).resolve() / FOLDER,
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
