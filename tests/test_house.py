@@ -400,7 +400,7 @@ def test_the_address_of_a_registry_is_noticed(text: str) -> None:
 def test_constraints_pin_every_dependency_exactly() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", pin) for pin in pins), (
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==([0-9]+!)?[0-9][0-9A-Za-z.]*", pin) for pin in pins), (
         "exact, without local versions"
     )
     pinned = {re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins}
