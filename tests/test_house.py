@@ -62,12 +62,13 @@ ALLOWED: dict[str, set[str]] = {
     # readers, and where a run's files are
     "rundir": BOTTOM,
     "live": {*STATES, "metrics"},
+    "top": {*STATES, "metrics", "live", "rundir"},
     "metrics": STATES,
     "inspect": SCHEDULE,
     # data about all of the above, and the wiring
     "config": {*POLICIES, *WORK},
     "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
-    | {"config", "rundir", "live"},
+    | {"config", "rundir", "live", "top"},
     "__init__": {*POLICIES},
     "__main__": {"cli"},
 }
