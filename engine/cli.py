@@ -161,8 +161,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
     from engine.config import check_config, load_config
+    from engine.metrics.sinks import check_sinks
 
     config = load_config(arguments.config, arguments.set)
+    check_sinks(list(config.metrics.sinks.chosen()))
     return config, check_config(config)
 
 

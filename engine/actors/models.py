@@ -74,6 +74,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         measure_at_end=validation.at_end and bool(held_out),
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.port,
+        sinks=config.metrics.sinks.chosen(),
         endpoints=Path(config.run.dir).resolve() / FOLDER,
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,

@@ -33,7 +33,7 @@ from engine.hosts.reasons import clean, reason_of
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
 from engine.metrics.collector import RunMetrics, Transitions
-from engine.metrics.journal import Journal
+from engine.metrics.sinks import open_books
 from engine.metrics.status import Status
 from engine.policies import PolicySet
 from engine.ports import Recorder as RecorderPort
@@ -98,8 +98,8 @@ class SchedulerActor:
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)
-        journal = None if plan.run_dir is None else Journal(plan.run_dir / "metrics.jsonl")
-        self._metrics = RunMetrics(self._scheduler, self._transitions, journal)
+        books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
+        self._metrics = RunMetrics(self._scheduler, self._transitions, books)
         self._recorder = self._new_recorder(policies)
         self._clock = WallClock()
         self._over: asyncio.Future[FinishRun] = loop.create_future()

@@ -30,7 +30,6 @@ from engine.events import (
 from engine.ids import StepId
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
-from engine.metrics.journal import Journal
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
@@ -56,6 +55,13 @@ class HasState(Protocol):
 
     @property
     def state(self) -> State: ...
+
+
+class TakesRows(Protocol):
+    """Where a row for each train step goes: the journal, alone or with sinks."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
 
 
 class Transitions:
@@ -93,7 +99,7 @@ class Transitions:
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
-    def __init__(self, scheduler: HasState, transitions: Transitions, journal: Journal | None = None) -> None:
+    def __init__(self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None) -> None:
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
