@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 QUEUED_ROWS = 1000
 """Rows that wait for a slow sink, at most; further ones are lost to it."""
-GOODBYE_S = 6.0
+GOODBYE_S = 8.0
 """How long the sinks together may take to write what waits, at the end of a run."""
 
 Row = Mapping[str, Any]

@@ -193,12 +193,19 @@ def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:
     assert list(endpoints.iterdir()) == [] and not (run_dir / FILE).exists()
 
 
-def test_a_run_goes_on_where_its_endpoint_cannot_be_written_down(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_its_sinks_and_where_its_endpoint_cannot_be_written_down(tmp_path: Path) -> None:
     sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
     from ray_plans import PROMPTS, plan
 
     from engine.actors.run import start
 
     (tmp_path / "file").write_text("")
-    with start(plan(tmp_path, metrics_port=0, endpoints=tmp_path / "file" / "folder")) as run:
+    blocked = str(tmp_path / "file" / "folder")
+    sinks = {"mlflow": {"uri": f"file://{blocked}"}, "tensorboard": {"dir": blocked}}
+    with start(plan(tmp_path, metrics_port=0, endpoints=Path(blocked), sinks=sinks)) as run:
         assert run.wait().step == PROMPTS // 4
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == PROMPTS // 4
+    told = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    for name in sinks:
+        assert f"{name} cannot be opened: the run goes on without it" in told
+    assert "where the metrics are cannot be written down" in told

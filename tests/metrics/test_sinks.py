@@ -28,6 +28,8 @@ def train(directory: Path, chosen: dict[str, dict[str, Any]]) -> list[dict[str, 
     world.metrics._journal = books
     world.run()
     world.metrics.close()
+    for sink in books.sinks:
+        sink.wait(90)  # a busy machine may take longer than a run waits
     assert [sink.lost for sink in books.sinks] == [0] * len(chosen)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -177,8 +179,10 @@ def configured(sinks: Any) -> dict[str, dict[str, Any]]:
 
 def test_sinks_are_chosen_in_the_configuration() -> None:
     assert configured({}) == {}
-    assert configured({"tensorboard": {}}) == {"tensorboard": {"dir": None}}
-    chosen = configured({"wandb": {"project": "p"}, "mlflow": {"uri": "http://x:5000"}})
+    assert configured({"tensorboard": {"enabled": True}, "wandb": {"project": "p"}}) == {"tensorboard": {"dir": None}}
+    chosen = configured(
+        {"wandb": {"enabled": True, "project": "p"}, "mlflow": {"enabled": True, "uri": "http://x:5000"}}
+    )
     assert chosen["wandb"] == {"project": "p", "entity": None, "mode": "offline"}
     assert chosen["mlflow"] == {"uri": "http://x:5000", "experiment": "step-engine"}
     with pytest.raises(ConfigError, match=r"metrics\.sinks\.tensorbord.*tensorboard"):
