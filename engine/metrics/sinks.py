@@ -59,6 +59,7 @@ class WeightsAndBiases:
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         import wandb
 
+        self._end = wandb.teardown
         self._run = wandb.init(
             project=options.get("project") or "step-engine",
             entity=options.get("entity"),
@@ -75,6 +76,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+        self._end()  # else the last of it reaches the disk some time later, if nothing ends its process before
 
 
 class MLflow:
