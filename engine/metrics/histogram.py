@@ -30,8 +30,10 @@ class Histogram:
             self.examples[bucket] = (value, whose)
         self.count += 1
         self.total += value
-        self.smallest = value if self.smallest is None else min(self.smallest, value)
-        self.largest = value if self.largest is None else max(self.largest, value)
+        if self.smallest is None or value < self.smallest:
+            self.smallest = value
+        if self.largest is None or value > self.largest:
+            self.largest = value
 
     @property
     def mean(self) -> float | None:
