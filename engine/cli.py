@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engine.config import Config
     from engine.metrics.status import Status
     from engine.rundir import RunDirectory
-    from engine.states.machine import Table
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -121,6 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--group", type=int, metavar="G", help="with --at: the whole story of a prompt group")
     replay.set_defaults(run=_replay)
 
+    top = commands.add_parser("top", help="watch a run that is going on, from another terminal; q leaves it")
+    top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    top.set_defaults(run=_top)
+
     check = commands.add_parser("check", help="say whether a configuration can run")
     _takes_config(check)
     check.set_defaults(run=_check)
@@ -158,8 +161,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
     from engine.config import check_config, load_config
+    from engine.metrics.sinks import check_sinks
 
     config = load_config(arguments.config, arguments.set)
+    check_sinks(list(config.metrics.sinks.chosen()))
     return config, check_config(config)
 
 
@@ -185,48 +190,22 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _states(arguments: argparse.Namespace) -> int:
-    from engine.states.group import GROUP
-    from engine.states.replica import REPLICA
-    from engine.states.step import STEP
-    from engine.states.validation import VALIDATION
-    from engine.states.version import VERSION
+    from engine.inspect import machines_text
 
-    parts: list[str] = []
-    for table in (GROUP, STEP, REPLICA, VERSION, VALIDATION):
-        parts.append(f"## {table.name}\n")
-        if arguments.format != "table":
-            parts.append(f"```mermaid\n{mermaid(table)}\n```\n")
-        if arguments.format != "mermaid":
-            parts.append(markdown(table) + "\n")
-    print("\n".join(parts).rstrip())
+    print(machines_text(arguments.format))
     return DONE
 
 
-def mermaid(table: "Table") -> str:
-    """The diagram of a machine."""
-    lines = ["stateDiagram-v2", f"    [*] --> {table.initial}"]
-    for transition in table.transitions:
-        lines += [f"    {source} --> {transition.target} : {transition.trigger}" for source in transition.sources]
-    lines += [f"    {state} --> [*]" for state in table.terminal]
-    return "\n".join(lines)
+# -- engine top --------------------------------------------------------------------------------------------------------
 
 
-def markdown(table: "Table") -> str:
-    """A machine as a table: a row for everything that may happen in a state."""
-    phases = table.phases
-    rows = [("state", *(("phase",) if phases else ()), "trigger", "next state", "when")]
-    for state in table.states:
-        phase = (phases[state].name.lower(),) if phases else ()
-        leaving = [t for t in table.transitions if state in t.sources]
-        rows += [(state, *phase, t.trigger, t.target, t.why) for t in leaving]
-        if not leaving:
-            rows.append((state, *phase, "", "", "it is over"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+def _top(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from engine.top import watch
+
+    print(watch(arguments.directory, Console(highlight=False)))
+    return DONE
 
 
 # -- engine run --------------------------------------------------------------------------------------------------------

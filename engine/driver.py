@@ -44,6 +44,11 @@ class Driver:
         self._inbox: deque[Event] = deque()
         self._draining = False
 
+    @property
+    def waiting(self) -> int:
+        """Events taken in and not handled yet. May be read from any thread."""
+        return len(self._inbox)
+
     def deliver(self, *events: Event) -> None:
         """Take events in; handle everything that waits unless a call further up the stack is doing so already.
 

@@ -21,6 +21,7 @@ from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
+from engine.metrics.endpoint import FOLDER
 from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.vllm_args import built_for_cpu, workers_of
@@ -76,6 +77,8 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         held_out=held_out,
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.port,
+        sinks=config.metrics.sinks.chosen(),
+        endpoints=Path(config.run.dir).resolve() / FOLDER,
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,

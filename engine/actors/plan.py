@@ -71,6 +71,10 @@ class Plan:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     """None: no endpoint; 0: any free port."""
+    endpoints: Path | None = None
+    """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
+    sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Where the lines of `metrics.jsonl` go besides: options by name (`metrics.sinks.CLIENTS`)."""
     keep_checkpoints: int = 2
     replica_restarts: int = 3
     """Times each replica may be started again."""

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from engine import __version__
+from engine.actors.endpoint import Endpoint
 from engine.actors.executor import RayExecutor
 from engine.actors.failures import failure_reason, named
 from engine.actors.fleet import GOODBYE_S, Fleet
@@ -31,10 +32,8 @@ from engine.hosts.clock import WallClock
 from engine.hosts.reasons import clean, reason_of
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
-from engine.metrics import export
 from engine.metrics.collector import RunMetrics, Transitions
-from engine.metrics.journal import Journal
-from engine.metrics.server import MetricsServer
+from engine.metrics.sinks import open_books
 from engine.metrics.status import Status
 from engine.policies import PolicySet
 from engine.ports import Recorder as RecorderPort
@@ -85,7 +84,7 @@ class SchedulerActor:
         self._failure: Exception | None = None
         self._ended = False
         self._draining = False
-        self._server: MetricsServer | None = None
+        self._endpoint: Endpoint | None = None
         self._gateway: Any = None
 
     async def open(self) -> str | None:
@@ -99,8 +98,8 @@ class SchedulerActor:
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)
-        journal = None if plan.run_dir is None else Journal(plan.run_dir / "metrics.jsonl")
-        self._metrics = RunMetrics(self._scheduler, self._transitions, journal)
+        books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
+        self._metrics = RunMetrics(self._scheduler, self._transitions, books)
         self._recorder = self._new_recorder(policies)
         self._clock = WallClock()
         self._over: asyncio.Future[FinishRun] = loop.create_future()
@@ -126,10 +125,10 @@ class SchedulerActor:
         )
         self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe)
         if plan.metrics_port is not None:
-            registry = export.registry(self._metrics, lambda: self._clock.now())
-            self._server = MetricsServer(registry, host=plan.metrics_host, port=plan.metrics_port)
+            now, port = (lambda: self._clock.now()), plan.metrics_port
+            self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)
         await asyncio.gather(self._fleet.open(), self._open_gateway())
-        return self._server.url if self._server else None
+        return self._endpoint.url if self._endpoint else None
 
     def _new_recorder(self, policies: PolicySet) -> RecorderPort:
         plan = self._plan
@@ -148,6 +147,8 @@ class SchedulerActor:
         """Start the run; returns at once."""
         self._clock = self._driver.clock = WallClock()
         self._deliver(RunStarted())
+        if self._endpoint is not None:
+            self._endpoint.announce()
         self._fleet.join()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
@@ -176,7 +177,9 @@ class SchedulerActor:
                 self._fleet.trainer.answered(event)
         for first in range(0, len(batch), SLICE):
             self._deliver(*batch[first : first + SLICE])
-            self._decisions_s.append(time.perf_counter() - arrived)
+            took = time.perf_counter() - arrived
+            self._decisions_s.append(took)
+            self._metrics.decision_s.observe(took)
         return sequence
 
     async def stop(self, reason: str) -> None:
@@ -215,8 +218,8 @@ class SchedulerActor:
             ray.kill(store)
         self._metrics.close()
         self._recorder.close()
-        if self._server is not None:
-            self._server.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     # the run
 

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from engine.config.agent import NAMED, AgentSection
 from engine.config.rollout import RolloutSection
 from engine.config.section import DEVICE, Section
+from engine.config.sinks import SinksSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
@@ -237,10 +238,13 @@ class DurabilitySection(Section):
 
 
 class MetricsSection(Section):
-    """The Prometheus endpoint."""
+    """The Prometheus endpoint, and the sinks."""
 
     port: int = Field(0, ge=0, le=65_535, description="Port; 0 takes any free one and prints it.")
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    sinks: SinksSection = Field(
+        default_factory=SinksSection, description="Other places for the lines of metrics.jsonl."
+    )
 
 
 class Config(Section):

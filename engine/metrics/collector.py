@@ -13,13 +13,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.commands import Command, PauseReplica, TrainStep
+from engine.commands import Command, TrainStep
 from engine.events import (
     CheckpointFailed,
     Event,
+    GroupAborted,
     GroupFailed,
     GroupGenerated,
     PublishFailed,
+    ReplicaJoined,
     ReplicaLost,
     RowsFailed,
     RowsMeasured,
@@ -27,21 +29,25 @@ from engine.events import (
     SyncFailed,
     WeightsInstalled,
 )
-from engine.ids import ReplicaId, StepId
+from engine.ids import StepId
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
-from engine.metrics.journal import Journal
 from engine.metrics.names import (
+    DECISION_BUCKETS,
+    FIGURES_KEPT,
+    GROUP_BUCKETS,
     LIVE_GROUP_STATES,
     LIVE_VALIDATION_STATES,
+    PHASE_BUCKETS,
     RETRY_CAUSES,
     STALENESS_BUCKETS,
-    SYNC_BUCKETS,
+    STEP_PHASES,
+    TOKEN_BUCKETS,
     VALIDATION_BUCKETS,
 )
+from engine.metrics.replicas import Replicas
 from engine.metrics.status import Status, describe
 from engine.metrics.steps import Row, StepRows
-from engine.states.limits import SYNC_MODES
 from engine.states.state import State
 from engine.states.validation import VALIDATION, Validation
 
@@ -54,6 +60,13 @@ class HasState(Protocol):
 
     @property
     def state(self) -> State: ...
+
+
+class TakesRows(Protocol):
+    """Where a row for each train step goes: the journal, alone or with sinks."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
 
 
 class Transitions:
@@ -95,16 +108,28 @@ class Transitions:
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
-    def __init__(self, scheduler: HasState, transitions: Transitions, journal: Journal | None = None) -> None:
+    def __init__(self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None) -> None:
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
         self.events: Counter[str] = Counter()
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
+        self.failed_group: dict[str, int] = {}
+        """The group that last cost an attempt, by cause."""
         self.last_failure = ""
         """What failed last and why."""
+        self.replicas = Replicas()
         self.staleness = Histogram(STALENESS_BUCKETS)
-        self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
+        self.response_tokens = Histogram(TOKEN_BUCKETS)
+        self.group_s = Histogram(GROUP_BUCKETS)
+        self.phase_s = {phase: Histogram(PHASE_BUCKETS) for phase in STEP_PHASES}
+        self.decision_s = Histogram(DECISION_BUCKETS)
+        self.figures: dict[str, float] = {}
+        """What the trainer said of the newest step it reported."""
+        self.finished_at = 0.0
+        """When a train step was last finished."""
+        self.step_staleness: tuple[int, ...] = ()
+        """Of the groups of the newest trained step."""
         self.tokens_generated = 0
         self.tokens_trained = 0
         self.at = 0.0
@@ -122,14 +147,15 @@ class RunMetrics:
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn
         self._groups_before = self._group_counts()
-        self._pausing: dict[ReplicaId, tuple[float, str]] = {}
         self._finished_at: deque[float] = deque(maxlen=11)
         self._token_samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
         self._counted: dict[type[Event], Callable[[Any], None]] = {
             GroupGenerated: self._group_generated,
+            GroupAborted: self.replicas.aborted,
             GroupFailed: self._group_failed,
+            ReplicaJoined: lambda event: self.replicas.joined(event.replica),
             ReplicaLost: self._replica_lost,
-            WeightsInstalled: self._weights_installed,
+            WeightsInstalled: self.replicas.installed,
             SyncFailed: self._sync_failed,
             StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
             PublishFailed: lambda event: self._retry("publish", f"version {event.version}: {event.reason}"),
@@ -156,10 +182,10 @@ class RunMetrics:
         if self.transitions.validations:
             self._validations_ended()
         for command in commands:
-            if type(command) is PauseReplica:
-                self._pausing[command.replica] = (event.at, command.mode)
-            elif type(command) is TrainStep:
+            if type(command) is TrainStep:
                 self._batch_ordered(command)
+            else:
+                self.replicas.ordered(command, event.at)
         if self.transitions.replica_changed:
             self.transitions.replica_changed = False
             self.idle.replicas_changed()
@@ -170,6 +196,9 @@ class RunMetrics:
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
         """What the trainer says of a step it trained; names become keys of its line in `metrics.jsonl`."""
         self.steps.report(step, metrics)
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and (name in self.figures or len(self.figures) < FIGURES_KEPT):
+                self.figures[name] = float(value)
 
     def validated(self, steps: int, accuracy: float) -> None:
         """Accuracy on held-out prompts, of the weights after `steps` train steps."""
@@ -235,24 +264,26 @@ class RunMetrics:
 
     def _group_generated(self, event: GroupGenerated) -> None:
         self.tokens_generated += event.tokens
+        self.replicas.generated(event)
+        self.response_tokens.observe(event.tokens / max(1, event.live), event.group)
+        group = self.state.groups.get(event.group)
+        if group is not None:
+            self.group_s.observe(event.at - group.started_at, event.group)
         if event.at - self._token_samples[-1][0] >= TOKEN_SAMPLE_S:
             self._token_samples.append((event.at, self.tokens_generated))
 
     def _group_failed(self, event: GroupFailed) -> None:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
+        self.failed_group[cause] = event.group
+        self.replicas.failed(event)
         self._retry(cause, f"group {event.group}: {event.reason}")
 
     def _replica_lost(self, event: ReplicaLost) -> None:
-        self._pausing.pop(event.replica, None)
+        self.replicas.lost(event)
         self._retry("replica_lost", f"replica {event.replica}: {event.reason}")
 
-    def _weights_installed(self, event: WeightsInstalled) -> None:
-        began = self._pausing.pop(event.replica, None)
-        if began is not None:
-            self.sync_s[began[1]].observe(event.at - began[0])
-
     def _sync_failed(self, event: SyncFailed) -> None:
-        self._pausing.pop(event.replica, None)
+        self.replicas.reverted(event)
         self._retry("weight_sync", f"replica {event.replica}, version {event.version}: {event.reason}")
 
     def _rows_measured(self, event: RowsMeasured) -> None:
@@ -291,17 +322,21 @@ class RunMetrics:
                 counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
                 self.steps.finished(step, self.state.latest_version, at, counts)
                 self._finished_at.append(at)
+                self.finished_at = at
             elif state == "trained":
                 self._step_trained(step)
         self.transitions.steps.clear()
 
     def _step_trained(self, step: StepId) -> None:
-        staleness, tokens = self.steps.batch(step)
-        for steps_behind in staleness:
-            self.staleness.observe(steps_behind)
+        groups, staleness, tokens = self.steps.batch(step)
+        for group, steps_behind in zip(groups, staleness, strict=True):
+            self.staleness.observe(steps_behind, group)
+        self.step_staleness = staleness or self.step_staleness
         self.tokens_trained += tokens
 
     def _emit(self, row: Row) -> None:
         self.rewards.append(row.get("reward_mean"))
+        for phase, histogram in self.phase_s.items():
+            histogram.observe(row.get("seconds", {}).get(phase, 0.0))
         if self._journal is not None:
             self._journal.write(row)

@@ -8,8 +8,14 @@ from engine.metrics.names import METRICS, Metric
 HEAD = """# Metrics
 
 What a run exports to Prometheus, on `http://127.0.0.1:PORT/metrics`. The port is `metrics.port` in the configuration;
-0, the default, takes any free one, and the run prints it. Written from `engine/metrics/names.py` by `python -m
-engine.metrics.document`.
+0, the default, takes any free one: the run prints it and writes it into `endpoint.json` in its directory, and into
+`runs/.endpoints/`, which Prometheus reads as file-based service discovery. [OPERATIONS.md](OPERATIONS.md) says how to
+look at all this. Written from `engine/metrics/names.py` by `python -m engine.metrics.document > docs/METRICS.md`.
+
+A metric marked *run directory* or *Ray* is there for runs that have one. Everything is read off the scheduler when
+it is scraped; no label holds the id of a group, a step or a version, so the number of series stays as a run goes on.
+Exemplars (OpenMetrics, Prometheus with `--enable-feature=exemplar-storage`) carry the id of a group, for
+`engine replay --group`.
 
 | name | type | unit | labels | meaning |
 |---|---|---|---|---|
@@ -20,15 +26,20 @@ OTHERS = """
 
 | here | SkyRL | verl | vLLM |
 |---|---|---|---|
-| `engine_staleness_steps` | `async/staleness_{mean,min,max}` | | |
+| `engine_staleness_steps`, `engine_step_staleness_steps` | `async/staleness_{mean,min,max}` | | |
+| `engine_staleness_steps` above `engine_max_staleness_steps`: never | `async/staleness_violation_count` | | |
 | `engine_groups_running` | | | `vllm:num_requests_running` |
+| `engine_replica_slots` | | | `vllm:num_requests_running` |
 | `engine_rollout_idle_slot_seconds_total` | | `fully_async/rollouter/idle_ratio` | |
 | `engine_trainer_idle_seconds_total` | `timing/wait_for_generation_buffer` | `fully_async/trainer/idle_ratio` | |
 | `engine_trainer_busy_seconds_total{task="training"}` | `timing/run_training` | | |
+| `engine_step_phase_seconds` | `timing/step` | | |
 | `engine_weight_sync_seconds` | `timing/sync_weights` | | |
 | `engine_transitions_total{machine="group",to="aborted"}` | | `fully_async/partial/total_partial_num` | |
+| `engine_groups{state="aborted"}` | | `fully_async/partial/partial_ratio` | |
 | `engine_groups_ended_total{state="filtered"}` | `async/keep_rate` | | |
 | `engine_tokens_generated_total` | | | `vllm:generation_tokens` |
+| `engine_trainer_figure` | what the trainer logs | what the actor logs | |
 
 An idle share over the last minute, for example:
 
@@ -79,7 +90,8 @@ def _row(metric: Metric) -> str:
         f"`{label}`" + (": " + ", ".join(f"`{value}`" for value in values) if values else "")
         for label, values in metric.labels.items()
     )
-    return f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {metric.help} |\n"
+    where = f" *{metric.where}*" if metric.where else ""
+    return f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {metric.help}{where} |\n"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """From `RunMetrics` to Prometheus: families made when scraped, in a registry of their own.
 
-The exporter reads counters and sizes only, so that a scrape from the server's thread never walks a record that the
-scheduler is changing. It exports exactly the names of `names.py`.
+The exporter reads counters, sizes and the first few records only, so that a scrape from the server's thread costs the
+same however many groups live, and never walks what the scheduler is changing. It exports exactly the names of
+`names.py`, and those that belong to a run directory or to Ray where there is one.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -18,96 +23,237 @@ from engine.metrics.names import METRICS, Metric
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """(label values in the order of `Metric.labels`, value)."""
+Read = Callable[[], Samples]
+
+TRIES = 8
+"""Times a look at what another thread changes is tried again; it fails only while a dictionary is growing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What the scheduler does not know of its own run; each asked for at a scrape, None where there is no such thing.
+
+    None of them may block.
+    """
+
+    now: Callable[[], float] | None = None
+    """Seconds since the run began; the newest event's time if not given."""
+    events_waiting: Callable[[], int] | None = None
+    record: Callable[[], tuple[int, int]] | None = None
+    """(bytes written, bytes the operating system does not have yet) of the schedule record."""
+    store: Callable[[], tuple[int, int]] | None = None
+    """(groups, bytes) in the trajectory store."""
+    directory: Path | None = None
+    """The run's directory, whose disk is watched."""
 
 
 class Exporter(Collector):
-    """Turns the figures of one run into families.
+    """Turns the figures of one run into families."""
 
-    `now`: seconds since the run began; the newest event's time if not given.
-    """
-
-    def __init__(self, metrics: RunMetrics, now: Callable[[], float] | None = None) -> None:
+    def __init__(self, metrics: RunMetrics, around: Around | None = None) -> None:
         self._metrics = metrics
-        self._now = now
+        self._around = around or Around()
+        self._read = self._of_the_scheduler() | self._of_replicas() | self._of_its_surroundings()
 
     def collect(self) -> Iterator[Family]:
         for metric in METRICS:
             if metric.kind == "histogram":
                 yield self._histogram(metric)
-            else:
+            elif metric.name in self._read:
                 yield self._plain(metric)
 
     def _plain(self, metric: Metric) -> Family:
-        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        family = kind(metric.family, metric.help, labels=list(metric.labels))
-        for labels, value in self._samples(metric):
-            family.add_metric(list(labels), value)
-        return family
+        samples = steady(lambda: list(self._read[metric.name]()))
+        if metric.kind == "gauge":
+            gauge = GaugeMetricFamily(metric.family, metric.help, labels=list(metric.labels))
+            for labels, value in samples:
+                gauge.add_metric(list(labels), value)
+            return gauge
+        counter = CounterMetricFamily(metric.family, metric.help, labels=list(metric.labels))
+        failed = self._metrics.failed_group if metric is names.RETRIES else {}
+        for labels, value in samples:
+            group = failed.get(labels[0]) if failed else None
+            example = None if group is None else Exemplar({"group": str(group)}, 1.0)
+            counter.add_metric(list(labels), value, exemplar=example)
+        return counter
 
     def _histogram(self, metric: Metric) -> Family:
         family = HistogramMetricFamily(metric.family, metric.help, labels=list(metric.labels))
         for labels, histogram in self._histograms(metric):
-            family.add_metric(list(labels), buckets=histogram.cumulative(), sum_value=histogram.total)
+            buckets = [
+                (bound, count) if whose is None else (bound, count, Exemplar({"group": str(whose[1])}, whose[0]))
+                for bound, count, whose in histogram.cumulative()
+            ]
+            family.add_metric(list(labels), buckets=buckets, sum_value=histogram.total)
         return family
 
     def _histograms(self, metric: Metric) -> Iterable[tuple[tuple[str, ...], Histogram]]:
-        if metric is names.STALENESS:
-            return [((), self._metrics.staleness)]
-        if metric is names.VALIDATION_SECONDS:
-            return [((), self._metrics.validation_s)]
-        return [((mode,), histogram) for mode, histogram in self._metrics.sync_s.items()]
-
-    def _samples(self, metric: Metric) -> Samples:
-        m, state = self._metrics, self._metrics.state
-        replicas = list(state.fleet.replicas.values())
-        reward, accuracy = m.rewards[-1:], m.accuracies[-1:]
-        workers, staleness = m.idle.capacity
-        slots = {
-            "busy": m.idle.busy,
-            "frozen": m.idle.frozen,
-            "free": max(0, m.idle.slots - m.idle.busy - m.idle.frozen),
+        m = self._metrics
+        alone = {
+            names.STALENESS.name: m.staleness,
+            names.RESPONSE_TOKENS.name: m.response_tokens,
+            names.GROUP_SECONDS.name: m.group_s,
+            names.DECISION_SECONDS.name: m.decision_s,
+            names.VALIDATION_SECONDS.name: m.validation_s,
         }
-        read: dict[str, Callable[[], Samples]] = {
+        if metric.name in alone:
+            return [((), alone[metric.name])]
+        labelled = {names.SYNC_SECONDS.name: m.replicas.sync_s, names.STEP_SECONDS.name: m.phase_s}
+        return [((label,), histogram) for label, histogram in labelled[metric.name].items()]
+
+    # what is read, by name
+
+    def _of_the_scheduler(self) -> dict[str, Read]:
+        m, state, idle = self._metrics, self._metrics.state, self._metrics.idle
+        limits = state.limits
+        return {
             names.GROUPS.name: lambda: _labelled(m.groups_by_state()),
             names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
-            names.GROUPS_RUNNING.name: lambda: [((), state.ledger.running)],
-            names.CAPACITY.name: lambda: [(("workers",), workers), (("staleness",), staleness)],
-            names.SLOTS.name: lambda: _labelled(slots),
-            names.STEPS.name: lambda: [((), state.steps_trained)],
-            names.TOKENS_GENERATED.name: lambda: [((), m.tokens_generated)],
-            names.TOKENS_TRAINED.name: lambda: [((), m.tokens_trained)],
+            names.GROUPS_RUNNING.name: lambda: _one(state.ledger.running),
+            names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
+            names.ADMISSION_LIMIT.name: lambda: _one_hot(names.ADMISSION_LIMITS, idle.admission_limit),
+            names.MAX_STALENESS.name: lambda: _one(limits.max_staleness_steps),
+            names.MAX_GROUPS.name: lambda: _one(limits.max_concurrent_groups),
+            names.BATCH_SIZE.name: lambda: _one(limits.train_batch_size),
+            names.SLOTS.name: lambda: _labelled(idle.split),
+            names.STEP_STALENESS.name: lambda: _labelled(_spread(m.step_staleness)),
+            names.DEADLINE_ROOM.name: self._deadline_room,
+            names.OLDEST_GROUP_AGE.name: self._oldest_group_age,
+            names.STEPS.name: lambda: _one(state.steps_trained),
+            names.STEP_AGE.name: lambda: _one(max(0.0, self._now() - m.finished_at)),
+            names.TOKENS_GENERATED.name: lambda: _one(m.tokens_generated),
+            names.TOKENS_TRAINED.name: lambda: _one(m.tokens_trained),
             names.TRANSITIONS.name: lambda: list(m.transitions.count.items()),
-            names.REPLICAS.name: lambda: [((s,), sum(r.state == s for r in replicas)) for s in names.REPLICA.states],
-            names.WEIGHTS_VERSION.name: lambda: [((), state.latest_version)],
-            names.REPLICA_WEIGHTS_VERSION.name: lambda: [
-                ((str(r.id),), r.version) for r in replicas if r.state != "lost"
-            ],
-            names.ROLLOUT_BUSY.name: lambda: [((), m.idle.rollout_busy_s)],
-            names.ROLLOUT_IDLE.name: lambda: _labelled(m.idle.rollout_idle_s),
-            names.TRAINER_BUSY.name: lambda: _labelled(m.idle.trainer_busy_s),
-            names.TRAINER_IDLE.name: lambda: _labelled(m.idle.trainer_idle_s),
+            names.WEIGHTS_VERSION.name: lambda: _one(state.latest_version),
+            names.ROLLOUT_BUSY.name: lambda: _one(idle.rollout_busy_s),
+            names.ROLLOUT_IDLE.name: lambda: _labelled(idle.rollout_idle_s),
+            names.TRAINER_BUSY.name: lambda: _labelled(idle.trainer_busy_s),
+            names.TRAINER_IDLE.name: lambda: _labelled(idle.trainer_idle_s),
+            names.TRAINER_FIGURE.name: lambda: _labelled(m.figures),
             names.RETRIES.name: lambda: _labelled(m.retries),
-            names.STALE_ECHOES.name: lambda: [((), state.stale_echoes)],
+            names.BUDGET.name: lambda: _labelled(
+                {"infrastructure": limits.infrastructure_attempts, "data": limits.data_attempts}
+            ),
+            names.STALE_ECHOES.name: lambda: _one(state.stale_echoes),
             names.EVENTS.name: lambda: _labelled(m.events),
-            names.REWARD.name: lambda: [((), value) for value in reward if value is not None],
-            names.ACCURACY.name: lambda: [((), value) for _, value in accuracy],
+            names.REWARD.name: lambda: [((), value) for value in m.rewards[-1:] if value is not None],
+            names.ACCURACY.name: lambda: [((), value) for _, value in m.accuracies[-1:]],
+            names.ACCURACY_STEPS.name: lambda: [((), steps) for steps, _ in m.accuracies[-1:]],
             names.VALIDATION_VERSION.name: lambda: [((), row["version"]) for row in m.reported()[-1:]],
             names.VALIDATIONS.name: lambda: _labelled(m.validations_by_state()),
             names.VALIDATIONS_ENDED.name: lambda: [
                 ((s,), m.transitions.entered("validation", s)) for s in names.VALIDATION.terminal
             ],
-            names.VALIDATION_ROWS.name: lambda: [((), m.rows_measured)],
-            names.UPTIME.name: lambda: [((), m.at if self._now is None else self._now())],
+            names.VALIDATION_ROWS.name: lambda: _one(m.rows_measured),
+            names.UPTIME.name: lambda: _one(self._now()),
         }
-        return read[metric.name]()
+
+    def _of_replicas(self) -> dict[str, Read]:
+        states, fleet, figures = names.REPLICA.states, self._metrics.state.fleet, self._metrics.replicas.of
+        modes, ends = names.SYNC_MODES, names.REPLICA_GROUP_ENDS
+
+        def alive() -> list[tuple[str, int, int, int]]:
+            """(replica, version, slots held, slots) of those that are not lost."""
+            living = [r for r in list(fleet.replicas.values()) if r.state != "lost"]
+            return [(str(r.id), r.version, len(r.groups), r.slots) for r in living]
+
+        def by_state() -> Samples:
+            now = [r.state for r in list(fleet.replicas.values())]
+            return [((state,), now.count(state)) for state in states]
+
+        return {
+            names.REPLICAS.name: by_state,
+            names.REPLICA_WEIGHTS_VERSION.name: lambda: [((id,), version) for id, version, _, _ in alive()],
+            names.REPLICA_STATE.name: lambda: [
+                ((str(r.id), state), r.state == state) for r in list(fleet.replicas.values()) for state in states
+            ],
+            names.REPLICA_SLOTS.name: lambda: [
+                ((id, state), held if state == "held" else max(0, slots - held))
+                for id, _, held, slots in alive()
+                for state in ("held", "free")
+            ],
+            names.REPLICA_TOKENS.name: lambda: [((str(id),), f.tokens) for id, f in list(figures.items())],
+            names.REPLICA_RESUMED.name: lambda: [((str(id),), f.resumed) for id, f in list(figures.items())],
+            names.REPLICA_GROUPS.name: lambda: [
+                ((str(id), end), f.ended[end]) for id, f in list(figures.items()) for end in ends
+            ],
+            names.REPLICA_PAUSE.name: lambda: [
+                ((str(id), mode), f.pause_s[mode]) for id, f in list(figures.items()) for mode in modes
+            ],
+        }
+
+    def _of_its_surroundings(self) -> dict[str, Read]:
+        around, read = self._around, dict[str, Read]()
+        if around.events_waiting is not None:
+            waiting = around.events_waiting
+            read[names.EVENTS_WAITING.name] = lambda: _one(waiting())
+        if around.store is not None:
+            store = around.store
+            read[names.STORE_GROUPS.name] = lambda: _one(store()[0])
+            read[names.STORE_BYTES.name] = lambda: _one(store()[1])
+        if around.record is not None:
+            record = around.record
+            read[names.RECORD_BYTES.name] = lambda: _one(record()[0])
+            read[names.RECORD_LAG.name] = lambda: _one(record()[1])
+        if around.directory is not None:
+            directory = around.directory
+            read[names.DISK_FREE.name] = lambda: _disk(directory, "free")
+            read[names.DISK_SIZE.name] = lambda: _disk(directory, "total")
+        return read
+
+    def _now(self) -> float:
+        return self._metrics.at if self._around.now is None else self._around.now()
+
+    def _deadline_room(self) -> Samples:
+        state = self._metrics.state
+        return [((), max(0, deadline - state.steps_batched)) for deadline in list(state.deadlines.by_deadline())[:1]]
+
+    def _oldest_group_age(self) -> Samples:
+        """Groups are kept in the order drawn, in which they are started: the oldest is among the first few, behind
+        those that are being trained on."""
+        state = self._metrics.state
+        first = list(islice(state.groups.values(), 2 * state.limits.train_batch_size + 64))
+        started = [group.started_at for group in first if group.state not in ("queued", "batched")]
+        return _one(max(0.0, self._now() - min(started)) if started else 0.0)
 
 
-def registry(metrics: RunMetrics, now: Callable[[], float] | None = None) -> CollectorRegistry:
+def registry(metrics: RunMetrics, around: Around | None = None) -> CollectorRegistry:
     """A registry of its own that exports one run and nothing else."""
     own = CollectorRegistry(auto_describe=False)
-    own.register(Exporter(metrics, now))
+    own.register(Exporter(metrics, around))
     return own
 
 
-def _labelled(values: dict[str, int] | dict[str, float]) -> Samples:
+def steady(read: Callable[[], list[tuple[tuple[str, ...], float]]]) -> list[tuple[tuple[str, ...], float]]:
+    """What a look at the state gives, taken again where it met a change half way; nothing if it always did."""
+    for _ in range(TRIES):
+        try:
+            return read()
+        except (RuntimeError, KeyError):
+            continue
+    return []
+
+
+def _one(value: float) -> Samples:
+    return [((), value)]
+
+
+def _one_hot(values: tuple[str, ...], now: str) -> Samples:
+    return [((value,), value == now) for value in values]
+
+
+def _labelled(values: Mapping[str, float]) -> Samples:
     return [((label,), value) for label, value in list(values.items())]
+
+
+def _spread(values: tuple[int, ...]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
+
+
+def _disk(directory: Path, figure: str) -> Samples:
+    try:
+        return _one(getattr(shutil.disk_usage(directory), figure))
+    except OSError:
+        return []

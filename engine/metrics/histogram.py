@@ -8,33 +8,41 @@ from bisect import bisect_left
 
 
 class Histogram:
-    """Counts values by the smallest bucket bound they do not exceed."""
+    """Counts values by the smallest bucket bound they do not exceed, and keeps whose the newest value in each is."""
 
-    __slots__ = ("bounds", "count", "counts", "largest", "smallest", "total")
+    __slots__ = ("bounds", "count", "counts", "examples", "largest", "smallest", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        self.examples: list[tuple[float, int] | None] = [None] * (len(bounds) + 1)
+        """(value, whose) of the newest value in each bucket, where it was told."""
         self.count = 0
         self.total = 0.0
         self.smallest: float | None = None
         self.largest: float | None = None
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
+    def observe(self, value: float, whose: int | None = None) -> None:
+        """Count a value. `whose`: the group it is the value of."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
+        if whose is not None:
+            self.examples[bucket] = (value, whose)
         self.count += 1
         self.total += value
-        self.smallest = value if self.smallest is None else min(self.smallest, value)
-        self.largest = value if self.largest is None else max(self.largest, value)
+        if self.smallest is None or value < self.smallest:
+            self.smallest = value
+        if self.largest is None or value > self.largest:
+            self.largest = value
 
     @property
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), the last bound being `+Inf`: the form Prometheus takes."""
-        pairs, running = [], 0
-        for bound, count in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
+    def cumulative(self) -> list[tuple[str, float, tuple[float, int] | None]]:
+        """(upper bound, values up to it, example) per bucket, the last bound being `+Inf`: as Prometheus counts."""
+        rows, running = [], 0
+        for bound, count, example in zip((*map(repr, self.bounds), "+Inf"), self.counts, self.examples, strict=True):
             running += count
-            pairs.append((bound, float(running)))
-        return pairs
+            rows.append((bound, float(running), example))
+        return rows

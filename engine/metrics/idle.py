@@ -90,6 +90,22 @@ class IdleTime:
         workers = state.limits.max_concurrent_groups - state.ledger.running
         return max(0, workers), max(0, state.places(self._newest) - state.held)
 
+    @property
+    def split(self) -> dict[str, int]:
+        """Slots of living replicas, by what they do."""
+        free = max(0, self.slots - self.busy - self.frozen)
+        return {"busy": self.busy, "frozen": self.frozen, "free": free}
+
+    @property
+    def admission_limit(self) -> str:
+        """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
+        if self._state.started and not self.slots:
+            return "no_replica"
+        free = self.slots - self.busy - self._swapping
+        if free > 0:
+            return self.rollout_cause
+        return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
+
     def _why_slots_are_free(self) -> str:
         state, ledger, limits = self._state, self._state.ledger, self._state.limits
         if not state.started:

@@ -1,8 +1,9 @@
 """Every name the engine exports to Prometheus: the one place to look one up, and the only one to add one.
 
-Read by the exporter, by the generator of `docs/METRICS.md` and by the tests that compare both with it. Base units,
-`engine_` in front, `_total` behind counters. Label values are listed here where they are a closed set, and exported
-from the start with 0, so that a rate has a beginning.
+Read by the exporter, by the generator of `docs/METRICS.md`, by the boards and alerts of `dashboards/` and by the tests
+that compare them. Base units, `engine_` in front, `_total` behind counters. Label values are listed here where they are
+a closed set, and exported from the start with 0, so that a rate has a beginning. No label ever holds the id of a group,
+a step or a version: those go up for as long as a run lasts, and the number of series must not.
 """
 
 from dataclasses import dataclass, field
@@ -12,23 +13,42 @@ from engine.states.limits import SYNC_MODES
 from engine.states.replica import REPLICA
 from engine.states.validation import VALIDATION
 
+Labels = dict[str, tuple[str, ...]]
+"""Each label with the values it can take; an empty tuple is an open set."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One exported name. `labels` maps each label to the values it can take; an empty tuple is an open set."""
+    """One exported name."""
 
     name: str
     kind: str
     """`counter`, `gauge` or `histogram`."""
     unit: str
     help: str
-    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    labels: Labels = field(default_factory=dict)
+    where: str = ""
+    """What exports it, where not every run does: `run directory` or `Ray`."""
 
     @property
     def family(self) -> str:
         """The name as `prometheus_client` wants it: it adds `_total` by itself."""
         return self.name.removesuffix("_total")
 
+
+def _gauge(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
+    return Metric(name=name, kind="gauge", unit=unit, help=help, labels=labels or {}, where=where)
+
+
+def _counter(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
+    return Metric(name=name, kind="counter", unit=unit, help=help, labels=labels or {}, where=where)
+
+
+def _histogram(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
+    return Metric(name=name, kind="histogram", unit=unit, help=help, labels=labels or {}, where=where)
+
+
+# -- closed sets -------------------------------------------------------------------------------------------------------
 
 ROLLOUT_IDLE_CAUSES = (
     "weight_sync",
@@ -45,6 +65,9 @@ ROLLOUT_IDLE_CAUSES = (
 reached; the prompts are used up; prompts are being drawn; the groups that could run need newer weights than the replica
 has; the run needs no more groups; the run is starting; anything else."""
 
+ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
+"""What keeps the next group from starting: every slot is busy; no replica is up; else why slots are free."""
+
 TRAINER_IDLE_CAUSES = (
     "waiting_for_groups",
     "waiting_for_stragglers",
@@ -58,6 +81,7 @@ binds and its groups are still being generated; weights are being published; no 
 up; the run is starting."""
 
 TRAINER_TASKS = ("scoring", "training")
+STEP_PHASES = ("collecting", "scoring", "training", "publishing")
 
 RETRY_CAUSES = (
     "group_infrastructure",
@@ -72,173 +96,236 @@ RETRY_CAUSES = (
 
 LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
 LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
+REPLICA_GROUP_ENDS = ("generated", "aborted", "failed")
+MACHINES = ("group", "step", "replica", "version", "validation")
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 VALIDATION_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 SYNC_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+PHASE_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
+GROUP_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
+TOKEN_BUCKETS = tuple(float(1 << power) for power in range(3, 18))
+DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
+FIGURES_KEPT = 128
+"""Different figures of the trainer that become series, at most: the first ones named."""
 
-GROUPS = Metric(
-    name="engine_groups",
-    kind="gauge",
-    unit="groups",
-    help="Prompt groups that have not ended, by state.",
-    labels={"state": LIVE_GROUP_STATES},
+# -- names -------------------------------------------------------------------------------------------------------------
+
+GROUPS = _gauge("engine_groups", "groups", "Prompt groups that have not ended, by state.", {"state": LIVE_GROUP_STATES})
+GROUPS_ENDED = _counter(
+    "engine_groups_ended_total",
+    "groups",
+    "Prompt groups that ended, by the state they ended in.",
+    {"state": GROUP.terminal},
 )
-GROUPS_ENDED = Metric(
-    name="engine_groups_ended_total",
-    kind="counter",
-    unit="groups",
-    help="Prompt groups that ended, by the state they ended in.",
-    labels={"state": GROUP.terminal},
+GROUPS_RUNNING = _gauge("engine_groups_running", "groups", "Prompt groups being generated (at most K).")
+CAPACITY = _gauge(
+    "engine_capacity_groups",
+    "groups",
+    "Groups that may still start: under the bound K, and under staleness at the newest installed version.",
+    {"bound": ("workers", "staleness")},
 )
-GROUPS_RUNNING = Metric(
-    name="engine_groups_running", kind="gauge", unit="groups", help="Prompt groups being generated (at most K)."
+ADMISSION_LIMIT = _gauge(
+    "engine_admission_limit",
+    "0 or 1",
+    "1 for what keeps the next group from starting right now, 0 for the others.",
+    {"limit": ADMISSION_LIMITS},
 )
-CAPACITY = Metric(
-    name="engine_capacity_groups",
-    kind="gauge",
-    unit="groups",
-    help="Groups that may still start: under the bound K, and under staleness at the newest installed version.",
-    labels={"bound": ("workers", "staleness")},
+MAX_STALENESS = _gauge("engine_max_staleness_steps", "train steps", "S: the staleness no group may exceed.")
+MAX_GROUPS = _gauge("engine_max_concurrent_groups", "groups", "K: groups that may be generated at once.")
+BATCH_SIZE = _gauge("engine_train_batch_size_groups", "groups", "B: groups that a train step takes.")
+SLOTS = _gauge(
+    "engine_slots",
+    "slots",
+    "Slots of living replicas: generating, frozen with a group while weights are swapped, or free.",
+    {"state": ("busy", "frozen", "free")},
 )
-SLOTS = Metric(
-    name="engine_slots",
-    kind="gauge",
-    unit="slots",
-    help="Slots of living replicas: generating, frozen with a group while weights are swapped, or free.",
-    labels={"state": ("busy", "frozen", "free")},
+STALENESS = _histogram(
+    "engine_staleness_steps",
+    "train steps",
+    "Staleness of every group taken by a train step: steps its oldest token lags behind. Exemplar: the newest group.",
 )
-STALENESS = Metric(
-    name="engine_staleness_steps",
-    kind="histogram",
-    unit="train steps",
-    help="Staleness of every group taken by a train step: steps its oldest token lags behind.",
+STEP_STALENESS = _gauge(
+    "engine_step_staleness_steps",
+    "train steps",
+    "Staleness of the groups of the newest trained step.",
+    {"stat": ("min", "mean", "max")},
 )
-STEPS = Metric(name="engine_train_steps_total", kind="counter", unit="steps", help="Outer train steps trained.")
-TOKENS_GENERATED = Metric(
-    name="engine_tokens_generated_total", kind="counter", unit="tokens", help="Response tokens of generated groups."
+DEADLINE_ROOM = _gauge(
+    "engine_deadline_room_steps",
+    "train steps",
+    "Train steps left until the oldest deadline among started groups falls due; 0: the step that forms now needs it.",
 )
-TOKENS_TRAINED = Metric(
-    name="engine_tokens_trained_total", kind="counter", unit="tokens", help="Response tokens of groups trained on."
+OLDEST_GROUP_AGE = _gauge(
+    "engine_oldest_group_age_seconds", "seconds", "Time since the oldest group that no step has taken was started."
 )
-TRANSITIONS = Metric(
-    name="engine_transitions_total",
-    kind="counter",
-    unit="transitions",
-    help="Changes of state, by machine and by the states left and entered.",
-    labels={"machine": ("group", "step", "replica", "version", "validation"), "from": (), "to": ()},
+STEPS = _counter("engine_train_steps_total", "steps", "Outer train steps trained.")
+STEP_AGE = _gauge(
+    "engine_step_age_seconds", "seconds", "Time since a train step was last finished, or since the run began."
 )
-REPLICAS = Metric(
-    name="engine_replicas",
-    kind="gauge",
-    unit="replicas",
-    help="Rollout replicas, by state.",
-    labels={"state": REPLICA.states},
+STEP_SECONDS = _histogram(
+    "engine_step_phase_seconds", "seconds", "Time a finished train step spent in a phase.", {"phase": STEP_PHASES}
 )
-WEIGHTS_VERSION = Metric(
-    name="engine_weights_version", kind="gauge", unit="version", help="Newest weights version published by the trainer."
+TOKENS_GENERATED = _counter("engine_tokens_generated_total", "tokens", "Response tokens of generated groups.")
+TOKENS_TRAINED = _counter("engine_tokens_trained_total", "tokens", "Response tokens of groups trained on.")
+RESPONSE_TOKENS = _histogram(
+    "engine_response_tokens",
+    "tokens",
+    "Mean response length of each generated group. Exemplar: the newest group.",
 )
-REPLICA_WEIGHTS_VERSION = Metric(
-    name="engine_replica_weights_version",
-    kind="gauge",
-    unit="version",
-    help="Weights version a replica samples from.",
-    labels={"replica": ()},
+GROUP_SECONDS = _histogram(
+    "engine_group_seconds",
+    "seconds",
+    "Time from a group's first start to its last trajectory, waits and retries included. Exemplar: the newest group.",
 )
-SYNC_SECONDS = Metric(
-    name="engine_weight_sync_seconds",
-    kind="histogram",
-    unit="seconds",
-    help="Time from the order to pause a replica until it samples from the new version.",
-    labels={"mode": SYNC_MODES},
+TRANSITIONS = _counter(
+    "engine_transitions_total",
+    "transitions",
+    "Changes of state, by machine and by the states left and entered.",
+    {"machine": MACHINES, "from": (), "to": ()},
 )
-ROLLOUT_BUSY = Metric(
-    name="engine_rollout_busy_slot_seconds_total",
-    kind="counter",
-    unit="slot seconds",
-    help="Slots of living replicas that were generating, times seconds.",
+REPLICAS = _gauge("engine_replicas", "replicas", "Rollout replicas, by state.", {"state": REPLICA.states})
+WEIGHTS_VERSION = _gauge("engine_weights_version", "version", "Newest weights version published by the trainer.")
+REPLICA_WEIGHTS_VERSION = _gauge(
+    "engine_replica_weights_version", "version", "Weights version a replica samples from.", {"replica": ()}
 )
-ROLLOUT_IDLE = Metric(
-    name="engine_rollout_idle_slot_seconds_total",
-    kind="counter",
-    unit="slot seconds",
-    help="Slots of living replicas that were not generating, times seconds, by cause.",
-    labels={"cause": ROLLOUT_IDLE_CAUSES},
+REPLICA_STATE = _gauge(
+    "engine_replica_state",
+    "0 or 1",
+    "1 for the state a replica is in, 0 for the others.",
+    {"replica": (), "state": REPLICA.states},
 )
-TRAINER_BUSY = Metric(
-    name="engine_trainer_busy_seconds_total",
-    kind="counter",
-    unit="seconds",
-    help="Time in which a batch was being scored or trained on.",
-    labels={"task": TRAINER_TASKS},
+REPLICA_SLOTS = _gauge(
+    "engine_replica_slots", "slots", "Slots of a replica that is not lost.", {"replica": (), "state": ("held", "free")}
 )
-TRAINER_IDLE = Metric(
-    name="engine_trainer_idle_seconds_total",
-    kind="counter",
-    unit="seconds",
-    help="Time in which no batch was being scored or trained on, by cause.",
-    labels={"cause": TRAINER_IDLE_CAUSES},
+REPLICA_TOKENS = _counter(
+    "engine_replica_tokens_total", "tokens", "Response tokens of the groups a replica generated.", {"replica": ()}
 )
-RETRIES = Metric(
-    name="engine_retries_total",
-    kind="counter",
-    unit="attempts",
-    help="Attempts that failed, by what failed. A group on a lost replica counts under replica_lost.",
-    labels={"cause": RETRY_CAUSES},
+REPLICA_GROUPS = _counter(
+    "engine_replica_groups_total",
+    "groups",
+    "Attempts that ended on a replica: the group generated, aborted (its prefix kept) or failed.",
+    {"replica": (), "end": REPLICA_GROUP_ENDS},
 )
-STALE_ECHOES = Metric(
-    name="engine_stale_echoes_total",
-    kind="counter",
-    unit="events",
-    help="Events about something already over: recorded, and without effect.",
+REPLICA_RESUMED = _counter(
+    "engine_replica_groups_resumed_total",
+    "groups",
+    "Groups that a replica went on with from what an earlier attempt left.",
+    {"replica": ()},
 )
-EVENTS = Metric(
-    name="engine_events_total",
-    kind="counter",
-    unit="events",
-    help="Events handled by the scheduler, by kind.",
-    labels={"event": ()},
+REPLICA_PAUSE = _counter(
+    "engine_replica_pause_seconds_total",
+    "seconds",
+    "Time a replica spent between the order to pause and sampling again, by sync mode.",
+    {"replica": (), "mode": SYNC_MODES},
 )
-REWARD = Metric(
-    name="engine_reward_mean", kind="gauge", unit="reward", help="Mean reward of the groups of the newest trained step."
+SYNC_SECONDS = _histogram(
+    "engine_weight_sync_seconds",
+    "seconds",
+    "Time from the order to pause a replica until it samples from the new version.",
+    {"mode": SYNC_MODES},
 )
-ACCURACY = Metric(
-    name="engine_validation_accuracy", kind="gauge", unit="ratio", help="Newest accuracy on held-out prompts, 0 to 1."
+ROLLOUT_BUSY = _counter(
+    "engine_rollout_busy_slot_seconds_total",
+    "slot seconds",
+    "Slots of living replicas that were generating, times seconds.",
 )
-VALIDATION_VERSION = Metric(
-    name="engine_validation_version",
-    kind="gauge",
-    unit="version",
-    help="Weights version that the newest accuracy on held-out prompts was measured under.",
+ROLLOUT_IDLE = _counter(
+    "engine_rollout_idle_slot_seconds_total",
+    "slot seconds",
+    "Slots of living replicas that were not generating, times seconds, by cause.",
+    {"cause": ROLLOUT_IDLE_CAUSES},
 )
-VALIDATIONS = Metric(
-    name="engine_validations",
-    kind="gauge",
-    unit="validations",
-    help="Validations that have not ended, by state.",
-    labels={"state": LIVE_VALIDATION_STATES},
+TRAINER_BUSY = _counter(
+    "engine_trainer_busy_seconds_total",
+    "seconds",
+    "Time in which a batch was being scored or trained on.",
+    {"task": TRAINER_TASKS},
 )
-VALIDATIONS_ENDED = Metric(
-    name="engine_validations_ended_total",
-    kind="counter",
-    unit="validations",
-    help="Validations that ended, by the state they ended in.",
-    labels={"state": VALIDATION.terminal},
+TRAINER_IDLE = _counter(
+    "engine_trainer_idle_seconds_total",
+    "seconds",
+    "Time in which no batch was being scored or trained on, by cause.",
+    {"cause": TRAINER_IDLE_CAUSES},
 )
-VALIDATION_ROWS = Metric(
-    name="engine_validation_rows_total", kind="counter", unit="rows", help="Held-out rows measured."
+TRAINER_FIGURE = _gauge(
+    "engine_trainer_figure",
+    "as reported",
+    f"What the trainer said of the newest step it reported, by the name it gave; the first {FIGURES_KEPT} names.",
+    {"figure": ()},
 )
-VALIDATION_SECONDS = Metric(
-    name="engine_validation_seconds",
-    kind="histogram",
-    unit="seconds",
-    help="Time from a version that is to be validated to its report.",
+RETRIES = _counter(
+    "engine_retries_total",
+    "attempts",
+    "Attempts that failed, by what failed. A group on a lost replica counts under replica_lost. Exemplar: the group.",
+    {"cause": RETRY_CAUSES},
 )
-UPTIME = Metric(name="engine_uptime_seconds", kind="gauge", unit="seconds", help="Time since the run began.")
+BUDGET = _gauge(
+    "engine_retry_budget_attempts",
+    "attempts",
+    "Attempts that each group, install, step and publication has against a cause.",
+    {"budget": ("infrastructure", "data")},
+)
+STALE_ECHOES = _counter(
+    "engine_stale_echoes_total", "events", "Events about something already over: recorded, and without effect."
+)
+EVENTS = _counter("engine_events_total", "events", "Events handled by the scheduler, by kind.", {"event": ()})
+EVENTS_WAITING = _gauge("engine_events_waiting", "events", "Events taken in and not handled yet.", where="Ray")
+DECISION_SECONDS = _histogram(
+    "engine_decision_seconds",
+    "seconds",
+    "Time from the arrival of events until they were recorded and the commands that answer them had left. Over Ray.",
+)
+STORE_GROUPS = _gauge("engine_trajectory_store_groups", "groups", "Groups in the trajectory store.", where="Ray")
+STORE_BYTES = _gauge(
+    "engine_trajectory_store_bytes", "bytes", "Bytes of the groups in the trajectory store.", where="Ray"
+)
+RECORD_BYTES = _counter(
+    "engine_record_bytes_total", "bytes", "Bytes of the schedule record that were written.", where="run directory"
+)
+RECORD_LAG = _gauge(
+    "engine_record_waiting_bytes",
+    "bytes",
+    "Bytes of the schedule record that the operating system does not have yet.",
+    where="run directory",
+)
+DISK_FREE = _gauge("engine_disk_free_bytes", "bytes", "Free on the disk of the run's directory.", where="run directory")
+DISK_SIZE = _gauge("engine_disk_size_bytes", "bytes", "Size of the disk of the run's directory.", where="run directory")
+REWARD = _gauge("engine_reward_mean", "reward", "Mean reward of the groups of the newest trained step.")
+ACCURACY = _gauge("engine_validation_accuracy", "ratio", "Newest accuracy on held-out prompts, 0 to 1.")
+ACCURACY_STEPS = _gauge(
+    "engine_validation_steps", "train steps", "Train steps in the weights that were last measured on held-out prompts."
+)
+VALIDATION_VERSION = _gauge(
+    "engine_validation_version",
+    "version",
+    "Weights version that the newest accuracy on held-out prompts was measured under.",
+)
+VALIDATIONS = _gauge(
+    "engine_validations",
+    "validations",
+    "Validations that have not ended, by state.",
+    {"state": LIVE_VALIDATION_STATES},
+)
+VALIDATIONS_ENDED = _counter(
+    "engine_validations_ended_total",
+    "validations",
+    "Validations that ended, by the state they ended in.",
+    {"state": VALIDATION.terminal},
+)
+VALIDATION_ROWS = _counter("engine_validation_rows_total", "rows", "Held-out rows measured.")
+VALIDATION_SECONDS = _histogram(
+    "engine_validation_seconds", "seconds", "Time from a version that is to be validated to its report."
+)
+UPTIME = _gauge("engine_uptime_seconds", "seconds", "Time since the run began.")
 
 METRICS: tuple[Metric, ...] = (
-    GROUPS, GROUPS_ENDED, GROUPS_RUNNING, CAPACITY, SLOTS, STALENESS, STEPS, TOKENS_GENERATED, TOKENS_TRAINED,
-    TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION, SYNC_SECONDS, ROLLOUT_BUSY, ROLLOUT_IDLE,
-    TRAINER_BUSY, TRAINER_IDLE, RETRIES, STALE_ECHOES, EVENTS, REWARD, ACCURACY, VALIDATION_VERSION,
-    VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS, UPTIME,
+    GROUPS, GROUPS_ENDED, GROUPS_RUNNING, CAPACITY, ADMISSION_LIMIT, MAX_STALENESS, MAX_GROUPS, BATCH_SIZE, SLOTS,
+    STALENESS, STEP_STALENESS, DEADLINE_ROOM, OLDEST_GROUP_AGE, STEPS, STEP_AGE, STEP_SECONDS, TOKENS_GENERATED,
+    TOKENS_TRAINED, RESPONSE_TOKENS, GROUP_SECONDS, TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION,
+    REPLICA_STATE, REPLICA_SLOTS, REPLICA_TOKENS, REPLICA_GROUPS, REPLICA_RESUMED, REPLICA_PAUSE, SYNC_SECONDS,
+    ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, RETRIES, BUDGET, STALE_ECHOES, EVENTS,
+    EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
+    ACCURACY, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS,
+    UPTIME,
 )  # fmt: skip

@@ -6,10 +6,13 @@ the trainer and the rollout do what they do, from the same figures the scheduler
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
+from engine.metrics.journal import plain
 from engine.states.group import GROUP
 
 if TYPE_CHECKING:
@@ -53,6 +56,18 @@ class Status:
     replica_versions: dict[ReplicaId, Version]
     """Of replicas that are not lost."""
     replica_states: dict[ReplicaId, str]
+    replica_slots: dict[ReplicaId, tuple[int, int]]
+    """Slots held and slots, of replicas that are not lost."""
+    replicas_lost: int
+    """Replicas that are lost now."""
+    groups_live: dict[str, int]
+    """Prompt groups that have not ended, by state."""
+    step_phase: str
+    """State of the train step under way or next to form."""
+    versions_kept: int
+    """Weights versions that are not retired."""
+    admission_limit: str
+    """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
     groups_ended: dict[str, int]
     """Prompt groups by the state they ended in."""
     failures: dict[str, int]
@@ -95,6 +110,7 @@ class Status:
 
 
 SPARK_STEPS = 60
+TRIES = 8
 
 
 def describe(metrics: RunMetrics, now: float) -> Status:
@@ -127,6 +143,12 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         version=state.latest_version,
         replica_versions={r.id: r.version for r in replicas},
         replica_states={r.id: r.state for r in replicas},
+        replica_slots={r.id: (len(r.groups), r.slots) for r in replicas},
+        replicas_lost=len(state.fleet.replicas) - len(replicas),
+        groups_live=metrics.groups_by_state(),
+        step_phase=next((s.state for s in list(state.steps.values()) if s.state != "finished"), "finished"),
+        versions_kept=len(state.versions),
+        admission_limit=idle.admission_limit,
         groups_ended={state: metrics.transitions.entered("group", state) for state in GROUP.terminal},
         failures={cause: count for cause, count in metrics.retries.items() if count},
         last_failure=metrics.last_failure,
@@ -144,6 +166,26 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
     )
+
+
+def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
+    """The snapshot as JSON has it. From any thread: a look that meets a change half way is taken again."""
+    for _ in range(TRIES):
+        try:
+            return dict(plain(asdict(describe(metrics, now))))
+        except (RuntimeError, KeyError, IndexError):
+            continue
+    raise EngineError("the run changes too fast to be looked at")
+
+
+def status_of(answer: Mapping[str, Any]) -> Status:
+    """The snapshot that `plain_status` wrote. Raises: ValueError, TypeError for anything else."""
+    values: dict[str, Any] = {field.name: answer[field.name] for field in fields(Status) if field.name in answer}
+    for name in ("replica_versions", "replica_states", "replica_slots"):
+        values[name] = {int(id): value for id, value in values.get(name, {}).items()}
+    for name in ("rewards", "accuracies", "recent"):
+        values[name] = tuple(values.get(name, ()))
+    return Status(**values)
 
 
 def _trainer_now(metrics: RunMetrics) -> str:

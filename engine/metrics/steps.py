@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.ids import StepId
+from engine.ids import GroupId, StepId
 from engine.states.group import Group
 
 PHASES = ("collecting", "scoring", "training", "publishing")
@@ -25,6 +25,7 @@ class _Open:
     """A step whose batch is formed and whose row is not written."""
 
     fields: Row
+    groups: tuple[GroupId, ...] = ()
     staleness: tuple[int, ...] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     entered_at: float = 0.0
@@ -49,7 +50,7 @@ class StepRows:
         entry = self._open.get(step)
         if entry is None or "groups" in entry.fields:
             return
-        entry.staleness = staleness
+        entry.groups, entry.staleness = tuple(group.id for group in groups), staleness
         rewards = [group.reward_mean for group in groups]
         entry.fields.update(
             groups=len(groups),
@@ -75,10 +76,10 @@ class StepRows:
         entry.entered_at = at
         entry.phase = {"trained": "publishing", "finished": "publishing"}.get(state, state)
 
-    def batch(self, step: StepId) -> tuple[tuple[int, ...], int]:
-        """Staleness of each group of a step under way, and their response tokens."""
+    def batch(self, step: StepId) -> tuple[tuple[GroupId, ...], tuple[int, ...], int]:
+        """Groups of a step under way, the staleness of each, and their response tokens."""
         entry = self._open.get(step)
-        return (entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), 0)
+        return (entry.groups, entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), (), 0)
 
     def finished(self, step: StepId, version: int, at: float, counts: Mapping[str, int]) -> None:
         """A step is over. `counts`: groups aborted, resumed and filtered since the run began."""

@@ -45,6 +45,8 @@ class Recorder:
         self._file: BinaryIO | None = None
         self._offset = 0
         """Bytes of the open segment that the operating system has."""
+        self._closed_bytes = 0
+        """Of the segments before."""
         self._held: list[bytes] = []
         self._held_bytes = 0
         first = encode_header(header)
@@ -89,6 +91,11 @@ class Recorder:
                 self._file = None
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """(bytes that the operating system has, bytes that wait in memory). May be read from any thread."""
+        return self._closed_bytes + self._offset, self._held_bytes
+
+    @property
     def path(self) -> Path:
         """The segment being written."""
         return self.directory / segment_name(self._number)
@@ -121,7 +128,7 @@ class Recorder:
                 os.fsync(self._file.fileno())  # else a power cut could tear a segment that another one follows
                 self._file.close()
             self._number += 1
-            self._offset = 0
+            self._closed_bytes, self._offset = self._closed_bytes + self._offset, 0
             head = preamble(self._number, self.next_event)
             self._held.append(head)
             self._held_bytes += len(head)

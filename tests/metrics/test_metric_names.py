@@ -4,15 +4,16 @@ import re
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
-from clockwork import clockwork
+from clockwork import Clockwork, clockwork
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import ConfigError
 from engine.metrics.document import markdown
-from engine.metrics.export import registry
-from engine.metrics.names import METRICS
+from engine.metrics.export import Around, registry
+from engine.metrics.names import FIGURES_KEPT, METRICS
 from engine.metrics.server import MetricsServer
 from engine.states.limits import ValidationLimits
 
@@ -39,21 +40,77 @@ def test_names_follow_the_conventions() -> None:
         assert "seconds" not in metric.unit or "seconds" in metric.name
 
 
-def test_exactly_these_names_are_scraped_over_http() -> None:
-    world = clockwork(validation=ValidationLimits(rows=4)).run()
-    with_suffix = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
-    server = MetricsServer(registry(world.metrics))
+SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
+
+
+def half_way(**others: Any) -> Clockwork:
+    """A run in its third step, measured once, with a figure for every name that a run without surroundings has."""
+    world = clockwork(steps=None, mode="abort", validation=ValidationLimits(rows=4), **others)
+    world.run(lambda world: world.scheduler.state.steps_trained == 3 and world.scheduler.state.ledger.running > 0)
+    return world
+
+
+def everything(directory: Path) -> Around:
+    return Around(
+        now=lambda: 77.0, events_waiting=lambda: 3, record=lambda: (10, 2), store=lambda: (4, 99), directory=directory
+    )
+
+
+def test_exactly_these_names_are_scraped_over_http(tmp_path: Path) -> None:
+    server = MetricsServer(registry(half_way().metrics, everything(tmp_path)))
     try:
         assert server.port > 0
-        assert set(scrape(server)) == {m.name + suffix for m in METRICS for suffix in with_suffix[m.kind]}
+        assert set(scrape(server)) == {m.name + suffix for m in METRICS for suffix in SUFFIXES[m.kind]}
     finally:
         server.close()
 
 
-def test_labels_are_those_documented() -> None:
-    world = clockwork().run()
+def test_a_run_without_surroundings_leaves_out_what_belongs_to_them() -> None:
+    server = MetricsServer(registry(half_way().metrics))
+    try:
+        assert set(scrape(server)) == {m.name + s for m in METRICS if not m.where for s in SUFFIXES[m.kind]}
+    finally:
+        server.close()
+
+
+def test_the_number_of_series_stays_as_a_run_goes_on() -> None:
+    def series(world: Clockwork) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+        families = registry(world.metrics).collect()
+        return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
+
+    world = clockwork(steps=None, mode="abort", generation_s=lambda group: 1.0 + group % 3)
+    world.run(lambda world: world.scheduler.state.steps_trained == 12)
+    early = series(world)
+    world.run(lambda world: world.scheduler.state.steps_trained == 400)
+    assert series(world) == early
+
+
+def test_a_trainer_that_names_its_figures_anew_every_step_does_not_make_series_without_end() -> None:
+    metrics = clockwork().metrics
+    for step in range(1000):
+        metrics.report(step, {f"loss_of_step_{step}": 1.0})
+    (family,) = [f for f in registry(metrics).collect() if f.name == "engine_trainer_figure"]
+    assert len(family.samples) == FIGURES_KEPT
+
+
+def test_exemplars_name_the_group() -> None:
+    world = half_way()
+    server = MetricsServer(registry(world.metrics))
+    try:
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        with urllib.request.urlopen(urllib.request.Request(server.url, headers=accept), timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        server.close()
+    for name in ("engine_staleness_steps", "engine_response_tokens", "engine_group_seconds"):
+        groups = re.findall(rf'^{name}_bucket{{.*# {{group="(\d+)"}}', text, re.MULTILINE)
+        assert groups and all(int(group) < world.drawn for group in groups), name
+
+
+def test_labels_are_those_documented(tmp_path: Path) -> None:
+    world = half_way()
     for metric in METRICS:
-        (family,) = [f for f in registry(world.metrics).collect() if f.name == metric.family]
+        (family,) = [f for f in registry(world.metrics, everything(tmp_path)).collect() if f.name == metric.family]
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "le"}
             assert set(labels) == set(metric.labels), metric.name
@@ -63,7 +120,7 @@ def test_labels_are_those_documented() -> None:
 
 def test_a_scrape_in_the_middle_of_a_run_tells_its_state() -> None:
     world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 3)
-    server = MetricsServer(registry(world.metrics, now=lambda: 77.0))
+    server = MetricsServer(registry(world.metrics, Around(now=lambda: 77.0)))
     try:
         found = scrape(server)
     finally:
@@ -98,7 +155,8 @@ def test_scrapes_from_another_thread_while_the_run_goes_on() -> None:
         while not over.is_set():
             try:
                 for family in own.collect():
-                    assert all(sample.value >= 0 for sample in family.samples), family.name
+                    said = family.name == "engine_trainer_figure"  # whatever a trainer says, NaN included
+                    assert said or all(sample.value >= 0 for sample in family.samples), family.name
             except Exception as error:
                 failures.append(error)
                 return

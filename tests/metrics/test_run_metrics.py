@@ -164,7 +164,7 @@ def test_used_up_prompts_idle_slots() -> None:
 
 def test_weight_sync_is_timed_by_its_mode() -> None:
     world = clockwork(steps=4, install_s=0.25).run()
-    histogram = world.metrics.sync_s["keep"]
+    histogram = world.metrics.replicas.sync_s["keep"]
     assert histogram.count == 2 * 3, "both replicas take every version but the last"
     assert histogram.smallest == histogram.largest == pytest.approx(0.25)
     assert world.metrics.idle.rollout_idle_s["weight_sync"] == pytest.approx(6 * 2 * 0.25)

@@ -1,0 +1,119 @@
+"""What metrics cost: microseconds a group with and without them, under a scrape a second; milliseconds of a scrape.
+
+    python benchmarks/metrics.py [--live 1000 1000000]
+
+One core, no executor: driver, scheduler, machines, laws and record as in `scheduler.py`, which this builds on. Scraped
+over HTTP by another thread, as Prometheus would. CPU time of the process, the asking side of the scrape included.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+from scheduler import REPLICAS, Echo, Wall, drive
+
+from engine.driver import Driver
+from engine.events import ReplicaJoined, RunStarted
+from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.export import Around, registry
+from engine.metrics.server import MetricsServer
+from engine.schedule.frames import Header
+from engine.schedule.recorder import Recorder
+from engine.scheduler import Scheduler
+from engine.states.limits import Limits
+
+SCRAPES = 20
+
+
+class Run:
+    """A run of about `live` live groups that is past its start."""
+
+    def __init__(self, live: int, directory: Path, *, metrics: bool) -> None:
+        self.batch = max(1, live // 4)
+        limits = Limits(train_batch_size=self.batch, max_staleness_steps=3, max_concurrent_groups=live)
+        transitions = Transitions() if metrics else None
+        self.scheduler, self.echo = Scheduler(limits, observe=transitions), Echo()
+        header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(self.scheduler.policies.names))
+        self.recorder = Recorder(directory, header)
+        self.metrics = None if transitions is None else RunMetrics(self.scheduler, transitions)
+        observe = None if self.metrics is None else self.metrics.observe
+        self.driver = Driver(self.scheduler, Wall(), self.recorder, self.echo, observe)
+        for id in range(REPLICAS):
+            self.driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=-(-live // REPLICAS), version=0))
+        self.driver.deliver(RunStarted())
+        while self.echo.answers:
+            self.driver.deliver(self.echo.answers.popleft())
+        drive(self.driver, self.echo, self.scheduler, self.batch)
+
+    def serve(self, directory: Path) -> MetricsServer:
+        assert self.metrics is not None
+        around = Around(record=lambda: self.recorder.progress, directory=directory)
+        return MetricsServer(registry(self.metrics, around))
+
+    def microseconds(self, groups: int) -> float:
+        gc.collect()
+        began = time.process_time()
+        drive(self.driver, self.echo, self.scheduler, groups)
+        return 1e6 * (time.process_time() - began) / groups
+
+
+def scrape(url: str) -> int:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return len(answer.read())
+
+
+def cost(live: int, groups: int, runs: int) -> tuple[float, float, float]:
+    """Microseconds a group: without metrics, with them, with them and a scrape a second. Medians of turns."""
+    found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    with tempfile.TemporaryDirectory() as place:
+        bare = Run(live, Path(place) / "bare", metrics=False)
+        counted = Run(live, Path(place) / "counted", metrics=True)
+        server = counted.serve(Path(place))
+        for _ in range(runs):
+            found[0].append(bare.microseconds(groups))
+            found[1].append(counted.microseconds(groups))
+            over = threading.Event()
+
+            def scraping(over: threading.Event = over) -> None:
+                while not over.wait(1.0):
+                    scrape(server.url)
+
+            thread = threading.Thread(target=scraping)
+            thread.start()
+            found[2].append(counted.microseconds(groups))
+            over.set()
+            thread.join()
+        server.close()
+    low, middle, high = (statistics.median(times) for times in found)
+    return low, middle, high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--live", type=int, nargs="+", default=[1_000, 1_000_000])
+    parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    bare, counted, scraped = cost(1_000, args.groups, args.runs)
+    print(f"us/group  without {bare:.1f}  with metrics {counted:.1f}  scraped every second {scraped:.1f}", flush=True)
+    print("live groups  scrape p50 ms  max ms  bytes")
+    for live in args.live:
+        with tempfile.TemporaryDirectory() as place:
+            run = Run(live, Path(place) / "schedule", metrics=True)
+            server = run.serve(Path(place))
+            times, size = [], 0
+            for _ in range(SCRAPES):
+                began = time.process_time()
+                size = scrape(server.url)
+                times.append(1e3 * (time.process_time() - began))
+            server.close()
+            print(f"{live:>11} {statistics.median(times):>14.1f} {max(times):>7.1f} {size:>6}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""PromQL from the names of `engine/metrics/names.py`, so that no board can ask for a name that does not exist.
+
+Used by the boards. Every query is of one run, `$run`, and averages over `$window`.
+"""
+
+from engine.metrics.names import Metric
+
+WINDOW = "$window"
+RUN = "$run"
+REPLICA = "$replica"
+
+
+def of(metric: Metric, suffix: str = "", **labels: str) -> str:
+    """The series of a metric in the chosen run; a label value with a regular expression begins with `~`.
+
+    Raises: ValueError for a label, or a value of a closed set, that the metric does not have.
+    """
+    chosen = {"run": RUN, **{("from" if name == "source" else name): value for name, value in labels.items()}}
+    for name, value in chosen.items():
+        known = metric.labels.get(name)
+        if name != "run" and known is None:
+            raise ValueError(f"{metric.name} has no label {name!r}")
+        if known and not value.startswith("~") and value not in known:
+            raise ValueError(f"{metric.name} never has {name}={value!r}")
+    if "replica" in metric.labels and "replica" not in chosen:
+        chosen["replica"] = f"~{REPLICA}"
+    parts = [f'{k}=~"{v[1:]}"' if v.startswith("~") else f'{k}="{v}"' for k, v in chosen.items()]
+    return f"{metric.name}{suffix}{{{', '.join(parts)}}}"
+
+
+def rate(metric: Metric, suffix: str = "", by: str = "", **labels: str) -> str:
+    """How fast a counter grows, a second, added up over what `by` does not keep apart."""
+    return f"sum{f' by ({by})' if by else ''} (rate({of(metric, suffix, **labels)}[{WINDOW}]))"
+
+
+def mean(metric: Metric, by: str = "", **labels: str) -> str:
+    """The mean of a histogram's newest values."""
+    return f"{rate(metric, '_sum', by, **labels)} / {rate(metric, '_count', by, **labels)}"
+
+
+def quantile(share: float, metric: Metric, by: str = "", **labels: str) -> str:
+    """A quantile of a histogram's newest values, as far as its buckets tell."""
+    kept = "le" + (f", {by}" if by else "")
+    return f"histogram_quantile({share}, {rate(metric, '_bucket', kept, **labels)})"
+
+
+def idle_share(busy: Metric, idle: Metric) -> str:
+    """Idle time as a share of all time."""
+    return f"{rate(idle)} / ({rate(idle)} + {rate(busy)})"
+
+
+def share_by_cause(busy: Metric, idle: Metric) -> str:
+    """Idle time by cause, as a share of all time."""
+    return f"{rate(idle, by='cause')} / scalar({rate(idle)} + {rate(busy)})"

@@ -1,0 +1,118 @@
+"""The board of reliability: what failed and how often, what budgets allow, whether record, store and disk keep up."""
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from dashboards.panels import board, glance, graph, row
+from dashboards.queries import of, rate
+from engine.metrics import names
+
+BAD: tuple[tuple[float | None, str], ...] = ((None, "green"), (1.0, "red"))
+
+
+def grown(expression: str) -> str:
+    """How much counters grew over the window."""
+    return f"sum (increase({expression}[$window]))"
+
+
+def reliability() -> Dashboard:
+    made = board("reliability", "Reliability", "What failed, what came back, and whether record and disk keep up.")
+    for panel in _at_a_glance():
+        made = made.with_panel(panel)
+    made = made.with_row(row("Failures"))
+    made = made.with_panel(
+        graph(
+            "Failed attempts, by cause",
+            "0, or rare. group_data: prompts or rewards; group_infrastructure and replica_lost: machines; weight_sync, "
+            "publish: transfers.",
+            "suffix: in the window",
+            {"{{cause}}": f"sum by (cause) (increase({of(names.RETRIES)}[$window]))"},
+            stacked=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Groups that failed for good or were dropped",
+            "0. A group fails once it has spent a budget: the attempts shown beside.",
+            "suffix: groups",
+            {"{{state}}": of(names.GROUPS_ENDED, state="~failed|dropped"), "budget, {{budget}}": of(names.BUDGET)},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Replicas lost and back",
+            "Each loss is followed by a return; a gap between the lines is a replica that is gone for good.",
+            "suffix: times",
+            {
+                "lost": f"sum ({of(names.TRANSITIONS, machine='replica', to='lost')}) or vector(0)",
+                "back": f"sum ({of(names.TRANSITIONS, machine='replica', source='lost')}) or vector(0)",
+                "lost now": of(names.REPLICAS, state="lost"),
+            },
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Steps, publications and checkpoints that had to be tried again",
+            "0. Each retry costs the time of the work that failed.",
+            "suffix: times",
+            {"{{cause}}": of(names.RETRIES, cause="~train_step|publish|checkpoint|weight_sync")},
+            steps=True,
+        )
+    )
+    made = made.with_row(row("Storage"))
+    made = made.with_panel(
+        graph(
+            "Trajectory store",
+            "Rises and falls with the groups in flight; growth without end is a leak.",
+            "bytes",
+            {"held": of(names.STORE_BYTES)},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Groups in the trajectory store",
+            "No more than the groups that live.",
+            "suffix: groups",
+            {"held": of(names.STORE_GROUPS), "live groups": f"sum ({of(names.GROUPS, state='~[^q].*')})"},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Record: bytes a second, and bytes that wait",
+            "Waiting bytes at or near 0: every frame is with the operating system before its commands leave.",
+            "bytes",
+            {"written a second": rate(names.RECORD_BYTES), "waiting": of(names.RECORD_LAG)},
+        )
+    )
+    return made.with_panel(
+        graph(
+            "Disk of the run's directory",
+            "Free space well above what checkpoints and the record will take.",
+            "bytes",
+            {"free": of(names.DISK_FREE), "size": of(names.DISK_SIZE)},
+        )
+    )
+
+
+def _at_a_glance() -> list:
+    return [
+        glance(
+            "Failed attempts",
+            "In the window. 0 is good; a few cost time only.",
+            "none",
+            grown(of(names.RETRIES)),
+            steps=((None, "green"), (1.0, "yellow"), (20.0, "red")),
+            decimals=0,
+        ),
+        glance("Groups failed", "Since the run began. 0.", "none", of(names.GROUPS_ENDED, state="failed"), steps=BAD),
+        glance("Replicas lost now", "0.", "none", of(names.REPLICAS, state="lost"), steps=BAD),
+        glance("Record written", "Grows with the events.", "bytes", of(names.RECORD_BYTES)),
+        glance("Trajectories held", "Bounded by the groups in flight.", "bytes", of(names.STORE_BYTES)),
+        glance(
+            "Disk free",
+            "Above 10 %. The alert EngineDiskFilling watches it.",
+            "percentunit",
+            f"{of(names.DISK_FREE)} / {of(names.DISK_SIZE)}",
+            steps=((None, "red"), (0.1, "yellow"), (0.2, "green")),
+        ),
+    ]

@@ -1,0 +1,129 @@
+"""The board of the scheduler: which group, step, replica and version is in which state, and what the next one waits
+for."""
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from dashboards.panels import board, glance, graph, row, timeline
+from dashboards.queries import of, quantile, rate
+from engine.metrics import names
+
+
+def scheduler() -> Dashboard:
+    made = board(
+        "scheduler", "Scheduler", "What is in which state, what limits admission, and how quick decisions are."
+    )
+    for panel in _at_a_glance():
+        made = made.with_panel(panel)
+    made = made.with_row(row("Prompt groups"))
+    made = made.with_panel(
+        graph(
+            "Prompt groups by state",
+            "A stable mix. Many generated: the trainer is behind. Many aborted: parked groups wait for weights or "
+            "slots.",
+            "suffix: groups",
+            {"{{state}}": of(names.GROUPS)},
+            stacked=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Groups that may still start, by bound",
+            "The lower line is the one that binds. Both at 0 is usual in a full pipeline; staleness at 0 for long: "
+            "the trainer is the bottleneck.",
+            "suffix: groups",
+            {"under {{bound}}": of(names.CAPACITY)},
+        )
+    )
+    made = made.with_panel(
+        timeline(
+            "What keeps the next group from starting",
+            "slots_full most of the time. Whatever else is coloured for long is what to change: workers (K), staleness "
+            "(S), prompts, weight sync.",
+            of(names.ADMISSION_LIMIT),
+            "{{limit}}",
+        )
+    )
+    made = made.with_row(row("Deadlines"))
+    made = made.with_panel(
+        graph(
+            "Train steps left to the oldest deadline",
+            "Above 0 most of the time. At 0 the step that forms now must take the oldest groups and may wait for them.",
+            "suffix: steps",
+            {"steps left": of(names.DEADLINE_ROOM), "bound S": of(names.MAX_STALENESS)},
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Age of the oldest group, time since the last step",
+            "Both follow the length of a step. A group that grows old alone is a straggler; both growing: nothing "
+            "moves.",
+            "s",
+            {"oldest group": of(names.OLDEST_GROUP_AGE), "last train step": of(names.STEP_AGE)},
+        )
+    )
+    made = made.with_row(row("Events and decisions"))
+    made = made.with_panel(
+        graph(
+            "Changes of state a second, by machine",
+            "Groups dominate; steps and versions tick along.",
+            "suffix: /s",
+            {"{{machine}}": rate(names.TRANSITIONS, by="machine")},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "From an event to its commands",
+            "The 99th percentile within a few milliseconds. More: the scheduler's process is short of CPU, or its disk "
+            "is slow.",
+            "s",
+            {
+                "median": quantile(0.5, names.DECISION_SECONDS),
+                "p95": quantile(0.95, names.DECISION_SECONDS),
+                "p99": quantile(0.99, names.DECISION_SECONDS),
+            },
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Events a second, by kind",
+            "A few events for each group. Many GroupFailed, SyncFailed or StepFailed: see the Reliability board.",
+            "suffix: events/s",
+            {"{{event}}": rate(names.EVENTS, by="event")},
+        )
+    )
+    return made.with_panel(
+        graph(
+            "Events that wait to be handled",
+            "At or near 0. A queue that grows means the scheduler cannot keep up.",
+            "suffix: events",
+            {
+                "waiting": of(names.EVENTS_WAITING),
+                "echoes of what is over, a minute": f"60 * {rate(names.STALE_ECHOES)}",
+            },
+        )
+    )
+
+
+def _at_a_glance() -> list:
+    return [
+        glance("Groups running", "At most K.", "suffix: groups", of(names.GROUPS_RUNNING)),
+        glance("Bound K", "Groups that may run at once.", "suffix: groups", of(names.MAX_GROUPS)),
+        glance("Batch size B", "Groups that a train step takes.", "suffix: groups", of(names.BATCH_SIZE)),
+        glance(
+            "Groups ready for a step", "Up to B waits are usual.", "suffix: groups", of(names.GROUPS, state="generated")
+        ),
+        glance(
+            "Time since the last train step",
+            "About the length of a step. The alert EngineNoStepFinished watches it.",
+            "s",
+            of(names.STEP_AGE),
+        ),
+        glance(
+            "Events waiting",
+            "At or near 0.",
+            "suffix: events",
+            of(names.EVENTS_WAITING),
+            steps=((None, "green"), (1000.0, "yellow"), (10000.0, "red")),
+        ),
+    ]

@@ -1,0 +1,100 @@
+"""The metrics endpoint of a run over Ray: what the exporter cannot read off the scheduler, and where it is announced.
+
+Opened by the scheduler actor. Scrapes come on threads of their own: nothing here may make them wait for the actor's
+event loop, nor the loop for them.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.actors.plan import Plan
+from engine.driver import Driver
+from engine.metrics.collector import RunMetrics
+from engine.metrics.endpoint import FILE, announce, withdraw
+from engine.metrics.export import Around, registry
+from engine.metrics.server import MetricsServer
+from engine.metrics.status import plain_status
+from engine.schedule import Recorder
+
+log = logging.getLogger(__name__)
+
+ANYWHERE = ("0.0.0.0", "::")
+
+
+class StoreWatch:
+    """What the trajectory store holds, as it said when last asked; a look asks again, for the next one."""
+
+    def __init__(self, store: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._store = store
+        self._loop = loop
+        self._known = (0, 0)
+        self._asked = False
+
+    def __call__(self) -> tuple[int, int]:
+        """(groups, bytes). From any thread; never waits."""
+        if not self._asked:
+            self._asked = True
+            try:
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._ask()))
+            except RuntimeError:
+                log.debug("the event loop is closed")
+        return self._known
+
+    async def _ask(self) -> None:
+        try:
+            stats = await self._store.stats.remote()
+            self._known = (stats.groups, stats.bytes)
+        except Exception as error:
+            log.debug("the trajectory store does not say what it holds: %s", error)
+        finally:
+            self._asked = False
+
+
+class Endpoint:
+    """Serves the metrics of a run from its making to `close`, and says where. Raises: ConfigError for its address."""
+
+    def __init__(
+        self, plan: Plan, metrics: RunMetrics, driver: Driver, store: Any, now: Callable[[], float], port: int
+    ) -> None:
+        recorder = driver.recorder
+        around = Around(
+            now=now,
+            events_waiting=lambda: driver.waiting,
+            record=(lambda: recorder.progress) if isinstance(recorder, Recorder) else None,
+            store=StoreWatch(store, asyncio.get_running_loop()),
+            directory=plan.run_dir,
+        )
+        self.server = MetricsServer(
+            registry(metrics, around),
+            host=plan.metrics_host,
+            port=port,
+            describe=lambda: plain_status(metrics, now()),
+        )
+        self._plan = plan
+        self._places: list[Path] = []
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def close(self) -> None:
+        """Stop serving, and leave no word of it."""
+        withdraw(self._places)
+        self.server.close()
+
+    def announce(self) -> None:
+        """Write down where the metrics are; to be called once the run has begun. Where that fails the run goes on."""
+        run_dir, folder = self._plan.run_dir, self._plan.endpoints
+        if run_dir is None:
+            return
+        self._places = [run_dir / FILE] + ([] if folder is None else [folder / f"{run_dir.name}.json"])
+        host = self.server.host
+        address = f"{socket.gethostname()}:{self.server.port}" if host in ANYWHERE else self.server.address
+        try:
+            announce(self._places, address, run_dir.name)
+        except OSError as error:
+            log.warning("where the metrics are cannot be written down: %s", error)

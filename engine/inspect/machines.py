@@ -1,0 +1,52 @@
+"""The state machines as documents: tables and Mermaid diagrams drawn from the tables themselves.
+
+Used by `engine states`.
+"""
+
+from engine.states.group import GROUP
+from engine.states.machine import Table
+from engine.states.replica import REPLICA
+from engine.states.step import STEP
+from engine.states.validation import VALIDATION
+from engine.states.version import VERSION
+
+MACHINES = (GROUP, STEP, REPLICA, VERSION, VALIDATION)
+
+
+def machines_text(format: str) -> str:
+    """Every machine, as `mermaid`, as `table` or as `both`."""
+    parts: list[str] = []
+    for table in MACHINES:
+        parts.append(f"## {table.name}\n")
+        if format != "table":
+            parts.append(f"```mermaid\n{mermaid(table)}\n```\n")
+        if format != "mermaid":
+            parts.append(markdown(table) + "\n")
+    return "\n".join(parts).rstrip()
+
+
+def mermaid(table: Table) -> str:
+    """The diagram of a machine."""
+    lines = ["stateDiagram-v2", f"    [*] --> {table.initial}"]
+    for transition in table.transitions:
+        lines += [f"    {source} --> {transition.target} : {transition.trigger}" for source in transition.sources]
+    lines += [f"    {state} --> [*]" for state in table.terminal]
+    return "\n".join(lines)
+
+
+def markdown(table: Table) -> str:
+    """A machine as a table: a row for everything that may happen in a state."""
+    phases = table.phases
+    rows = [("state", *(("phase",) if phases else ()), "trigger", "next state", "when")]
+    for state in table.states:
+        phase = (phases[state].name.lower(),) if phases else ()
+        leaving = [t for t in table.transitions if state in t.sources]
+        rows += [(state, *phase, t.trigger, t.target, t.why) for t in leaving]
+        if not leaving:
+            rows.append((state, *phase, "", "", "it is over"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""What each replica did: tokens, groups, pauses. Kept by `collector.RunMetrics` from events and orders, O(1) each.
+
+A replica keeps its figures when it is lost and comes back: the number of series is that of replicas, not of lives.
+"""
+
+from engine.commands import Command, PauseReplica, ResumeGroup
+from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, SyncFailed, WeightsInstalled
+from engine.ids import ReplicaId
+from engine.metrics.histogram import Histogram
+from engine.metrics.names import REPLICA_GROUP_ENDS, SYNC_BUCKETS
+from engine.states.limits import SYNC_MODES
+
+
+class ReplicaFigures:
+    """One replica, over all its lives."""
+
+    __slots__ = ("ended", "pause_s", "resumed", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.resumed = 0
+        self.ended = dict.fromkeys(REPLICA_GROUP_ENDS, 0)
+        self.pause_s = dict.fromkeys(SYNC_MODES, 0.0)
+
+
+class Replicas:
+    """Figures by replica, and how long weight syncs take."""
+
+    def __init__(self) -> None:
+        self.of: dict[ReplicaId, ReplicaFigures] = {}
+        self.sync_s = {mode: Histogram(SYNC_BUCKETS) for mode in SYNC_MODES}
+        self._pausing: dict[ReplicaId, tuple[float, str]] = {}
+
+    def joined(self, replica: ReplicaId) -> None:
+        """From here on it has figures, all 0 at first."""
+        self._figures(replica)
+
+    def generated(self, event: GroupGenerated) -> None:
+        figures = self._figures(event.replica)
+        figures.tokens += event.tokens
+        figures.ended["generated"] += 1
+
+    def aborted(self, event: GroupAborted) -> None:
+        self._figures(event.replica).ended["aborted"] += 1
+
+    def failed(self, event: GroupFailed) -> None:
+        self._figures(event.replica).ended["failed"] += 1
+
+    def ordered(self, command: Command, at: float) -> None:
+        """An order to a replica leaves."""
+        if type(command) is ResumeGroup:
+            self._figures(command.replica).resumed += 1
+        elif type(command) is PauseReplica:
+            self._pausing[command.replica] = (at, command.mode)
+
+    def installed(self, event: WeightsInstalled) -> None:
+        paused = self._unpause(event.replica, event.at)
+        if paused is not None:
+            mode, seconds = paused
+            self.sync_s[mode].observe(seconds)
+
+    def reverted(self, event: SyncFailed) -> None:
+        self._unpause(event.replica, event.at)
+
+    def lost(self, event: ReplicaLost) -> None:
+        self._pausing.pop(event.replica, None)
+
+    def _unpause(self, replica: ReplicaId, at: float) -> tuple[str, float] | None:
+        began = self._pausing.pop(replica, None)
+        if began is None:
+            return None
+        since, mode = began
+        self._figures(replica).pause_s[mode] += at - since
+        return mode, at - since
+
+    def _figures(self, replica: ReplicaId) -> ReplicaFigures:
+        figures = self.of.get(replica)
+        if figures is None:
+            figures = self.of[replica] = ReplicaFigures()
+        return figures

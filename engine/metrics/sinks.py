@@ -1,0 +1,234 @@
+"""Other places for the lines of `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, each through its own client.
+
+Opened beside the journal by whoever runs a run. A sink works on a thread of its own behind a bounded queue: one that is
+slow, gone or broken loses rows and says so in the log; it never costs the run anything, nor `metrics.jsonl` a line.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.errors import ConfigError
+from engine.metrics.journal import Journal
+
+log = logging.getLogger(__name__)
+
+QUEUED_ROWS = 1000
+"""Rows that wait for a slow sink, at most; further ones are lost to it."""
+GOODBYE_S = 8.0
+"""How long the sinks together may take to write what waits, at the end of a run."""
+
+Row = Mapping[str, Any]
+
+
+class Client(Protocol):
+    """What a sink writes with. Only ever used on the sink's own thread; may raise anything."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files that `tensorboard --logdir` shows."""
+
+    def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(Path(options.get("dir") or directory / "tensorboard")))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; offline it lies in the run's directory until `wandb sync` sends it."""
+
+    def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._end = wandb.teardown
+        self._run = wandb.init(
+            project=options.get("project") or "step-engine",
+            entity=options.get("entity"),
+            name=run,
+            id=run,
+            dir=str(directory),
+            config=dict(config),
+            mode=options.get("mode") or "offline",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+        self._end()  # else the last of it reaches the disk some time later, if nothing ends its process before
+
+
+class MLflow:
+    """A run of MLflow, by default in `mlruns/` beside the runs."""
+
+    def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        uri = options.get("uri") or (directory.resolve().parent / "mlruns").as_uri()
+        if "://" not in uri or uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else newer versions take databases only
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        self._client = MlflowClient(tracking_uri=uri)
+        name = options.get("experiment") or "step-engine"
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
+        self._id = self._client.create_run(experiment, run_name=run).info.run_id
+        params = [Param(key, str(value)[:500]) for key, value in leaves(config).items()]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[first : first + 100])
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        now = round(time.time() * 1000)
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in figures.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+CLIENTS: dict[str, tuple[str, Callable[..., Client]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", WeightsAndBiases),
+    "mlflow": ("mlflow", MLflow),
+}
+"""Module and client by name, which is also that of the extra: `pip install 'step-engine[wandb]'`."""
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raises: ConfigError for a sink whose package is not installed."""
+    for name in names:
+        module, _ = CLIENTS[name]
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin is None:  # a folder of that name is no package: wandb leaves one behind
+            law = f"the package {module} is not installed"
+            raise ConfigError(f"metrics.sinks.{name}", name, law, f"`pip install 'step-engine[{name}]'`")
+
+
+class Sink:
+    """One sink on its thread. `make` opens the client there, since that may take seconds and the network."""
+
+    def __init__(self, name: str, make: Callable[[], Client]) -> None:
+        self.name = name
+        self.lost = 0
+        """Rows it did not get."""
+        self._queue: queue.Queue[Row | None] = queue.Queue(QUEUED_ROWS)
+        self._thread = threading.Thread(target=self._work, args=(make,), name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Row) -> None:
+        """Never waits and never raises."""
+        try:
+            self._queue.put_nowait(row)
+        except queue.Full:
+            self.lost += 1
+            if self.lost == 1:
+                log.warning("%s takes its rows too slowly: rows are lost to it", self.name)
+
+    def end(self) -> None:
+        """No row follows. Where the queue is full the oldest row makes place for this."""
+        while True:
+            try:
+                self._queue.put_nowait(None)
+                return
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+                    self.lost += 1
+
+    def wait(self, seconds: float) -> None:
+        """Until everything is written, or for so long."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("%s did not end in time", self.name)
+
+    def _work(self, make: Callable[[], Client]) -> None:
+        """A row that cannot be written is lost; a client that cannot be made takes none."""
+        try:
+            client = make()
+        except BaseException:
+            log.exception("%s cannot be opened: the run goes on without it", self.name)
+            self._drain()
+            return
+        for row in iter(self._queue.get, None):
+            try:
+                client.write(int(row["step"]), figures_of(row))
+            except Exception:
+                self.lost += 1
+                if self.lost == 1:
+                    log.exception("%s did not take a row: the run goes on", self.name)
+        try:
+            client.close()
+        except Exception:
+            log.exception("%s could not be closed", self.name)
+
+    def _drain(self) -> None:
+        for _ in iter(self._queue.get, None):
+            self.lost += 1
+
+
+class Books:
+    """`metrics.jsonl` and the sinks of a run behind one `write`: the journal first, always."""
+
+    def __init__(self, journal: Journal, sinks: Sequence[Sink]) -> None:
+        self._journal = journal
+        self.sinks = sinks
+
+    def write(self, row: Row) -> None:
+        self._journal.write(row)
+        for sink in self.sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        """Ends the sinks together, and waits for them for a while."""
+        self._journal.close()
+        for sink in self.sinks:
+            sink.end()
+        last = time.monotonic() + GOODBYE_S
+        for sink in self.sinks:
+            sink.wait(max(0.0, last - time.monotonic()))
+
+
+def open_books(directory: Path, config: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> Books:
+    """The books of a run in its directory. `chosen`: options by the name of the sink."""
+    journal = Journal(directory / "metrics.jsonl")
+    sinks = [
+        Sink(name, lambda name=name, options=options: CLIENTS[name][1](directory.name, directory, config, options))  # type: ignore[misc]
+        for name, options in chosen.items()
+    ]
+    return Books(journal, sinks)
+
+
+def figures_of(row: Row) -> dict[str, float]:
+    """The finite numbers of a row by name, nested ones under `outer/inner`."""
+    numbers = {name: value for name, value in leaves(row).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """What is not a mapping, by its path: `outer/inner`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{above}{name}"
+        found |= leaves(value, f"{path}/") if isinstance(value, Mapping) else {path: value}
+    return found

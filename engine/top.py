@@ -1,0 +1,159 @@
+"""`engine top`: a run that is going on, from another terminal.
+
+Called by the CLI. It asks the run's own endpoint for a `Status` once a second and draws it; it knows nothing of Ray,
+and nothing it does can disturb the run. Everything fits 80 columns.
+"""
+
+import json
+import os
+import select
+import sys
+import termios
+import tty
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from engine.errors import ConfigError
+from engine.live import panel
+from engine.metrics.endpoint import FILE, address_of
+from engine.metrics.status import Status, status_of
+from engine.rundir import RunDirectory, open_run
+
+EVERY_S = 1.0
+PATIENCE_S = 5.0
+"""How long the endpoint may take to answer."""
+LEAVES = "qQ\x1b\x03"
+REPLICAS_SHOWN = 16
+BAR_WIDTH = 24
+HELD, FREE = "█", "░"
+
+
+def watch(run: str, console: Console) -> str:
+    """Show a run until its end, or until the user leaves; one picture of it where there is no terminal. The closing
+    line.
+
+    Raises: ConfigError for a run that is not there, has ended, or does not answer.
+    """
+    directory = open_run(run)
+    address = address_of(directory.path, directory.shown)
+    status = ask(address, directory.shown)
+    title = f"Step Engine  {directory.shown}"
+    if not console.is_terminal:
+        console.print(screen(status, title))
+        return f"as of {status.elapsed_s:.0f} s after its start"
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with suppress(KeyboardInterrupt), _keys() as pressed, live:
+        while True:
+            live.update(screen(status, title, height=console.height), refresh=True)
+            if pressed(EVERY_S) or status.outcome is not None:
+                break
+            try:
+                status = ask(address, directory.shown)
+            except ConfigError:
+                if (directory.path / FILE).exists():
+                    raise
+                return _ended(directory, status)
+    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} goes on"
+
+
+def ask(address: str, shown: str) -> Status:
+    """What a run is doing now. Raises: ConfigError where nothing answers, or not a run."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/status", timeout=PATIENCE_S) as answer:
+            return status_of(json.loads(answer.read()))
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        reason = getattr(error, "reason", None) or error
+        law = f"nothing answers at {address} ({reason}): the run was killed, or its machine cannot be reached"
+        raise ConfigError("RUN", shown, law, f"`engine replay {shown}` looks into its record") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        law = f"what answers at {address} is no run of this version: {error}"
+        raise ConfigError("RUN", shown, law, "the engine that runs it would hold") from None
+
+
+def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
+    """The whole picture: the live view of the run, and its machines below."""
+    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, height - 20))))
+
+
+def _machines(status: Status) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="bold", no_wrap=True, width=9)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_row("groups", _counts(status.groups_live))
+    grid.add_row("ended", _counts(status.groups_ended))
+    step = f"{status.step_phase}; {status.ready} of {status.batch_size} groups ready for the next"
+    grid.add_row("step", step)
+    grid.add_row("versions", f"{status.version} published, {status.versions_kept} kept")
+    limit = status.admission_limit.replace("_", " ")
+    running = f"{status.running} of K = {status.max_concurrent_groups} groups run; what limits the next: "
+    grid.add_row("admission", Text(running).append(limit, style="cyan"))
+    return Panel(grid, title="machines", title_align="left", padding=(0, 1))
+
+
+def _counts(counts: dict[str, int]) -> Text:
+    """Those above 0, so that they fit."""
+    text = Text()
+    for state, count in counts.items():
+        if count:
+            text.append(f"{state} ", style="dim").append(f"{count}  ")
+    return text or Text("none", style="dim")
+
+
+def _replicas(status: Status, shown: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    for width, justify in ((7, "right"), (10, "left"), (9, "left"), (BAR_WIDTH, "left"), (9, "right")):
+        table.add_column(no_wrap=True, width=width, justify=justify)  # type: ignore[arg-type]
+    for id, (held, slots) in list(status.replica_slots.items())[:shown]:
+        state = status.replica_states.get(id, "")
+        full = round(BAR_WIDTH * held / slots) if slots else 0
+        bar = Text(HELD * full, style="green").append(FREE * (BAR_WIDTH - full), style="dim")
+        style = "" if state == "ready" else "yellow"
+        version = f"v{status.replica_versions.get(id, 0)}"
+        table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}")
+    more = len(status.replica_slots) - shown
+    notes = [f"{more} more"] if more > 0 else []
+    notes += [f"{status.replicas_lost} lost"] if status.replicas_lost else []
+    title = "replicas" + (f" ({', '.join(notes)})" if notes else "")
+    return Panel(table, title=title, title_align="left", padding=(0, 1))
+
+
+def _ended(directory: RunDirectory, status: Status) -> str:
+    return f"the run has {status.outcome or 'ended'}; `engine replay {directory.shown}` looks into it"
+
+
+class _Pressed:
+    """Whether the user wants to leave. A call waits for a key, no longer than it is told."""
+
+    def __init__(self, keys: int | None) -> None:
+        self._keys = keys
+
+    def __call__(self, seconds: float) -> bool:
+        watched = [] if self._keys is None else [self._keys]
+        ready, _, _ = select.select(watched, [], [], seconds)
+        if not ready or self._keys is None:
+            return False
+        pressed = os.read(self._keys, 64).decode(errors="replace")
+        return not pressed or any(key in LEAVES for key in pressed)
+
+
+@contextmanager
+def _keys() -> Iterator[_Pressed]:
+    """Single keys from the terminal, without an echo; none where the input is no terminal."""
+    if not sys.stdin.isatty():
+        yield _Pressed(None)
+        return
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
+    try:
+        tty.setcbreak(keys)
+        yield _Pressed(keys)
+    finally:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)

@@ -1,0 +1,29 @@
+"""A reward that hangs on request: where a prompt names a pipe and the pipe is there, until somebody writes to it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.tasks.arithmetic import reward
+from engine.trajectory import Prompt, Trajectory
+
+
+def score(prompt: Prompt, trajectory: Trajectory) -> float:
+    pipe = prompt.fields["pipe"]
+    if pipe and os.path.exists(pipe):
+        with open(pipe) as waiting:
+            waiting.read()
+    return reward(prompt, trajectory)
+
+
+@contextmanager
+def hanging(pipe: Path) -> Iterator[None]:
+    """Let the reward of every prompt that names the pipe hang."""
+    os.mkfifo(pipe)
+    try:
+        yield
+    finally:
+        freed = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # whoever waits to read goes on, and meets the end
+        os.close(freed)
+        pipe.unlink()

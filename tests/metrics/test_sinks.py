@@ -1,0 +1,195 @@
+"""Sinks through their own clients, read back by their own readers; and sinks that are slow or broken."""
+
+import json
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clockwork import clockwork
+
+from engine.config.loading import parse_config
+from engine.errors import ConfigError
+from engine.metrics.journal import Journal
+from engine.metrics.sinks import QUEUED_ROWS, Books, Sink, check_sinks, figures_of, open_books
+
+RUN = "20260101-000000-sunk"
+CONFIG = {"run": {"seed": 3}, "trainer": {"learning_rate": 0.5, "loss": "ppo_clip"}}
+
+
+def train(directory: Path, chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Four steps of a run that writes to the sinks; the lines of its metrics.jsonl."""
+    directory.mkdir(parents=True, exist_ok=True)
+    books = open_books(directory, CONFIG, chosen)
+    world = clockwork(steps=4)
+    world.metrics._journal = books
+    world.run()
+    world.metrics.close()
+    for sink in books.sinks:
+        sink.wait(90)  # a busy machine may take longer than a run waits
+    assert [sink.lost for sink in books.sinks] == [0] * len(chosen)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    return rows
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    rows = train(tmp_path / RUN, {"tensorboard": {}})
+    read = EventAccumulator(str(tmp_path / RUN / "tensorboard"))
+    read.Reload()
+    for name in ("reward_mean", "loss", "staleness_max", "seconds/training", "trainer_seconds/pack"):
+        points = read.Tensors(name)
+        assert [point.step for point in points] == [0, 1, 2, 3]
+        values = [float(tensor_util.make_ndarray(point.tensor_proto)) for point in points]
+        assert values == pytest.approx([figures_of(row)[name] for row in rows])
+    assert "ess" not in read.Tags()["tensors"], "a figure that is not finite is left out"
+
+
+def transaction_log(data: bytes) -> Iterator[bytes]:
+    """The records of a file of Weights & Biases: after a header of 7 bytes, a log as LevelDB writes it, in blocks of
+    32 KiB of pieces with checksum, length and kind (whole, first, middle, last)."""
+    assert data[:4] == b":W&B"
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    rows = train(tmp_path / RUN, {"wandb": {"project": "a-project", "mode": "offline"}})
+    (path,) = (tmp_path / RUN / "wandb").glob(f"offline-run-*/run-{RUN}.wandb")
+    logged: list[dict[str, Any]] = []
+    for data in transaction_log(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            assert (record.run.project, record.run.display_name) == ("a-project", RUN)
+        elif record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            logged.append({key: json.loads(value) for key, value in items.items()})
+    assert [row["_step"] for row in logged] == [0, 1, 2, 3]
+    for name in ("reward_mean", "loss", "seconds/training"):
+        assert [row[name] for row in logged] == pytest.approx([figures_of(row)[name] for row in rows])
+
+
+def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    rows = train(tmp_path / RUN, {"mlflow": {"experiment": "an-experiment"}})
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("an-experiment")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == (RUN, "FINISHED")
+    assert run.data.params["trainer/learning_rate"] == "0.5"
+    for name in ("reward_mean", "loss", "seconds/training"):
+        points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.step)
+        assert [point.step for point in points] == [0, 1, 2, 3]
+        assert [point.value for point in points] == pytest.approx([figures_of(row)[name] for row in rows])
+
+
+# -- what is wrong with a sink is not the run's affair -----------------------------------------------------------------
+
+
+class Broken:
+    """A client that takes nothing."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        raise ConnectionError("no route to host")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to host")
+
+
+class Stuck:
+    """A client that stands still until it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.steps: list[int] = []
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self.go.wait()
+        self.steps.append(step)
+
+    def close(self) -> None: ...
+
+
+def unmade() -> Any:
+    raise RuntimeError("no account")
+
+
+@pytest.mark.parametrize("make", [Broken, unmade], ids=["broken", "unmade"])
+def test_a_sink_that_fails_costs_the_run_nothing(tmp_path: Path, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink("elsewhere", make)
+    world = clockwork(steps=4)
+    world.metrics._journal = Books(Journal(tmp_path / "metrics.jsonl"), [sink])
+    world.run()
+    world.metrics.close()
+    assert world.scheduler.state.outcome is not None and world.scheduler.state.outcome.outcome == "finished"
+    assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 4
+    assert sink.lost == 4
+    assert "elsewhere" in caplog.text and caplog.text.count("Traceback") <= 2, "told once, not for every row"
+
+
+def test_a_sink_that_stands_still_never_makes_the_run_wait() -> None:
+    stuck = Stuck()
+    sink = Sink("elsewhere", lambda: stuck)
+    for step in range(QUEUED_ROWS + 10):
+        sink.write({"step": step})
+    assert 9 <= sink.lost <= 10, "the queue is full; one row may be with the client already"
+    sink.end()
+    stuck.go.set()
+    sink.wait(30)
+    assert stuck.steps == sorted(set(stuck.steps))
+    assert len(stuck.steps) + sink.lost == QUEUED_ROWS + 10
+
+
+def test_numbers_of_a_row_by_name() -> None:
+    row = {"step": 3, "loss": None, "a": {"b": {"c": 1}}, "text": "x", "list": [1], "nan": float("nan"), "yes": True}
+    assert figures_of(row) == {"step": 3.0, "a/b/c": 1.0, "yes": 1.0}
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def configured(sinks: Any) -> dict[str, dict[str, Any]]:
+    return parse_config({"model": {"make": "arithmetic"}, "metrics": {"sinks": sinks}}).metrics.sinks.chosen()
+
+
+def test_sinks_are_chosen_in_the_configuration() -> None:
+    assert configured({}) == {}
+    assert configured({"tensorboard": {"enabled": True}, "wandb": {"project": "p"}}) == {"tensorboard": {"dir": None}}
+    chosen = configured(
+        {"wandb": {"enabled": True, "project": "p"}, "mlflow": {"enabled": True, "uri": "http://x:5000"}}
+    )
+    assert chosen["wandb"] == {"project": "p", "entity": None, "mode": "offline"}
+    assert chosen["mlflow"] == {"uri": "http://x:5000", "experiment": "step-engine"}
+    with pytest.raises(ConfigError, match=r"metrics\.sinks\.tensorbord.*tensorboard"):
+        configured({"tensorbord": {}})
+
+
+def test_a_sink_whose_package_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"metrics\.sinks\.wandb.*not installed.*pip install 'step-engine\[wandb\]'"):
+        check_sinks(["wandb"])

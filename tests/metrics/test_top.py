@@ -1,0 +1,221 @@
+"""`engine top` in a real pseudo-terminal, against the endpoint of a run whose time the test moves."""
+
+import codecs
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from clockwork import Clockwork, clockwork
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+
+from engine.cli import main
+from engine.metrics.endpoint import FILE, announce, withdraw
+from engine.metrics.export import registry
+from engine.metrics.server import MetricsServer
+from engine.metrics.status import plain_status, status_of
+from engine.top import screen
+
+COLUMNS, ROWS = 80, 30
+STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\x1b\][^\x07]*\x07")
+
+
+class Served:
+    """A run directory whose run answers, as far as the test has moved it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "schedule").mkdir(parents=True)
+        self.world = clockwork(batch=4, stale=2, workers=12, steps=None, replicas=2, slots=6)
+        self.lock = threading.Lock()
+        self.server = MetricsServer(registry(self.world.metrics), describe=self.describe)
+        announce([directory / FILE], self.server.address, directory.name)
+
+    def describe(self) -> dict[str, object]:
+        with self.lock:
+            return plain_status(self.world.metrics, self.world.at)
+
+    def run(self, until: Callable[[Clockwork], bool]) -> None:
+        with self.lock:
+            self.world.run(until)
+
+    def steps(self, count: int) -> None:
+        self.run(
+            lambda world: world.scheduler.state.steps_trained == count and world.scheduler.state.ledger.running > 0
+        )
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "20260101-000000-watched")
+    served.steps(3)
+    yield served
+    served.server.close()
+
+
+class Terminal:
+    """`engine top` in a pseudo-terminal of 80 columns."""
+
+    def __init__(self, directory: Path) -> None:
+        self.outer, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        self.before = termios.tcgetattr(inner)
+        self.inner = inner
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine.cli", "top", str(directory)],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env={name: value for name, value in environment.items() if value},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        self.said = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def until(self, wanted: str, timeout_s: float = 30.0) -> None:
+        """Read until a text has appeared since the last wait for one."""
+        while not re.search(wanted, STYLE.sub("", self.said), re.DOTALL):
+            ready, _, _ = select.select([self.outer], [], [], timeout_s)
+            assert ready, f"{wanted} did not appear in:\n{STYLE.sub('', self.said)}"
+            self.said += self._decode(os.read(self.outer, 65536))
+        self.shown, self.said = self.said, ""
+
+    def type(self, keys: str) -> None:
+        os.write(self.outer, keys.encode())
+
+    def close(self) -> tuple[int, str]:
+        """Its exit code, and what it said since the last wait."""
+        code = self.process.wait(30)
+        while select.select([self.outer], [], [], 0)[0]:
+            self.said += self._decode(os.read(self.outer, 65536))
+        return code, STYLE.sub("", self.said)
+
+
+@pytest.fixture
+def terminal(served: Served) -> Iterator[Terminal]:
+    terminal = Terminal(served.directory)
+    yield terminal
+    if terminal.process.poll() is None:
+        terminal.process.kill()
+        terminal.process.wait()
+    os.close(terminal.outer)
+    os.close(terminal.inner)
+
+
+def test_it_follows_a_run_and_leaves_at_a_key(served: Served, terminal: Terminal) -> None:
+    terminal.until(r"step\s+3/\?.*admission.*replicas.*ready\s+v\d")
+    assert "\x1b[?1049h" in terminal.shown, "on a screen of its own"
+    served.steps(7)
+    terminal.until(r"step\s+7/\?")
+    terminal.type("x")
+    served.steps(9)
+    terminal.until(r"step\s+9/\?")
+    terminal.type("q")
+    code, said = terminal.close()
+    assert code == 0 and "goes on" in said and "Traceback" not in said
+    assert termios.tcgetattr(terminal.inner) == terminal.before, "the terminal is as it was"
+
+
+def test_an_interrupt_leaves_it_too(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    terminal.type("\x03")
+    code, said = terminal.close()
+    assert code == 0 and "Traceback" not in said
+    assert termios.tcgetattr(terminal.inner) == terminal.before
+
+
+def test_a_run_that_ends_ends_it(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    withdraw([served.directory / FILE])
+    served.server.close()
+    code, said = terminal.close()
+    assert code == 0 and "the run has ended" in said and "engine replay" in said
+
+
+def test_a_run_that_is_killed_is_told(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    served.server.close()
+    code, said = terminal.close()
+    assert code == 2 and "nothing answers at 127.0.0.1" in said and "Traceback" not in said
+
+
+def test_without_a_terminal_it_shows_one_picture(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(served.directory)]) == 0
+    said = capsys.readouterr().out
+    assert "what limits the next" in said and "as of" in said
+
+
+def test_everything_fits_eighty_columns(served: Served) -> None:
+    status = status_of(served.describe())
+    console = Console(width=COLUMNS, record=True, file=io.StringIO())
+    console.print(screen(status, "Step Engine  runs/" + "x" * 90))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= ROWS and max(map(len, lines)) <= COLUMNS
+    text = "\n".join(lines)
+    for word in ("generating ", "consumed 12", "groups ready for the next", "published", "staleness", "█"):
+        assert word in text, word
+
+
+def test_the_status_survives_the_way(served: Served) -> None:
+    with served.lock:
+        direct = served.world.metrics.status(served.world.at)
+    again = status_of(served.describe())
+    assert (again.step, again.replica_versions, again.groups_live) == (
+        direct.step,
+        direct.replica_versions,
+        direct.groups_live,
+    )
+    assert again.replica_slots == {id: list(slots) for id, slots in direct.replica_slots.items()}
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def complaint(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["top", str(directory)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("engine: RUN = ") and said.count("\n") == 1, said
+    return said
+
+
+def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such run" in complaint(tmp_path / "none", capsys)
+
+
+def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schedule").mkdir()
+    assert "is not going on" in complaint(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '[{"targets": []}]', "\xff"])
+def test_an_endpoint_file_that_says_nothing(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schedule").mkdir()
+    (tmp_path / FILE).write_text(text, encoding="latin-1")
+    assert "cannot be read" in complaint(tmp_path, capsys)
+
+
+def test_an_endpoint_that_is_gone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.server.close()
+    assert "nothing answers at 127.0.0.1" in complaint(served.directory, capsys)
+
+
+def test_something_else_answers(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    other = MetricsServer(CollectorRegistry(), describe=lambda: {"hello": "there"})
+    try:
+        announce([served.directory / FILE], other.address, "other")
+        assert "is no run of this version" in complaint(served.directory, capsys)
+    finally:
+        other.close()
