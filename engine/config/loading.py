@@ -142,7 +142,7 @@ def _nearest_key(path: str) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"it is known as {elsewhere[0]}"
-    return f"known here: {', '.join(siblings) or 'nothing'}"
+    return f"known here: {', '.join(siblings) or expected(section)}"
 
 
 _KINDS = {
