@@ -53,7 +53,7 @@ since the line before.
 | `elapsed_s` | seconds from the start of the run to the end of the step |
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered` | since the line before |
-| others | whatever the trainer reports, its own timings under `trainer_seconds` |
+| others | what the trainer reports ([OBJECTIVES.md](OBJECTIVES.md)), its own timings under `trainer_seconds` |
 """
 
 
