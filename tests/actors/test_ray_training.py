@@ -138,7 +138,7 @@ def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(
         "masks": [{"measure": "token_ratio", "low": 0.5, "high": 2.0}, {"measure": "mean_k3", "high": 0.5}],
         "kl_loss_coef": 0.01,
         "kl_reward_coef": 0.01,
-        "overlong_cache_tokens": 50,
+        "overlong_cache_tokens": 149,  # of 150: length alone makes advantages, even where every answer is wrong
     }
     assert train(run_dir, config)[-1].outcome == "finished"
     check_record(run_dir)

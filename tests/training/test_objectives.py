@@ -61,8 +61,11 @@ def test_reinforce_pp_with_baseline_centres_each_group_first(group: Make) -> Non
 def test_equal_advantages_normalise_to_exact_zeros_and_a_bad_reward_stays_with_its_rollout(group: Make) -> None:
     settings = TrainerSettings(advantage="reinforce_pp")
     assert {s.advantage for s in shaped([group(0, [0.1, 0.1, 0.1])], settings)} == {0.0}
+    # Rewards 1, NaN, 0 of 3, 5 and 7 tokens: over ten tokens the mean is 0.3, the squares 3 · 0.49 + 7 · 0.09 = 2.1.
     values = [s.advantage for s in shaped([group(0, [1.0, math.nan, 0.0])], settings)]
-    assert math.isfinite(values[0]) and math.isnan(values[1]) and math.isfinite(values[2])
+    std = math.sqrt(2.1 / 9)
+    assert [values[0], values[2]] == pytest.approx([0.7 / std, -0.3 / std], rel=1e-5)
+    assert math.isnan(values[1])
 
 
 def test_the_kl_of_a_token_is_taken_off_from_there_on(group: Make) -> None:
