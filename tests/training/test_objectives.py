@@ -241,6 +241,18 @@ def test_masks_keep_what_lies_between_their_bounds(measure: str, old_policy: str
     assert gradient == pytest.approx([-ratio * kept for ratio, kept in zip(RHO, keep, strict=True)])
 
 
+@pytest.mark.parametrize("measure", MASK_NAMES)
+def test_a_bound_separates_the_greatest_from_the_rest_and_from_itself(measure: str) -> None:
+    expected = by_hand(measure)
+    greatest = max(expected)
+    given = terms([0.4] * 5, [0.4 / ratio for ratio in RHO], [1.0] * 5, lengths=[3, 2])
+    for nudge in (1e-6, -1e-6):
+        mask = Mask(measure=measure, high=greatest + nudge)
+        kept = policy_loss(given, TrainerSettings(masks=(mask,))).weights.kept
+        assert kept is not None
+        assert kept.tolist() == [value < greatest + nudge for value in expected]
+
+
 def test_icepop_and_a_sequence_mask_together_with_their_shares() -> None:
     # ρ as above. token_ratio in [0.6, 1.8] drops the first two; product_ratio <= 2 drops the second trajectory (2.25),
     # keeps the first (0.9). token_tis at 1.2 cuts 2 and both 1.5. Left: the third token, of weight 0.9.
