@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
-from engine.training.settings import TrainerSettings
+from engine.training.settings import Mask, TrainerSettings
 
 MADE = {"model": {"make": "arithmetic"}}
 
@@ -281,6 +281,39 @@ def test_what_trainer_and_rollout_share_comes_from_one_place() -> None:
     assert settings.aggregation_tokens == 77
     assert config.limits().scoring_tasks == ("old_logprobs",)
     assert parse_config(MADE).limits().scoring_tasks == ()
+
+
+def test_objectives_reach_the_trainer_and_order_the_scoring_they_read() -> None:
+    masks = [{"measure": "token_ratio", "low": 0.5, "high": 5}, {"measure": "mean_k3", "high": 0.1}]
+    trainer = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "old_policy": "proximal", "masks": masks}
+    config = parse_config({**MADE, "trainer": {**trainer, "kl_reward_coef": 0.1, "overlong_cache_tokens": 8}})
+    settings = config.trainer_settings()
+    assert settings.masks == (Mask(measure="token_ratio", low=0.5, high=5.0), Mask(measure="mean_k3", high=0.1))
+    assert settings.overlong_max_tokens == config.rollout.max_tokens
+    assert config.limits().scoring_tasks == ("ref_logprobs", "old_logprobs")
+    assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+
+
+def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt() -> None:
+    one = {**MADE, "scheduler": {"samples_per_prompt": 1}}
+    assert parse_config({**one, "trainer": {"advantage": "reinforce_pp"}}).scheduler.samples_per_prompt == 1
+    with pytest.raises(ConfigError, match="2 or more would hold"):
+        parse_config({**one, "trainer": {"advantage": "reinforce_pp_baseline"}})
+
+
+@pytest.mark.parametrize(
+    ("masks", "says"),
+    [
+        (3, "must be a list, each a section with the keys measure, low, high"),
+        ([{"measure": "token_ratio", "hi": 2}], "unknown key; known here: a section with the keys measure, low, high"),
+        ([{"measure": "token_ratio", "low": 2}], "0.5 would hold"),
+        ([{"measure": "ratio", "low": 0.5}], "one of token_ratio"),
+    ],
+)
+def test_a_mask_that_is_none_is_told_what_would_hold(masks: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.masks") as caught:
+        parse_config({**MADE, "trainer": {"masks": masks}})
+    assert says in str(caught.value)
 
 
 def test_a_configuration_does_not_change_after_loading() -> None:

@@ -28,6 +28,7 @@ from engine.rollout.vllm_args import built_for_cpu, workers_of
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
+from engine.training.settings import TrainerSettings
 from engine.trajectory import Prompt
 
 Progress = Callable[[float, str], None]
@@ -66,7 +67,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
         make_rollout=partial(make_rollout, config, inputs),
-        make_trainer=partial(make_trainer, inputs.model, settings),
+        make_trainer=partial(make_trainer, inputs.model, with_reference(settings)),
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, stop_ids_of),
         make_prompts=partial(make_prompts, config, inputs),
@@ -131,10 +132,21 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
     path, data, reward = config.model.path, config.data, config.reward
     if path is None or data.path is None:
         raise ConfigError("model.path", path, "model and data are needed", "give them, or model.make")
-    model = str(Path(path).expanduser().resolve()) if os.path.isdir(os.path.expanduser(path)) else path
+    model = _absolute(path)
     held_out = None if data.validation_path is None else str(Path(data.validation_path).expanduser().resolve())
     training = str(Path(data.path).expanduser().resolve())
     return Inputs(model, training, held_out, reward.function, data.prompt_field)
+
+
+def _absolute(path: str) -> str:
+    """A directory by its absolute path, since actors have directories of their own; a hub name as it is."""
+    return str(Path(path).expanduser().resolve()) if os.path.isdir(os.path.expanduser(path)) else path
+
+
+def with_reference(settings: TrainerSettings) -> TrainerSettings:
+    """The same, the reference model by a path that holds in every actor."""
+    path = settings.reference_path
+    return settings if path is None else replace(settings, reference_path=_absolute(path))
 
 
 def _held_out(inputs: Inputs, count: int) -> list[Prompt]:

@@ -142,7 +142,7 @@ def _nearest_key(path: str) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"it is known as {elsewhere[0]}"
-    return f"known here: {', '.join(siblings) or 'nothing'}"
+    return f"known here: {', '.join(siblings) or expected(section)}"
 
 
 _KINDS = {
@@ -170,8 +170,16 @@ def expected(path: str) -> str:
     node = schema
     for key in path.split("."):
         node = node.get("properties", {}).get(key) or node.get("items") or {}
-        node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        node = _resolved(node, schema)
+    if "items" in node:
+        node = {**node, "items": _resolved(node["items"], schema)}
     return " or ".join(_in_words(option) for option in node.get("anyOf", [node]))
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """A section that is referred to by name, itself."""
+    found: dict[str, Any] = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+    return found
 
 
 def _in_words(node: Mapping[str, Any]) -> str:

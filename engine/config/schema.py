@@ -13,8 +13,9 @@ from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
 from engine.config.rollout import RolloutSection
-from engine.config.section import DEVICE, Section
+from engine.config.section import Section
 from engine.config.sinks import SinksSection
+from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS, PolicySet
@@ -194,38 +195,6 @@ class SchedulerSection(Section):
         return self
 
 
-class TrainerSection(Section):
-    """The train step: `training.settings.TrainerSettings` says what each choice means, and checks it."""
-
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
-    adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are scaled down to this norm; 0 leaves them.")
-    lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear down to 0.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises.")
-    lr_total_steps: int = Field(0, ge=0, description="Optimizer steps of the whole run; needed by linear only.")
-    advantage: str = Field("grpo", description="grpo or dr_grpo.")
-    loss: str = Field("ppo_clip", description="ppo_clip or decoupled_ppo.")
-    clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
-    correction: str = Field("none", description="none or token_tis (truncated importance sampling).")
-    correction_cap: float = Field(2.0, gt=0, description="Where importance weights are truncated.")
-    aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
-    aggregation_tokens: int = Field(
-        0, ge=0, description="Divisor of constant, tokens a trajectory; 0: rollout.max_tokens."
-    )
-    epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
-    micro_batch_tokens: int = Field(16_384, ge=1, description="Padded tokens of one forward pass.")
-    bf16: Literal["auto", "on", "off"] = Field(
-        "auto", description="bfloat16 autocast; auto: where a CUDA device has it."
-    )
-    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0: as many as torch takes.")
-    checkpoint_every: int = Field(10, ge=0, description="Train steps between checkpoints, the last included; 0: none.")
-    keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
-
-
 class DurabilitySection(Section):
     """What outlives the loss of a process."""
 
@@ -273,7 +242,7 @@ class Config(Section):
         self.limits()
         self.trainer_settings()
         samples = self.scheduler.samples_per_prompt
-        if samples < 2:
+        if samples < 2 and self.trainer_settings().compares_siblings:
             law = (
                 f"trainer.advantage {self.trainer.advantage} compares a group's trajectories: one alone teaches nothing"
             )
@@ -296,7 +265,7 @@ class Config(Section):
             sync_every=s.sync_every,
             max_steps=self.run.max_steps,
             sync_mode=r.sync_mode,
-            scoring_tasks=("old_logprobs",) if self.trainer_settings().needs_proximal else (),
+            scoring_tasks=self.trainer_settings().scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
             infrastructure_attempts=s.infrastructure_attempts,
@@ -317,9 +286,8 @@ class Config(Section):
 
     def trainer_settings(self) -> TrainerSettings:
         """The trainer's settings, with what it must share with the rollout. Raises: ConfigError."""
-        own = self.trainer.model_dump(exclude={"checkpoint_every", "keep_checkpoints"})
-        return TrainerSettings(
-            **{**own, "aggregation_tokens": self.trainer.aggregation_tokens or self.rollout.max_tokens},
+        return self.trainer.settings(
+            response_tokens=self.rollout.max_tokens,
             policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
             temperature=self.rollout.temperature,
             seed=self.run.seed,

@@ -64,7 +64,7 @@ resumed and filtered count those since the line before. Lines of train steps hav
 | `elapsed_s` | seconds from the start of the run to the end of the step |
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
 | `groups_aborted`, `groups_resumed`, `groups_filtered` | since the line before |
-| others | whatever the trainer reports, its own timings under `trainer_seconds` |
+| others | what the trainer reports ([OBJECTIVES.md](OBJECTIVES.md)), its own timings under `trainer_seconds` |
 
 Lines of validations have a `validation` instead, and always the version they measured:
 

@@ -1,8 +1,8 @@
 """Advantages of a batch: how much better each trajectory did than its siblings on the same prompt.
 
-Called by `trainer.ModelTrainer` once a batch, before it is cut into minibatches. To add an estimator (RLOO,
-REINFORCE++), write a function of the whole batch's rewards, since some normalise over it, and enter it in
-`ADVANTAGES`. It must never look at anything but rewards: per-token shaping is the loss's affair.
+Called by `shaping.set_advantages` once a batch, before it is cut into minibatches. To add an estimator, write a
+function of the whole batch's rewards and enter it in `ADVANTAGES`. It must never look at anything but rewards: what is
+done token by token (KL, the normalisation of REINFORCE++) is `shaping.py`'s affair.
 """
 
 import math
@@ -42,6 +42,30 @@ def dr_grpo(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     return [_centred(group) for group in rewards]
 
 
+def rloo(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """REINFORCE leave-one-out, arXiv 2402.14740 section 2.2 (Kool et al., 2019): A_i = r_i - mean of the others.
+
+    That is n / (n - 1) of `dr_grpo`: a baseline that the trajectory itself has no part in, so without bias.
+    """
+    return [[a * len(group) / max(1, len(group) - 1) for a in _centred(group)] for group in rewards]
+
+
+def reinforce_pp(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """REINFORCE++, arXiv 2501.03262: A_i = r_i, without any baseline of the prompt's own.
+
+    `shaping.set_advantages` then takes off each token's KL to go and normalises over the tokens of the whole batch.
+    """
+    return [[r if math.isfinite(r) else math.nan for r in group] for group in rewards]
+
+
+def reinforce_pp_baseline(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """REINFORCE++ with baseline, arXiv 2501.03262: A_i = r_i - mean(r), then normalised over the tokens of the batch.
+
+    The paper has its KL as a loss, by k2 (`kl_loss`).
+    """
+    return [_centred(group) for group in rewards]
+
+
 def _centred(group: Sequence[float]) -> list[float]:
     """Rewards less their mean: exact zeros where they are equal, so also for a trajectory without siblings; NaN where a
     reward is not finite, so that the train step sees it and skips the minibatch."""
@@ -53,5 +77,11 @@ def _centred(group: Sequence[float]) -> list[float]:
     return [reward - mean for reward in group]
 
 
-ADVANTAGES: dict[str, AdvantageFunction] = {"grpo": grpo, "dr_grpo": dr_grpo}
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
 """Estimators by the name that `TrainerSettings.advantage` takes."""

@@ -6,6 +6,7 @@ looks there, so no attention mask is needed and the fast kernels stay usable. It
 trajectory longer than the budget gets a micro-batch of its own.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -15,6 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.errors import DataFailure
 from engine.trajectory import Trajectory, TrajectoryGroup
+
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 8)
+"""Least staleness, in train steps, of each bucket that the diagnostics tell apart."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +41,21 @@ class Sample:
     """What one of its tokens weighs in the loss of its optimizer minibatch."""
     proximal: Tensor | None = None
     """Log-probs under the weights before the step, where computed. [tokens] float32"""
+    reference: Tensor | None = None
+    """Log-probs under the reference model, where computed. [tokens] float32"""
+    token_advantages: Tensor | None = None
+    """Where its tokens do not all have `advantage`, which is then their mean. [tokens] float32"""
+    staleness: int = 0
+    """Train steps that its group lags behind."""
 
     @property
     def tokens(self) -> int:
         return len(self.targets)
+
+    @property
+    def teaches_nothing(self) -> bool:
+        own = self.token_advantages
+        return self.advantage == 0.0 and (own is None or not own.any())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,10 +76,14 @@ class MicroBatch:
     """[tokens] float32"""
     proximal: Tensor | None
     """[tokens] float32"""
+    reference: Tensor | None
+    """[tokens] float32"""
     advantages: Tensor
     """[tokens] float32"""
     weights: Tensor
     """[tokens] float32"""
+    staleness: Tensor
+    """Index of the token's bucket in `STALENESS_BUCKETS`. [tokens] int64"""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device; itself where it is there already."""
@@ -154,7 +173,6 @@ def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
     counts = torch.tensor([sample.tokens for sample in samples])
     positions = torch.cat([sample.positions for sample in samples])
     first = int(positions.min())
-    proximal = [sample.proximal for sample in samples if sample.proximal is not None]
     return MicroBatch(
         input_ids=pad_sequence([sample.input_ids for sample in samples], batch_first=True),
         kept=torch.arange(first, int(positions.max()) + 1),
@@ -162,7 +180,25 @@ def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         columns=positions - first,
         targets=torch.cat([sample.targets for sample in samples]),
         behaviour=torch.cat([sample.behaviour for sample in samples]),
-        proximal=torch.cat(proximal) if len(proximal) == len(samples) else None,
-        advantages=torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts),
+        proximal=_joined([sample.proximal for sample in samples]),
+        reference=_joined([sample.reference for sample in samples]),
+        advantages=_advantages(samples, counts),
         weights=torch.tensor([sample.weight for sample in samples]).repeat_interleave(counts),
+        staleness=torch.tensor([staleness_bucket(sample.staleness) for sample in samples]).repeat_interleave(counts),
     )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The samples' tokens end to end; None where some sample has none."""
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if len(given) == len(parts) else None
+
+
+def _advantages(samples: Sequence[Sample], counts: Tensor) -> Tensor:
+    own = _joined([sample.token_advantages for sample in samples])
+    return torch.tensor([sample.advantage for sample in samples]).repeat_interleave(counts) if own is None else own
+
+
+def staleness_bucket(steps: int) -> int:
+    """Index into `STALENESS_BUCKETS`."""
+    return bisect_right(STALENESS_BUCKETS, steps) - 1

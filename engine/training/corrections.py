@@ -1,40 +1,63 @@
 """Off-policy corrections: what is done to importance weights before they multiply a loss.
 
-Called by `losses.py` with the log importance ratio of each token: proximal / behaviour for `decoupled_ppo`, current /
-behaviour for `ppo_clip`. Ratios of 1 mean on-policy; they leave 1 as the weights move on (staleness) and because the
-sampler and the trainer round differently. It must never pass gradients: a weight is a constant of the objective.
+Called by `losses.py`. One correction truncates weights, then any number of masks drop tokens or trajectories; all of
+them read the same log importance ratio of each token, log ρ:
+
+    old policy `proximal`:   ρ = proximal / behaviour, the part that the clip around the proximal policy leaves out
+    old policy `behaviour`:  ρ = current / behaviour, the ratio inside the loss itself
+
+Ratios of 1 mean on-policy; they leave 1 as the weights move on (staleness) and because the sampler and the trainer
+round differently. A mask takes a token's gradient away and leaves it in the denominator of the mean, as IcePop does:
+the others weigh no more for it. It must never pass gradients: a weight is a constant of the objective.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from engine.training.kl import estimate
+from engine.training.sequences import Rows
+from engine.training.settings import Mask
+
 MAX_LOG_RATIO = 20.0
 """Log ratios are held within ± this, so that exp stays finite; the loss has no gradient beyond it."""
+
+
+class Dropped(NamedTuple):
+    """What one mask dropped, whatever the others did."""
+
+    measure: str
+    tokens: Tensor
+    """[tokens] bool"""
+    trajectories: Tensor | None
+    """Of a mask on whole trajectories. [trajectories] bool"""
 
 
 class Weights(NamedTuple):
     """Importance weights of a micro-batch's tokens, without gradient."""
 
     used: Tensor
-    """What multiplies the loss. [tokens]"""
+    """What multiplies the loss; 0 where masked. [tokens]"""
     truncated: Tensor
-    """True where the correction changed the ratio. [tokens]"""
+    """True where the correction changed the weight, masks aside. [tokens]"""
+    kept: Tensor | None = None
+    """False where a mask dropped the token; None without masks. [tokens]"""
+    dropped: tuple[Dropped, ...] = ()
 
 
-CorrectionFunction: TypeAlias = Callable[[Tensor, float], Weights]
-"""Log importance ratios [tokens] and the cap to weights."""
+CorrectionFunction: TypeAlias = Callable[[Tensor, Tensor, Rows, float], Weights]
+"""Raw importance weights [tokens], log ρ [tokens], the trajectories and the cap to weights."""
 
 
-def no_correction(log_ratio: Tensor, cap: float) -> Weights:
+def no_correction(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights:
     """The plain importance ratio: unbiased, and of unbounded variance."""
-    ratio = log_ratio.detach().exp()
-    return Weights(ratio, torch.zeros_like(ratio, dtype=torch.bool))
+    return Weights(raw, torch.zeros_like(raw, dtype=torch.bool))
 
 
-def token_tis(log_ratio: Tensor, cap: float) -> Weights:
+def token_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights:
     """Token-level truncated importance sampling: w = min(ratio, cap).
 
     Ionides, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 2008); per action as in IMPALA's c and rho
@@ -42,8 +65,74 @@ def token_tis(log_ratio: Tensor, cap: float) -> Weights:
     Framework Secretly Brings You Off-Policy RL Training" (2025). The bias is bounded by what is cut off, the variance
     by the cap.
     """
-    ratio = log_ratio.detach().exp()
+    return Weights(raw.clamp(max=cap), raw > cap)
+
+
+def sequence_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weights:
+    """Sequence-level truncated importance sampling: w = min(Π ρ, cap) for every token of the trajectory.
+
+    Liu, Li et al., "When Speed Kills Stability" (2025): unbiased for the whole trajectory but for the truncation, where
+    a token's own weight neglects that its prefix was off-policy too; of a variance that grows with length.
+    """
+    ratio = rows.spread(rows.sums(log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
     return Weights(ratio.clamp(max=cap), ratio > cap)
+
+
+CORRECTIONS: dict[str, CorrectionFunction] = {
+    "none": no_correction,
+    "token_tis": token_tis,
+    "sequence_tis": sequence_tis,
+}
+"""Corrections by the name that `TrainerSettings.correction` takes."""
+
+
+def measured(name: str, log_ratio: Tensor, rows: Rows) -> Tensor:
+    """A mask's measure, of each token [tokens] or of each trajectory [trajectories]; ratios as their log.
+
+    - `token_ratio`: ρ. Masked importance sampling, as IcePop does it on [low, high] (Ring-1T, arXiv 2510.18855).
+    - `geometric_ratio`: (Π ρ)^(1/n), `product_ratio`: Π ρ, of a trajectory's n tokens: rejection of whole sequences
+      (Liu, Li et al., "When Speed Kills Stability", 2025). The product leaves any range as n grows; bounds of the
+      geometric mean are tight, 0.999 to 1.001 say.
+    - `token_`, `mean_`, `sum_` with `k1`, `k2`, `k3`: estimates of KL(behaviour ‖ ρ · behaviour), of a token or over
+      a trajectory (Schulman, "Approximating KL Divergence", 2020; on the mean of k1 DeepSeek-V3.2's off-policy
+      sequence masking, arXiv 2512.02556, which there spares positive advantages).
+    """
+    level, _, statistic = name.partition("_")
+    values = log_ratio if statistic == "ratio" else estimate(statistic, log_ratio)
+    if level == "token":
+        return values
+    return rows.means(values) if level in ("mean", "geometric") else rows.sums(values)
+
+
+def drop(mask: Mask, log_ratio: Tensor, rows: Rows) -> Dropped:
+    """What lies outside the mask's [low, high]; also what is not a number."""
+    values = measured(mask.measure, log_ratio, rows)
+    low, high = (None if bound is None else _on_scale(mask, bound) for bound in (mask.low, mask.high))
+    kept = ~values.isnan()
+    if low is not None:
+        kept &= values >= low
+    if high is not None:
+        kept &= values <= high
+    if mask.of_sequences:
+        return Dropped(mask.measure, rows.spread(~kept), ~kept)
+    return Dropped(mask.measure, ~kept, None)
+
+
+def _on_scale(mask: Mask, bound: float) -> float:
+    """The bound on what `measured` gives."""
+    return math.log(bound) if mask.is_ratio else bound
+
+
+def corrected(
+    raw: Tensor, log_ratio: Tensor, rows: Rows, correction: str, cap: float, masks: Sequence[Mask] = ()
+) -> Weights:
+    """The weights after the correction and the masks. `raw` [tokens] are the weights before, `log_ratio` log ρ."""
+    weights = CORRECTIONS[correction](raw, log_ratio, rows, cap)
+    if not masks:
+        return weights
+    dropped = tuple(drop(mask, log_ratio, rows) for mask in masks)
+    kept = ~torch.stack([each.tokens for each in dropped]).any(0)
+    return Weights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, dropped)
 
 
 def bounded_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -55,7 +144,3 @@ def effective_sample_share(weights: float, squares: float, tokens: float) -> flo
     """Kish's effective sample size over the sample size: (Σ w)² / (n Σ w²), from 1/n to 1 where all weights are
     equal."""
     return weights * weights / (tokens * squares) if squares > 0 else 0.0
-
-
-CORRECTIONS: dict[str, CorrectionFunction] = {"none": no_correction, "token_tis": token_tis}
-"""Corrections by the name that `TrainerSettings.correction` takes."""

@@ -1,4 +1,4 @@
-"""What a train step reports about its tokens: clip shares, approximate KL, entropy, truncation, effective sample size.
+"""What a train step reports about its tokens: clip shares, KL estimates, entropy, masks, effective sample size.
 
 Fed by `gradients.accumulate_gradient`, read by `trainer.ModelTrainer` once an optimizer minibatch, whose skip it
 decides. It must never wait for the device while gradients are being computed.
@@ -7,68 +7,93 @@ decides. It must never wait for the device while gradients are being computed.
 import torch
 from torch import Tensor
 
-from engine.training.corrections import effective_sample_share
+from engine.training.batch import STALENESS_BUCKETS
+from engine.training.corrections import Weights, bounded_log_ratio, effective_sample_share
+from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
+from engine.training.settings import KL_NAMES, TrainerSettings
+
+BUCKET_NAMES = tuple(
+    str(first) if after == first + 1 else f"{first}_up" if after == 0 else f"{first}_{after - 1}"
+    for first, after in zip(STALENESS_BUCKETS, (*STALENESS_BUCKETS[1:], 0), strict=True)
+)
+"""How the staleness buckets are called in metrics: `0`, `1`, …, `4_7`, `8_up`."""
+BY_STALENESS = ("token_share", "ratio_mean", "kl_k3")
 
 
 class Diagnostics:
     """Sums over tokens, added up micro-batch by micro-batch on the device and read once."""
 
-    NAMES = (
-        "loss",
-        "tokens",
-        "nonfinite",
-        "clip_low",
-        "clip_high",
-        "kl",
-        "entropy",
-        "ratio",
-        "truncated",
-        "weights",
-        "squares",
-    )
-
-    def __init__(self) -> None:
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        masks = [f"masked_{mask.measure}" for mask in settings.masks]
+        masks += [f"rejected_{mask.measure}" for mask in settings.masks if mask.of_sequences]
+        self._names = (
+            "loss", "tokens", "nonfinite", "clip_low", "clip_high", "kl", "entropy", "ratio", "truncated", "weights",
+            "squares",
+            *(f"behaviour_{name}" for name in KL_NAMES),
+            *(("clip_dual",) if settings.loss == "dual_clip" else ()),
+            *((f"reference_{name}" for name in KL_NAMES) if settings.needs_reference else ()),
+            *(("masked", "trajectories", *masks) if masks else ()),
+        )  # fmt: skip
+        self._by_staleness = tuple(f"{name}_stale_{bucket}" for name in BY_STALENESS for bucket in BUCKET_NAMES)
         self._parts: list[Tensor] = []
 
     def add(self, terms: TokenTerms, result: TokenLosses, entropy: Tensor, loss: Tensor) -> None:
         """Take in one micro-batch. Tensors stay on the device; nothing waits for it."""
         ratio = result.log_ratio.exp()
-        used = result.weights.used
-        finite = (terms.current.detach().isfinite() & terms.behaviour.isfinite() & terms.proximal.isfinite()).sum()
+        weights = result.weights
+        finite = terms.current.detach().isfinite() & terms.behaviour.isfinite() & terms.proximal.isfinite()
+        if terms.reference is not None:
+            finite &= terms.reference.isfinite()
         tokens = torch.full_like(loss, ratio.numel(), requires_grad=False)
-        row = (
+        behaviour = [estimate(name, result.importance) for name in KL_NAMES]
+        row = [
             loss.detach(),
             tokens,
-            tokens - finite,
+            tokens - finite.sum(),
             result.clipped_low.sum(),
             result.clipped_high.sum(),
             (ratio - 1 - result.log_ratio).sum(),
             entropy.sum(),
             ratio.sum(),
-            result.weights.truncated.sum(),
-            used.sum(),
-            used.square().sum(),
-        )
-        self._parts.append(torch.stack([value.double() for value in row]))
+            weights.truncated.sum(),
+            weights.used.sum(),
+            weights.used.square().sum(),
+            *(values.sum() for values in behaviour),
+        ]
+        if result.clipped_dual is not None:
+            row.append(result.clipped_dual.sum())
+        if terms.reference is not None:
+            log_ratio = bounded_log_ratio(terms.reference, terms.current.detach())
+            row += [estimate(name, log_ratio).sum() for name in KL_NAMES]
+        row += _masked(weights, terms.rows.trajectories)
+        scalars = torch.stack([value.double() for value in row])
+        self._parts.append(torch.cat([scalars, *_by_staleness(terms, result.importance, behaviour[2])]))
 
     def merge(self, other: "Diagnostics") -> None:
         self._parts.extend(other._parts)
 
     def sums(self) -> dict[str, float]:
         """The sums by name; waits for the device."""
+        names = (*self._names, *self._by_staleness)
         if not self._parts:
-            return dict.fromkeys(self.NAMES, 0.0)
-        return dict(zip(self.NAMES, torch.stack(self._parts).sum(0).tolist(), strict=True))
+            return dict.fromkeys(names, 0.0)
+        return dict(zip(names, torch.stack(self._parts).sum(0).tolist(), strict=True))
 
     def metrics(self) -> dict[str, float]:
         """Means over the tokens taken in; all 0 where there were none.
 
-        `approx_kl` is Schulman's k3 estimate r - 1 - log r of the loss's own ratio. `ess` is a share of the tokens.
+        `clip_share_*`; `approx_kl`, Schulman's k3 estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
+        `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behaviour_kl_*` of KL(behaviour ‖
+        proximal), or ‖ current where the old policy is the behaviour policy. With a reference `reference_kl_*` of
+        KL(current ‖ reference). With masks `masked_share` of the tokens, by any of them, and `masked_share_<measure>`
+        by one; `rejected_share_<measure>` of the trajectories. For each staleness that occurs, its `token_share_`, and
+        over its tokens `ratio_mean_` and `behaviour_kl_k3` of log ρ.
         """
         sums = self.sums()
         tokens = max(1.0, sums["tokens"])
-        return {
+        metrics = {
             "clip_share_low": sums["clip_low"] / tokens,
             "clip_share_high": sums["clip_high"] / tokens,
             "approx_kl": sums["kl"] / tokens,
@@ -77,3 +102,42 @@ class Diagnostics:
             "tis_truncated_share": sums["truncated"] / tokens,
             "ess": effective_sample_share(sums["weights"], sums["squares"], tokens),
         }
+        for policy in ("behaviour", "reference") if self._settings.needs_reference else ("behaviour",):
+            metrics |= {f"{policy}_kl_{name}": sums[f"{policy}_{name}"] / tokens for name in KL_NAMES}
+        if "clip_dual" in sums:
+            metrics["clip_share_dual"] = sums["clip_dual"] / tokens
+        for name in self._names:
+            what, _, measure = name.partition("_")
+            if what == "masked":
+                metrics["_".join(filter(None, ("masked_share", measure)))] = sums[name] / tokens
+            elif what == "rejected":
+                metrics[f"rejected_share_{measure}"] = sums[name] / max(1.0, sums["trajectories"])
+        return metrics | self._buckets(sums, tokens)
+
+    def _buckets(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
+        """What is known of each staleness that occurs."""
+        metrics = {}
+        for bucket in BUCKET_NAMES:
+            count, ratio, kl = (sums[f"{name}_stale_{bucket}"] for name in BY_STALENESS)
+            if count:
+                metrics[f"token_share_stale_{bucket}"] = count / tokens
+                metrics[f"ratio_mean_stale_{bucket}"] = ratio / count
+                metrics[f"behaviour_kl_k3_stale_{bucket}"] = kl / count
+        return metrics
+
+
+def _masked(weights: Weights, trajectories: int) -> list[Tensor]:
+    """Counts of what was masked, in the order of the names."""
+    if weights.kept is None:
+        return []
+    whole = [each.trajectories for each in weights.dropped if each.trajectories is not None]
+    counts = [(~weights.kept).sum(), weights.kept.new_full((), trajectories, dtype=torch.int64)]
+    return [*counts, *(each.tokens.sum() for each in weights.dropped), *(dropped.sum() for dropped in whole)]
+
+
+def _by_staleness(terms: TokenTerms, importance: Tensor, kl: Tensor) -> list[Tensor]:
+    """Tokens, Σ ρ and Σ k3 of each staleness bucket. 3 × [buckets] float64"""
+    where = terms.staleness if terms.staleness is not None else torch.zeros_like(terms.rows.of_token)
+    each = (torch.ones_like(importance), importance.exp(), kl)
+    empty = importance.new_zeros(len(STALENESS_BUCKETS), dtype=torch.float64)
+    return [empty.index_add(0, where, values.double()) for values in each]

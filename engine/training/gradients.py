@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.training.batch import MicroBatch, Sample, pack
 from engine.training.diagnostics import Diagnostics
-from engine.training.losses import LOSSES, TokenTerms
+from engine.training.losses import TokenTerms, policy_loss
+from engine.training.sequences import Rows
 from engine.training.settings import TrainerSettings
 
 ENTROPY_ROWS = 2048
@@ -87,13 +88,16 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     loss however it is cut.
     """
     settings = policy.settings
-    diagnostics = Diagnostics()
+    diagnostics = Diagnostics(settings)
     for packed, _ in pack(samples, settings.micro_batch_tokens):
         micro = packed.to(policy.device)
         logprobs = policy.logprobs(micro)
         proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
-        terms = TokenTerms(logprobs.chosen, micro.behaviour, proximal, micro.advantages)
-        result = LOSSES[settings.loss](terms, settings)
+        rows = Rows(micro.rows, len(micro.input_ids))
+        terms = TokenTerms(
+            logprobs.chosen, micro.behaviour, proximal, micro.advantages, rows, micro.reference, micro.staleness
+        )
+        result = policy_loss(terms, settings)
         loss = (result.losses * micro.weights).sum()
         loss.backward()
         diagnostics.add(terms, result, logprobs.entropy, loss)

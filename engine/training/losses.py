@@ -3,6 +3,9 @@
 Called by `gradients.py` for each micro-batch. Everything is flat: [tokens] runs over the trainable tokens of all
 trajectories of a micro-batch, prompts, padding and tool output left out. A loss must return per-token values and
 never average them: the average is over the optimizer minibatch, which a micro-batch does not see.
+
+A loss here is a surrogate in the ratio r = current / old. `policy_loss` makes the whole of it: it chooses the old
+policy, weighs the surrogate by the corrected importance weights, drops what is masked and adds the KL term.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +14,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from engine.training.corrections import CORRECTIONS, Weights, bounded_log_ratio
+from engine.training.corrections import Weights, bounded_log_ratio, corrected
+from engine.training.kl import kl_losses
+from engine.training.sequences import Rows
 from engine.training.settings import TrainerSettings
 
 
 class TokenTerms(NamedTuple):
-    """What a loss may read; each is [tokens]."""
+    """What a loss may read; each tensor is [tokens]."""
 
     current: Tensor
     """Log-probs under the weights being trained; carries the gradient."""
@@ -25,6 +30,26 @@ class TokenTerms(NamedTuple):
     proximal: Tensor
     """Log-probs under the weights before the train step; `current` without gradient where nothing else was computed."""
     advantages: Tensor
+    rows: Rows
+    """Which trajectory each token is of."""
+    reference: Tensor | None = None
+    """Log-probs under the reference policy, where a KL term reads them."""
+    staleness: Tensor | None = None
+    """Index of each token's staleness bucket, for the diagnostics. int64"""
+
+
+class Surrogate(NamedTuple):
+    """A loss before importance weights; each is [tokens], all but `losses` without gradient."""
+
+    losses: Tensor
+    weights: Tensor
+    """The ratio that multiplies A ∇ log π where nothing is clipped."""
+    clipped_low: Tensor
+    """True where the lower bound acted: it took the gradient away, or (`cispo`) raised the weight."""
+    clipped_high: Tensor
+    """True where the upper bound did."""
+    clipped_dual: Tensor | None = None
+    """True where the bound of `dual_clip` took the gradient away."""
 
 
 class TokenLosses(NamedTuple):
@@ -33,17 +58,54 @@ class TokenLosses(NamedTuple):
 
     losses: Tensor
     log_ratio: Tensor
-    """Log of the ratio that was clipped."""
+    """Log of current / old, token by token."""
     weights: Weights
-    """Importance weights after the correction: of current / behaviour or of proximal / behaviour, as the loss uses
-    them."""
+    """Importance weights after correction and masks: of current / behaviour or of proximal / behaviour, as the loss
+    uses them."""
     clipped_low: Tensor
-    """True where the lower bound took the gradient away: ratio < 1 - clip_low with a negative advantage."""
     clipped_high: Tensor
-    """True where the upper bound did: ratio > 1 + clip_high with a positive advantage."""
+    clipped_dual: Tensor | None
+    importance: Tensor
+    """log ρ, what corrections and masks read."""
 
 
-LossFunction: TypeAlias = Callable[[TokenTerms, TrainerSettings], TokenLosses]
+LossFunction: TypeAlias = Callable[[Tensor, TokenTerms, TrainerSettings], Surrogate]
+"""Log of current / old [tokens], bounded, carrying the gradient; the terms; the settings."""
+
+
+def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
+    """The whole loss of each token.
+
+    Old policy `behaviour`: one ratio, current / behaviour, is both what is clipped and the importance weight, so a
+    truncated weight w replaces r: the surrogate is scaled by w / r, and the gradient r A ∇ log π becomes w A ∇ log π.
+    With `token_tis` that bounds the one side that the clip leaves open, r far above 1 with a negative advantage.
+
+    Old policy `proximal`: w · surrogate(current / proximal), w = proximal / behaviour. Hilton et al., "Batch
+    size-invariance for policy optimization", arXiv 2110.00641; in asynchronous training of language models AReaL,
+    arXiv 2505.24298. The clip range bounds this step's move alone, however stale the trajectories are; w carries the
+    rest, truncated by the correction.
+    """
+    old = terms.proximal if settings.needs_proximal else terms.behaviour
+    log_ratio = bounded_log_ratio(terms.current, old)
+    surrogate = LOSSES[settings.loss](log_ratio, terms, settings)
+    log_ratio = log_ratio.detach()
+    importance = bounded_log_ratio(terms.proximal, terms.behaviour) if settings.needs_proximal else log_ratio
+    raw = importance.exp() if settings.needs_proximal else surrogate.weights
+    weights = corrected(raw, importance, terms.rows, settings.correction, settings.correction_cap, settings.masks)
+    losses = surrogate.losses * (weights.used if settings.needs_proximal else weights.used / raw)
+    if settings.kl_loss_coef > 0:
+        losses = losses + settings.kl_loss_coef * _kl_term(terms, weights, settings)
+    marks = surrogate.clipped_low, surrogate.clipped_high, surrogate.clipped_dual
+    return TokenLosses(losses, log_ratio, weights, *marks, importance)
+
+
+def _kl_term(terms: TokenTerms, weights: Weights, settings: TrainerSettings) -> Tensor:
+    """KL(current ‖ reference) of each token that no mask drops."""
+    assert terms.reference is not None  # `TrainerSettings.needs_reference` has had it computed
+    log_reference = bounded_log_ratio(terms.reference, terms.current)
+    log_behaviour = bounded_log_ratio(terms.current, terms.behaviour) if settings.kl_loss_ratio else None
+    values = kl_losses(settings.kl_loss, log_reference, log_behaviour)
+    return values if weights.kept is None else torch.where(weights.kept, values, 0.0)
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -55,43 +117,49 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, cl
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
-def ppo_clip(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
-    """PPO clip whose old policy is the behaviour policy: r = current / behaviour.
+def ppo_clip(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
+    """PPO clip: see `clipped_surrogate`."""
+    losses = clipped_surrogate(log_ratio, terms.advantages, settings.clip_low, settings.clip_high)
+    ratio = log_ratio.detach().exp()
+    low = (ratio < 1 - settings.clip_low) & (terms.advantages < 0)
+    high = (ratio > 1 + settings.clip_high) & (terms.advantages > 0)
+    return Surrogate(losses, ratio, low, high)
 
-    With `token_tis` the factor r of the gradient r A ∇log π becomes min(r, C): it bounds the one side that the clip
-    leaves open, r far above 1 with a negative advantage. (TIS over a recomputed old policy is `decoupled_ppo` with
-    `token_tis`.)
+
+def dual_clip(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
+    """PPO clip, and for A < 0 at least c A: -max(min(r A, clip(r) A), c A), c = clip_dual.
+
+    Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv 1912.09729 eq. 5: where
+    a stale policy has made r huge, a bad action would push without bound; beyond c it pushes no more.
     """
-    log_ratio = bounded_log_ratio(terms.current, terms.behaviour)
-    weights = CORRECTIONS[settings.correction](log_ratio, settings.correction_cap)
-    surrogate = clipped_surrogate(log_ratio, terms.advantages, settings.clip_low, settings.clip_high)
-    losses = surrogate * (weights.used / log_ratio.detach().exp())
-    return _with_clip_marks(losses, log_ratio, weights, terms.advantages, settings)
+    clipped = ppo_clip(log_ratio, terms, settings)
+    bad = terms.advantages < 0
+    bound = -settings.clip_dual * terms.advantages
+    losses = torch.where(bad, torch.minimum(clipped.losses, bound), clipped.losses)
+    return clipped._replace(losses=losses, clipped_dual=bad & (clipped.weights > settings.clip_dual))
 
 
-def decoupled_ppo(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
-    """PPO whose clip centre is not the policy that sampled: w · clip-loss(current / proximal), w = proximal /
-    behaviour.
+def gspo(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
+    """Group Sequence Policy Optimization: PPO clip on the sequence's s = (Π r)^(1/n), the same for all its n tokens.
 
-    Hilton et al., "Batch size-invariance for policy optimization", arXiv 2110.00641; in asynchronous training of
-    language models AReaL, arXiv 2505.24298. The clip range bounds this step's move alone, however stale the
-    trajectories are; w carries the rest, truncated by the correction.
+    arXiv 2507.18071 eq. 5 and 7, in the form of its eq. 14 (GSPO-token): value s, gradient of each token's own log-prob
+    times s. For advantages that are equal along the trajectory both forms have the same value and gradient. The paper
+    averages per sequence (`aggregation: sequence_mean`) and clips at 3e-4 and 4e-4.
     """
-    log_ratio = bounded_log_ratio(terms.current, terms.proximal)
-    importance = bounded_log_ratio(terms.proximal, terms.behaviour)
-    weights = CORRECTIONS[settings.correction](importance, settings.correction_cap)
-    surrogate = clipped_surrogate(log_ratio, terms.advantages, settings.clip_low, settings.clip_high)
-    return _with_clip_marks(surrogate * weights.used, log_ratio, weights, terms.advantages, settings)
+    sequence = terms.rows.spread(terms.rows.means(log_ratio.detach()))
+    carried = sequence + (terms.current - terms.current.detach())
+    return ppo_clip(carried, terms, settings)
 
 
-def _with_clip_marks(
-    losses: Tensor, log_ratio: Tensor, weights: Weights, advantages: Tensor, settings: TrainerSettings
-) -> TokenLosses:
-    log_ratio = log_ratio.detach()
-    ratio = log_ratio.exp()
-    low = (ratio < 1 - settings.clip_low) & (advantages < 0)
-    high = (ratio > 1 + settings.clip_high) & (advantages > 0)
-    return TokenLosses(losses, log_ratio, weights, low, high)
+def cispo(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π: the weight is clipped, and no token loses its gradient.
+
+    MiniMax-M1, arXiv 2506.13585 eq. 4 and 5, which leaves the lower side open in practice (here `clip_low: 1`).
+    """
+    ratio = log_ratio.detach().exp()
+    weights = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    low, high = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
+    return Surrogate(-weights * terms.advantages * terms.current, weights, low, high)
 
 
 def token_weights(lengths: Sequence[int], aggregation: str, constant_tokens: int) -> list[float]:
@@ -112,5 +180,11 @@ def token_weights(lengths: Sequence[int], aggregation: str, constant_tokens: int
     return [1.0 / total] * count
 
 
-LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo}
-"""Losses by the name that `TrainerSettings.loss` takes."""
+LOSSES: dict[str, LossFunction] = {
+    "ppo_clip": ppo_clip,
+    "decoupled_ppo": ppo_clip,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+}
+"""Surrogates by the name that `TrainerSettings.loss` takes."""

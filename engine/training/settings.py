@@ -8,19 +8,66 @@ policy and `correction="none"`: one ratio, current / behaviour, carries the whol
 weighed by the policy that really drew it (whichever of several weights versions that was), and no forward pass is
 spent on recomputing log-probs. Its clip range then has to hold the staleness too: with S above about 2,
 `clip_share_low` and `clip_share_high` rise and learning slows. Then take `decoupled_ppo` (one more forward pass) with
-`correction="token_tis"`.
+`correction="token_tis"`. docs/OBJECTIVES.md tables every choice with its formula and its paper.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo")
-LOSS_NAMES = ("ppo_clip", "decoupled_ppo")
-CORRECTION_NAMES = ("none", "token_tis")
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "dual_clip", "gspo", "cispo")
+OLD_POLICY_NAMES = ("behaviour", "proximal")
+CORRECTION_NAMES = ("none", "token_tis", "sequence_tis")
+KL_NAMES = ("k1", "k2", "k3")
+MASK_NAMES = (
+    "token_ratio", "geometric_ratio", "product_ratio",
+    "token_k1", "token_k2", "token_k3", "mean_k1", "mean_k2", "mean_k3", "sum_k1", "sum_k2", "sum_k3",
+)  # fmt: skip
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
 LR_SCHEDULE_NAMES = ("constant", "linear")
 BF16_NAMES = ("auto", "on", "off")
+
+GSPO_WIDEST_CLIP = 0.1
+"""GSPO's ratio is a geometric mean over a sequence: bounds of tokens, 0.2 and more, never bind (the paper: 3e-4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """What is kept of a batch: tokens, or whole trajectories, whose measure lies in [low, high]. Raises `ConfigError`.
+
+    A missing bound is open. What agrees with the trainer (a ratio of 1, a KL of 0) is kept by every lawful mask.
+    """
+
+    measure: str
+    """One of `MASK_NAMES`: `corrections.py` says how each is computed."""
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.measure not in MASK_NAMES:
+            law = "it is not a known measure"
+            raise ConfigError("trainer.masks.measure", self.measure, law, f"one of {', '.join(MASK_NAMES)}")
+        if self.low is None and self.high is None:
+            law = f"a mask on {self.measure} without a bound keeps everything"
+            raise ConfigError("trainer.masks.high", None, law, "low, high or both")
+        agreed = 1.0 if self.is_ratio else 0.0
+        kept = f"[low, high] holds {agreed:g}, the {self.measure} of tokens that both policies agree on"
+        if self.low is not None and (self.low > agreed or (self.is_ratio and self.low <= 0)):
+            law = kept + (", and a ratio is above 0" if self.is_ratio else "")
+            raise ConfigError("trainer.masks.low", self.low, law, "0.5 would hold" if self.is_ratio else "null")
+        if self.high is not None and self.high < agreed:
+            raise ConfigError("trainer.masks.high", self.high, kept, "2.0 would hold" if self.is_ratio else "0.1")
+
+    @property
+    def is_ratio(self) -> bool:
+        return self.measure.endswith("_ratio")
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether it keeps or drops whole trajectories."""
+        return not self.measure.startswith("token_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +93,45 @@ class TrainerSettings:
     """Optimizer steps of the whole run; needed by `linear` only."""
 
     advantage: str = "grpo"
-    """`grpo` or `dr_grpo`: see `advantages.py`."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp` or `reinforce_pp_baseline`: see `advantages.py`."""
     loss: str = "ppo_clip"
-    """`ppo_clip` (ratio current / behaviour) or `decoupled_ppo` (current / proximal, weighed by proximal /
-    behaviour)."""
+    """`ppo_clip`, `dual_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
+    see `losses.py`."""
+    old_policy: str = "behaviour"
+    """Whom the loss's ratio is measured against: `behaviour` (who sampled), or `proximal`, the weights before the
+    step; then the loss is weighed by proximal / behaviour, at the price of a forward pass."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28
     """The ratio is clipped above at 1 + clip_high; above clip_low it leaves room for unlikely tokens (DAPO)."""
+    clip_dual: float = 3.0
+    """c of `dual_clip`: with a negative advantage the ratio counts as c at most."""
     correction: str = "none"
-    """`none`, or `token_tis`: the importance weight is truncated at `correction_cap`."""
+    """`none`, or the importance weight truncated at `correction_cap`: each token's own (`token_tis`), or one of its
+    whole trajectory (`sequence_tis`)."""
     correction_cap: float = 2.0
     """C of truncated importance sampling."""
+    masks: tuple[Mask, ...] = ()
+    """What is dropped for disagreeing with the trainer, after the correction: all of them hold at once."""
+    kl_loss_coef: float = 0.0
+    """Times KL(current ‖ reference), added to the loss; 0: none."""
+    kl_loss: str = "k3"
+    """Its estimator, `k1`, `k2` or `k3`: see `kl.py`."""
+    kl_loss_ratio: bool = False
+    """Weigh it by current / behaviour, which makes every estimator's gradient that of the KL; `k1` needs it."""
+    kl_reward_coef: float = 0.0
+    """Times KL(behaviour ‖ reference), taken off the rewards before advantages; 0: none."""
+    kl_reward: str = "k1"
+    """Its estimator."""
+    reference_path: str | None = None
+    """Where the reference model's weights are; None: the weights that this run began with."""
+    overlong_cache_tokens: int = 0
+    """DAPO's soft punishment: over the last so many tokens before `overlong_max_tokens`, a response's reward falls
+    linearly by `overlong_penalty`; 0: none."""
+    overlong_max_tokens: int = 0
+    """Response tokens from which the whole penalty is due; usually the response budget `max_tokens`."""
+    overlong_penalty: float = 1.0
+    """The whole penalty."""
     aggregation: str = "token_mean"
     """Over an optimizer minibatch: `token_mean` (DAPO), `sequence_mean` (GRPO) or `constant` (Dr.GRPO): see
     `losses.py`."""
@@ -87,11 +161,39 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_ranges()
+        for field, holds, law, would_hold in self._objective_laws():
+            self._require(field, holds, law, would_hold)
 
     @property
     def needs_proximal(self) -> bool:
         """Whether the loss reads log-probs recomputed under the weights before the step."""
-        return self.loss == "decoupled_ppo"
+        return self.loss == "decoupled_ppo" or self.old_policy == "proximal"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of the reference model are read."""
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def scoring_tasks(self) -> tuple[str, ...]:
+        """What each batch is scored by before it is trained, in order."""
+        reference = ("ref_logprobs",) if self.needs_reference else ()
+        return (*reference, *(("old_logprobs",) if self.needs_proximal else ()))
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a trajectory without siblings on its prompt teaches nothing."""
+        return self.advantage != "reinforce_pp"
+
+    @property
+    def normalises_over_batch(self) -> bool:
+        """Whether advantages are normalised over all tokens of the batch."""
+        return self.advantage in ("reinforce_pp", "reinforce_pp_baseline")
+
+    @property
+    def kl_reward_per_token(self) -> bool:
+        """Whether the KL in the reward is each token's own from there on, not the whole trajectory's."""
+        return self.advantage == "reinforce_pp"
 
     def learning_rate_at(self, optimizer_step: int) -> float:
         """The rate of one optimizer step, counted from 0."""
@@ -106,7 +208,10 @@ class TrainerSettings:
         choices = {
             "advantage": ADVANTAGE_NAMES,
             "loss": LOSS_NAMES,
+            "old_policy": OLD_POLICY_NAMES,
             "correction": CORRECTION_NAMES,
+            "kl_loss": KL_NAMES,
+            "kl_reward": KL_NAMES,
             "aggregation": AGGREGATION_NAMES,
             "lr_schedule": LR_SCHEDULE_NAMES,
             "bf16": BF16_NAMES,
@@ -137,6 +242,29 @@ class TrainerSettings:
             law = "`lr_schedule: linear` ends there, after the warm-up"
             enough = self.lr_total_steps > self.lr_warmup_steps
             self._require("lr_total_steps", enough, law, f"more than {self.lr_warmup_steps}")
+
+    def _objective_laws(self) -> Iterator[tuple[str, bool, str, str]]:
+        """(field, whether it holds, law, what would hold) of losses, corrections, KL terms and shaping."""
+        yield "clip_dual", self.clip_dual > 1, "it bounds ratios above 1 (arXiv 1912.09729)", "3.0"
+        for field in ("kl_loss_coef", "kl_reward_coef", "overlong_penalty"):
+            yield field, getattr(self, field) >= 0, "it punishes, so it is not negative", "0"
+        for field in ("clip_low", "clip_high") if self.loss == "gspo" else ():
+            law = "gspo clips a geometric mean over the sequence, on which bounds of tokens never bind"
+            yield field, getattr(self, field) <= GSPO_WIDEST_CLIP, law, "3e-4 would hold"
+        law = "sequence_tis weighs by proximal / behaviour, and the ratio inside this loss is current / behaviour"
+        fits = self.correction != "sequence_tis" or self.needs_proximal
+        yield "correction", fits, law, "trainer.old_policy: proximal, or token_tis"
+        measures = [mask.measure for mask in self.masks]
+        yield "masks", len(set(measures)) == len(measures), "a measure is masked twice", "each measure once"
+        law = "without kl_loss_ratio the gradient of k1 is zero on average, whatever the reference (arXiv 2510.01555)"
+        yield "kl_loss", self.kl_loss != "k1" or self.kl_loss_ratio or not self.kl_loss_coef, law, "k2 or k3"
+        law = "no KL term reads the reference model"
+        yield "reference_path", self.reference_path is None or self.needs_reference, law, "trainer.kl_loss_coef: 0.001"
+        for field in ("overlong_cache_tokens", "overlong_max_tokens"):
+            yield field, getattr(self, field) >= 0, "a count is not negative", "0"
+        law = f"it lies within the response budget, trainer.overlong_max_tokens = {self.overlong_max_tokens}"
+        fits = not self.overlong_cache_tokens or self.overlong_cache_tokens < self.overlong_max_tokens
+        yield "overlong_cache_tokens", fits, law, f"{max(0, self.overlong_max_tokens // 4)} would hold"
 
     def _require(self, field: str, holds: bool, law: str, would_hold: str) -> None:
         if not holds:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,16 +24,20 @@ from transformers.utils import logging as transformers_logging
 from engine.errors import ConfigError
 from engine.ids import StepId
 from engine.roles import Batch
-from engine.training.advantages import ADVANTAGES
 from engine.training.batch import Sample, by_rollout, trainable_samples
 from engine.training.checkpoint import TrainerState, read_checkpoint, write_checkpoint
 from engine.training.diagnostics import Diagnostics
 from engine.training.gradients import Policy, accumulate_gradient
 from engine.training.losses import token_weights
+from engine.training.reference import load_reference
 from engine.training.rollback import Snapshot
 from engine.training.settings import TrainerSettings
+from engine.training.shaping import set_advantages, shaping_metrics
 
 log = logging.getLogger(__name__)
+
+Scores: TypeAlias = tuple[object, list[Tensor]]
+"""What was scored, and the log-probs of each sample's trainable tokens."""
 
 PHASES = ("train", "pack", "score", "snapshot", "forward_backward", "optimizer")
 """What `seconds_*` metrics there are; `train` is the whole step and contains the others."""
@@ -43,7 +47,7 @@ PHASES = ("train", "pack", "score", "snapshot", "forward_backward", "optimizer")
 class StepTally:
     """What one outer step adds up, minibatch by minibatch."""
 
-    diagnostics: Diagnostics = dataclasses.field(default_factory=Diagnostics)
+    diagnostics: Diagnostics
     losses: list[float] = dataclasses.field(default_factory=list)
     grad_norms: list[float] = dataclasses.field(default_factory=list)
     learning_rate: float = 0.0
@@ -82,37 +86,49 @@ class ModelTrainer:
         device = _device(self.settings.device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.model: PreTrainedModel = loaded.to(device).eval()
-        self.policy = Policy(self.model, self.settings, device, _bf16(self.settings.bf16, device))
+        bf16 = _bf16(self.settings.bf16, device)
+        self.policy = Policy(self.model, self.settings, device, bf16)
+        self.reference: Policy | None = None
+        if self.settings.needs_reference:
+            self.reference = load_reference(self.model, model_path, self.settings, device, bf16)
         self.optimizer = _adamw(self.model, self.settings)
         self.optimizer_steps = 0
-        self._proximal: tuple[object, list[Tensor]] | None = None
+        self._proximal: Scores | None = None
+        self._reference: Scores | None = None
 
     def score(self, batch: Batch, task: str) -> None:
-        """`old_logprobs`: keep the batch's log-probs under the present weights for `train`.
+        """Keep the batch's log-probs for `train`: under the present weights (`old_logprobs`), or under the reference
+        model (`ref_logprobs`).
 
-        Does nothing where the loss reads no proximal policy. Where the scheduler orders no such task, `train` does it.
+        Does nothing where the loss does not read them. Where the scheduler orders no such task, `train` does it.
         """
-        if task != "old_logprobs":
-            raise ConfigError("trainer task", task, "this trainer cannot score it", "old_logprobs")
-        if self.settings.needs_proximal:
-            samples = [sample for group in batch.groups for sample in trainable_samples(group)]
+        if task not in ("old_logprobs", "ref_logprobs"):
+            raise ConfigError("trainer task", task, "this trainer cannot score it", "old_logprobs or ref_logprobs")
+        samples = [sample for group in batch.groups for sample in trainable_samples(group)]
+        if task == "old_logprobs" and self.settings.needs_proximal:
             self._proximal = (self._score_key(batch, samples), self.policy.score(samples))
+        if task == "ref_logprobs" and self.reference is not None:
+            self._reference = (self._score_key(batch, samples), self.reference.score(samples))
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One outer step. On any exception the weights, the optimizer and the random state are as before it.
 
         Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
-        (before clipping); over their tokens, `clip_share_low`, `clip_share_high`, `approx_kl`, `entropy` (nats),
-        `ratio_mean`, `tis_truncated_share`, `ess`; over the batch's rollouts, `reward_mean`, `reward_std`, `accuracy`
-        (share of rewards of at least 1), `response_tokens` (trained ones), `zero_advantage_groups`, `segments` (of a
-        rollout, on average: above 1 where histories were rewritten); `lr` of the last minibatch, `optimizer_steps`,
-        `nonfinite_minibatches`, and `seconds_*`.
+        (before clipping); over their tokens, what `Diagnostics.metrics` says; over the batch's rollouts,
+        `reward_mean`, `reward_std`, `accuracy` (share of rewards of at least 1), `response_tokens` (trained ones),
+        `zero_advantage_groups`, `segments` (of a rollout, on average: above 1 where histories were rewritten) and what
+        `shaping_metrics` says; `lr` of the last minibatch, `optimizer_steps`, `nonfinite_minibatches`, and `seconds_*`.
         """
-        tally = StepTally()
+        tally = StepTally(Diagnostics(self.settings))
         with tally.phase("train"):
             with tally.phase("pack"):
                 groups = [trainable_samples(group) for group in batch.groups]
-                self._set_advantages(groups)
+                for samples, staleness in zip(groups, batch.staleness, strict=False):
+                    for sample in samples:
+                        sample.staleness = staleness
+            with tally.phase("score"):
+                self._set_reference(batch, groups)
+            set_advantages(groups, self.settings)
             minibatches = self._minibatches(groups)
             with tally.phase("score"):
                 self._set_proximal(batch, groups, optimizer_steps=len(minibatches) * self.settings.epochs_per_batch)
@@ -122,9 +138,9 @@ class ModelTrainer:
                 for _ in range(self.settings.epochs_per_batch):
                     for samples in minibatches:
                         self._train_minibatch(samples, tally)
-                metrics = _metrics(groups, tally)
+                metrics = _metrics(groups, tally) | shaping_metrics(groups, self.settings)
         self.optimizer_steps += tally.optimizer_steps
-        self._proximal = None
+        self._proximal = self._reference = None
         return metrics | {f"seconds_{name}": seconds for name, seconds in tally.seconds.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -152,18 +168,8 @@ class ModelTrainer:
         """Go on from a checkpoint, to the bit. Returns the train steps it contains."""
         state = read_checkpoint(Path(directory), self.model, self.optimizer)
         self.optimizer_steps = state.optimizer_steps
-        self._proximal = None
+        self._proximal = self._reference = None
         return state.step
-
-    def _set_advantages(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Over rollouts; every segment of one gets its rollout's."""
-        rollouts = [by_rollout(group) for group in groups]
-        rewards = [[rollout[0].reward for rollout in group] for group in rollouts]
-        advantages = ADVANTAGES[self.settings.advantage](rewards)
-        for group, values in zip(rollouts, advantages, strict=True):
-            for rollout, value in zip(group, values, strict=True):
-                for sample in rollout:
-                    sample.advantage = value
 
     def _minibatches(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
         """Samples of each optimizer step, weighed; those left without any sample are not stepped."""
@@ -199,6 +205,16 @@ class ModelTrainer:
             return
         for sample, logprobs in zip(samples, scored, strict=True):
             sample.proximal = logprobs
+
+    def _set_reference(self, batch: Batch, groups: Sequence[Sequence[Sample]]) -> None:
+        """Give each sample its log-probs under the reference model, as scored before or now."""
+        if self.reference is None:
+            return
+        samples = [sample for group in groups for sample in group]
+        known = self._reference is not None and self._reference[0] == self._score_key(batch, samples)
+        scored = self._reference[1] if known and self._reference is not None else self.reference.score(samples)
+        for sample, logprobs in zip(samples, scored, strict=True):
+            sample.reference = logprobs
 
     def _score_key(self, batch: Batch, samples: Sequence[Sample]) -> object:
         """Scores are good for this batch under these weights only."""
@@ -244,7 +260,7 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, 
         "accuracy": fmean(reward >= RIGHT for reward in rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "response_tokens": float(sum(sample.tokens for sample in samples)),
-        "zero_advantage_groups": float(sum(all(sample.advantage == 0.0 for sample in group) for group in groups)),
+        "zero_advantage_groups": float(sum(all(sample.teaches_nothing for sample in group) for group in groups)),
         "segments": len(samples) / max(1, sum(not sample.continues for sample in samples)),
         "optimizer_steps": float(tally.optimizer_steps),
         "nonfinite_minibatches": float(tally.nonfinite),

@@ -12,6 +12,7 @@ from engine.roles import Batch
 from engine.training.batch import pack, trainable_samples
 from engine.training.gradients import accumulate_gradient
 from engine.training.settings import TrainerSettings
+from engine.training.shaping import set_advantages
 from engine.training.trainer import ModelTrainer
 from engine.trajectory import Span, TrajectoryGroup
 
@@ -120,7 +121,7 @@ def test_micro_batching_does_not_change_the_gradient(
         )
         trainer = ModelTrainer(model_path, settings)
         groups = [trainable_samples(made) for made in batch(0).groups]
-        trainer._set_advantages(groups)
+        set_advantages(groups, settings)
         [samples] = trainer._minibatches(groups)
         accumulate_gradient(trainer.policy, samples)
         parts = [parameter.grad for parameter in trainer.model.parameters()]

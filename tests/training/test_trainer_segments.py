@@ -8,6 +8,7 @@ import pytest
 from engine.roles import Batch
 from engine.training.batch import by_rollout, trainable_samples
 from engine.training.settings import TrainerSettings
+from engine.training.shaping import set_advantages
 from engine.training.trainer import ModelTrainer
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
 
@@ -22,11 +23,10 @@ def segmented(group: MakeGroup) -> TrajectoryGroup:
     return made
 
 
-def test_a_rollout_votes_once_and_all_its_segments_get_its_advantage(model_path: str, group: MakeGroup) -> None:
+def test_a_rollout_votes_once_and_all_its_segments_get_its_advantage(group: MakeGroup) -> None:
     """Rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, sample std sqrt(1/3)."""
-    trainer = ModelTrainer(model_path, TrainerSettings())
     samples = trainable_samples(segmented(group))
-    trainer._set_advantages([samples])
+    set_advantages([samples], TrainerSettings())
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
     high, low = (2 / 3) / std, (-1 / 3) / std
     assert [s.advantage for s in samples] == pytest.approx([high, high, low, low], abs=1e-5)

@@ -19,6 +19,8 @@ Make = Callable[..., TrajectoryGroup]
 METRICS = {
     "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy", "ratio_mean",
     "tis_truncated_share", "ess", "reward_mean", "reward_std", "accuracy", "response_tokens", "zero_advantage_groups",
+    "behaviour_kl_k1", "behaviour_kl_k2", "behaviour_kl_k3", "token_share_stale_0", "ratio_mean_stale_0",
+    "behaviour_kl_k3_stale_0", "advantage_std", "advantage_abs_max",
     "segments", "optimizer_steps", "nonfinite_minibatches", "seconds_train", "seconds_pack", "seconds_score",
     "seconds_snapshot", "seconds_forward_backward", "seconds_optimizer",
 }  # fmt: skip
@@ -234,8 +236,10 @@ def test_scoring_is_free_where_the_loss_reads_no_proximal_policy(model_path: str
     trainer = ModelTrainer(model_path, TrainerSettings())
     trainer.score(batch(0), "old_logprobs")
     assert trainer._proximal is None
+    trainer.score(batch(0), "ref_logprobs")
+    assert trainer._reference is None
     with pytest.raises(ConfigError, match="ref_logprobs"):
-        trainer.score(batch(0), "ref_logprobs")
+        trainer.score(batch(0), "values")
 
 
 def test_a_device_or_precision_that_is_not_there_is_refused(model_path: str) -> None:

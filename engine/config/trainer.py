@@ -1,0 +1,80 @@
+"""The configuration of the train step. Part of `schema.Config`; `training.settings` says what each choice means."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from engine.config.section import DEVICE, Section
+from engine.training.settings import Mask, TrainerSettings
+
+
+class MaskSection(Section):
+    """What is kept: tokens, or whole trajectories, whose measure lies between the bounds (docs/OBJECTIVES.md)."""
+
+    measure: str = Field(description="token_ratio, geometric_ratio, product_ratio, or token_, mean_ or sum_k1, k2, k3.")
+    low: float | None = Field(None, ge=-1000, le=1000, description="What is below is dropped; null: no bound.")
+    high: float | None = Field(None, ge=-1000, le=1000, description="What is above is dropped; null: no bound.")
+
+
+class TrainerSection(Section):
+    """The train step: `training.settings.TrainerSettings` says what each choice means, and checks it."""
+
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
+    adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are scaled down to this norm; 0 leaves them.")
+    lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear down to 0.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises.")
+    lr_total_steps: int = Field(0, ge=0, description="Optimizer steps of the whole run; needed by linear only.")
+    advantage: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
+    loss: str = Field(
+        "ppo_clip", description="ppo_clip, dual_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
+    )
+    old_policy: str = Field(
+        "behaviour", description="Whom the ratio is against: behaviour, or proximal (weights before the step)."
+    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
+    clip_dual: float = Field(3.0, gt=1, le=1000, description="Bound of dual_clip on ratios of negative advantage.")
+    correction: str = Field("none", description="none, token_tis or sequence_tis (truncated importance sampling).")
+    correction_cap: float = Field(2.0, gt=0, description="Where importance weights are truncated.")
+    masks: tuple[MaskSection, ...] = Field(
+        (), strict=False, max_length=12, description="Tokens and trajectories dropped for disagreeing with the trainer."
+    )
+    kl_loss_coef: float = Field(0.0, ge=0, le=100, description="Times the KL to the reference in the loss; 0: none.")
+    kl_loss: str = Field("k3", description="Its estimator: k1 (with kl_loss_ratio), k2 or k3.")
+    kl_loss_ratio: bool = Field(False, description="Weigh it by current / behaviour: the KL's own gradient.")
+    kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Times the KL taken off the reward; 0: none.")
+    kl_reward: str = Field("k1", description="Its estimator: k1, k2 or k3.")
+    reference_path: str | None = Field(
+        None, min_length=1, description="The reference model; null: the weights the run begins with."
+    )
+    overlong_cache_tokens: int = Field(
+        0, ge=0, description="Last tokens over which the reward of a long response falls (DAPO); 0: none."
+    )
+    overlong_max_tokens: int = Field(
+        0, ge=0, description="Tokens at which the whole penalty is due; 0: rollout.max_tokens."
+    )
+    overlong_penalty: float = Field(1.0, ge=0, description="The whole penalty.")
+    aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
+    aggregation_tokens: int = Field(
+        0, ge=0, description="Divisor of constant, tokens a trajectory; 0: rollout.max_tokens."
+    )
+    epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
+    micro_batch_tokens: int = Field(16_384, ge=1, description="Padded tokens of one forward pass.")
+    bf16: Literal["auto", "on", "off"] = Field(
+        "auto", description="bfloat16 autocast; auto: where a CUDA device has it."
+    )
+    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0: as many as torch takes.")
+    checkpoint_every: int = Field(10, ge=0, description="Train steps between checkpoints, the last included; 0: none.")
+    keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
+
+    def settings(self, *, response_tokens: int, **shared: Any) -> TrainerSettings:
+        """As the trainer takes them, with what it `shared` with other sections. Raises: ConfigError."""
+        own = self.model_dump(exclude={"checkpoint_every", "keep_checkpoints"})
+        own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
+        for field in ("aggregation_tokens", "overlong_max_tokens"):
+            own[field] = own[field] or response_tokens
+        return TrainerSettings(**own, **shared)
