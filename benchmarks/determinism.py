@@ -1,6 +1,6 @@
 """What `rollout.deterministic` costs, and what differs without it: S = 0 in one process, on one replica and on two.
 
-Run by hand: `python benchmarks/determinism.py [--steps 20]`. The quickstart's model and task. Each setting is run with
+Run by hand: `python benchmarks/determinism.py [--steps 20] [--batch 8]`. The quickstart's model and task. Each setting is run with
 one replica and with two, on and off, and the two are compared step by step; the price is in tokens/s, in one run.
 """
 
@@ -30,15 +30,22 @@ from engine.tasks.quickstart import Prepared, prepare
 from engine.tasks.rewards import load_reward
 from engine.training.trainer import ModelTrainer
 
+CONTEXT = 176
+"""Tokens: the longest prompt, a response of 144, and some room."""
 
-def configured(steps: int, deterministic: bool) -> Config:
+
+def configured(steps: int, batch: int, deterministic: bool) -> Config:
     """The quickstart at S = 0."""
     return parse_config(
         {
             "run": {"max_steps": steps, "epochs": None},
             "model": {"make": "arithmetic"},
-            "scheduler": {"train_batch_size": 16, "max_staleness_steps": 0},
-            "rollout": {"deterministic": deterministic, "max_tokens": 144},
+            "scheduler": {"train_batch_size": batch, "max_staleness_steps": 0},
+            "rollout": {
+                "deterministic": deterministic,
+                "max_tokens": 144,
+                "context": CONTEXT if deterministic else None,
+            },
             "trainer": {
                 "learning_rate": 5e-4,
                 "lr_warmup_steps": 5,
@@ -81,11 +88,12 @@ class Seen:
 def run(config: Config, made: Prepared, replicas: int) -> Seen:
     tokenizer = AutoTokenizer.from_pretrained(made.model_path)
     params = SamplingParams(max_tokens=config.rollout.max_tokens, stop_ids=(tokenizer.eos_token_id,))
-    samples, slots = config.scheduler.samples_per_prompt, 16 // replicas
+    samples, slots = config.scheduler.samples_per_prompt, config.scheduler.train_batch_size // replicas
     source = PromptSource(Dataset.load(made.training_path, prompt_field="prompt"), seed=config.run.seed)
 
     def generator(replica: int) -> ModelGenerator:
-        backend = TorchBackend(made.model_path, rows=slots * samples, deterministic=config.rollout.deterministic)
+        r = config.rollout
+        backend = TorchBackend(made.model_path, rows=slots * samples, context=r.context, deterministic=r.deterministic)
         return ModelGenerator(backend, tokenizer, load_reward(made.reward), params=params, seed=config.run.seed)
 
     trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings()))
@@ -123,15 +131,15 @@ def compare(name: str, one: Seen, two: Seen) -> None:
     )
 
 
-def main(steps: int) -> None:
+def main(steps: int, batch: int) -> None:
     torch.set_num_threads(1)
     seen: dict[tuple[bool, int], Seen] = {}
     with tempfile.TemporaryDirectory() as directory:
-        made = prepare(Path(directory), configured(steps, True).model.arithmetic.quickstart(0))
+        made = prepare(Path(directory), configured(steps, batch, True).model.arithmetic.quickstart(0))
         for deterministic in (True, False):
             for replicas in (1, 2):
                 with contextlib.redirect_stderr(None):
-                    seen[deterministic, replicas] = run(configured(steps, deterministic), made, replicas)
+                    seen[deterministic, replicas] = run(configured(steps, batch, deterministic), made, replicas)
     for deterministic, name in ((True, "deterministic"), (False, "off")):
         compare(name, seen[deterministic, 1], seen[deterministic, 2])
     for replicas in (1, 2):
@@ -142,4 +150,6 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="train steps of each of the four runs")
-    main(parser.parse_args().steps)
+    parser.add_argument("--batch", type=int, default=8, help="prompt groups of a step, of 8 trajectories")
+    chosen = parser.parse_args()
+    main(chosen.steps, chosen.batch)
