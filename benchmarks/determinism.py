@@ -1,7 +1,8 @@
 """What `rollout.deterministic` costs, and what differs without it: S = 0 in one process, on one replica and on two.
 
-Run by hand: `python benchmarks/determinism.py [--steps 20] [--batch 8]`. The quickstart's model and task. Each setting is run with
-one replica and with two, on and off, and the two are compared step by step; the price is in tokens/s, in one run.
+Run by hand: `python benchmarks/determinism.py [--steps 20] [--batch 8]`. The quickstart's model and task. Each setting
+is run with one replica and with two, on and off, and the two are compared step by step; the price is in tokens/s, in
+one run.
 """
 
 import argparse
