@@ -197,6 +197,7 @@ def test_an_unknown_key_is_told_the_nearest_known_one(tmp_path: Path, override: 
         ("model.path=mine", "model.path", "exactly one of model.path and model.make"),
         ("model.make=null", "model.path", "exactly one of model.path and model.make"),
         ("run.epochs=null", "run.epochs", "a run without an end"),
+        ("rollout.context=256", "rollout.context", "more than 256"),
     ],
 )
 def test_a_wrong_value_is_told_what_would_hold(tmp_path: Path, override: str, field: str, says: str) -> None:
@@ -204,6 +205,48 @@ def test_a_wrong_value_is_told_what_would_hold(tmp_path: Path, override: str, fi
     assert error.details["field"] == field
     assert says in str(error)
     assert "pydantic" not in str(error).lower()
+
+
+@pytest.mark.parametrize(
+    ("override", "would_hold"),
+    [
+        ("rollout.backend=vllm", "torch"),
+        ("rollout.threads=2", "1"),
+        ("rollout.device=cuda:0", "cpu"),
+        ("trainer.threads=0", "1"),
+        ("trainer.device=cuda", "cpu"),
+        ("scheduler.policies.batching=deadline-first", "strict-order"),
+        ("scheduler.policies.deadline=shrink", "wait"),
+    ],
+)
+def test_what_breaks_a_deterministic_run_is_refused(tmp_path: Path, override: str, would_hold: str) -> None:
+    error = refused("rollout.deterministic=true", override, tmp_path=tmp_path)
+    field = override.split("=")[0]
+    assert error.details["field"] == field
+    assert "rollout.deterministic is true, and" in str(error)
+    file = written(tmp_path, yaml.safe_dump(MADE))
+    load_config(file, ["rollout.deterministic=true", f"{field}={would_hold}"])
+    load_config(file, [override])
+
+
+def test_a_deterministic_run_settles_what_was_left_open() -> None:
+    given = {"rollout": {"deterministic": True, "device": "auto"}, "scheduler": {"max_staleness_steps": 0}}
+    config = parse_config({**MADE, **given})
+    assert (config.rollout.device, config.trainer.device, config.trainer.threads) == ("cpu", "cpu", 1)
+    assert config.policies().names["batching"] == "strict-order"
+    assert config.scheduler.max_staleness_steps == 0
+    assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+    notes = "\n".join(check_config(config))
+    assert "rollout.deterministic costs speed" in notes and "depends on time" not in notes
+    late = parse_config({**MADE, "rollout": {"deterministic": True}, "scheduler": {"max_staleness_steps": 1}})
+    assert "rollout.deterministic with S = 1" in "\n".join(check_config(late))
+    assert parse_config(MADE).policies().names["batching"] == "deadline-first"
+
+
+def test_the_room_for_a_request_is_the_torch_backends_own() -> None:
+    assert parse_config({**MADE, "rollout": {"context": 300}}).rollout.context == 300
+    with pytest.raises(ConfigError, match=r"rollout\.context = 300: it is the torch backend's"):
+        parse_config({**MADE, "rollout": {"context": 300, "backend": "vllm"}})
 
 
 def test_every_other_mistake_is_named_too(tmp_path: Path) -> None:

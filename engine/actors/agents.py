@@ -50,7 +50,7 @@ def make_gateway(
 
     agent = config.agent
     tokenizer = AutoTokenizer.from_pretrained(model)
-    context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    context = config.rollout.context or getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     return GatewayParts(
         chat=Chat(tokenizer, stop_ids(tokenizer, model, config.rollout.stop)),
         runner=_runner(agent),

@@ -204,7 +204,15 @@ def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout
 
     r = config.rollout
     device = ("cuda" if torch.cuda.is_available() else "cpu") if r.device == "auto" else r.device
-    return TorchBackend(inputs.model, device=device, rows=rows_of(config), kv=r.kv, threads=r.threads)
+    return TorchBackend(
+        inputs.model,
+        device=device,
+        rows=rows_of(config),
+        context=r.context,
+        kv=r.kv,
+        threads=r.threads,
+        deterministic=r.deterministic,
+    )
 
 
 def vllm_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

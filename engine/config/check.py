@@ -5,6 +5,7 @@ A configuration that breaks a law is refused before it comes here; these are the
 
 from collections.abc import Callable, Iterator
 
+from engine.config.deterministic import remarks
 from engine.config.machine import gpu_count
 from engine.config.schema import Config
 from engine.errors import ConfigError
@@ -93,5 +94,6 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         longest = config.model.arithmetic.family().most_tokens
         if r.max_tokens < longest:
             yield f"rollout.max_tokens = {r.max_tokens} cuts the longest right answers, which take {longest} tokens"
+    yield from remarks(config)
     if config.trainer.checkpoint_every == 0:
         yield "checkpoint_every 0: nothing is saved, and a crash starts over"

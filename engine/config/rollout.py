@@ -20,6 +20,16 @@ class RolloutSection(Section):
     replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
     slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
+    deterministic: bool = Field(
+        False,
+        description="The torch backend decodes at fixed shapes, so that S = 0 equals a synchronous loop to the bit.",
+    )
+    context: int | None = Field(
+        None,
+        ge=2,
+        le=10_000_000,
+        description="Tokens of prompt plus response that the torch backend has room for; null: the model's positions.",
+    )
     sync_mode: Literal["keep", "abort", "wait"] = Field(
         "keep", description="What running groups do at an install: freeze in place, abort and resume, or end first."
     )
@@ -92,6 +102,12 @@ class RolloutSection(Section):
         given = self.replicas if "replicas" in self.model_fields_set else None
         if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
             object.__setattr__(self, "replicas", replicas)
+        if self.context is not None and self.backend != "torch":
+            law = f"it is the torch backend's; {self.backend} has a context of its own"
+            raise ConfigError("rollout.context", self.context, law, "leave it out (vllm: engine_args.max_model_len)")
+        if self.context is not None and self.context <= self.max_tokens:
+            law = f"a prompt and a response of rollout.max_tokens = {self.max_tokens} must fit"
+            raise ConfigError("rollout.context", self.context, law, f"more than {self.max_tokens}")
         if self.engine_args and self.backend != "vllm":
             law = f"rollout.backend {self.backend} takes no engine arguments"
             raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
+from engine.config.deterministic import settled
 from engine.config.rollout import RolloutSection
 from engine.config.section import Section
 from engine.config.sinks import SinksSection
@@ -239,6 +240,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
+        for name, section in settled(self).items():
+            object.__setattr__(self, name, section)
         self.limits()
         self.trainer_settings()
         samples = self.scheduler.samples_per_prompt

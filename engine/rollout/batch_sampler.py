@@ -5,8 +5,8 @@ Must never let one request change another's tokens, and never touch Python per r
 
 A row holds known tokens (prompt, prefix, then what was sampled) and a position, the next one to feed to the model. A
 *cold* row has more than its last known token to feed: prefill does that at once, except in deterministic mode, where
-every token goes through the one decode shape, so that a row's bits depend neither on its neighbours nor on having been
-resumed.
+every token goes through the one decode shape, `FIXED_ROWS` rows and all columns a call, so that a row's bits depend
+neither on its neighbours, nor on how many rows there are, nor on having been resumed.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ import torch
 from engine.errors import EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
-from engine.rollout.causal_model import CausalModel
+from engine.rollout.causal_model import FIXED_ROWS, CausalModel
 from engine.rollout.requests import budget_of, nothing_new, over_already, refusal_of
 from engine.rollout.sampling import RowSettings, choose, uniform_draws
 from engine.rollout.seeds import derive_seed
@@ -58,6 +58,7 @@ class BatchSampler:
         self.deterministic = deterministic
         self.tokens_sampled = 0
         self._rows = rows
+        rows = model.rows  # from here on: of the cache, which may have more
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
         self._ids = np.zeros((rows, model.context), dtype=np.int64)
@@ -72,7 +73,7 @@ class BatchSampler:
         self._top_p = np.ones(rows, dtype=np.float64)
         self._kv_version = np.zeros(rows, dtype=np.int64)
         self._stops = np.full((rows, 1), -1, dtype=np.int64)
-        self._settings: RowSettings | None = None
+        self._settings: dict[int, RowSettings] = {}  # of the rows from a first one on
         self._any_cold = False
 
     @property
@@ -116,7 +117,7 @@ class BatchSampler:
         self._waiting.clear()
         self._position[:] = self._known[:] = 0
         self.model.cache.clear()
-        self._settings = None
+        self._settings = {}
         for run in failed:
             run.ended(error)
 
@@ -136,19 +137,27 @@ class BatchSampler:
         self._admit()
         if self._any_cold and not self.deterministic:
             self._prefill_cold_rows()
-        count = self._rows if self.deterministic else len(self._running)
-        rows = np.arange(count)
-        position, known = self._position[:count], self._known[:count]
-        length = self.model.context if self.deterministic else self._bucket(int(position.max()) + 1, _COLUMN_BUCKET)
-        device = self.model.device
+        count = len(self._running)
+        if self.deterministic:
+            drawn = [self._draw(first, FIXED_ROWS, self.model.context) for first in range(0, count, FIXED_ROWS)]
+            self._append(*map(np.concatenate, zip(*drawn, strict=True)))
+        else:
+            length = self._bucket(int(self._position[:count].max()) + 1, _COLUMN_BUCKET)
+            self._append(*self._draw(0, count, length))
+
+    def _draw(self, first: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Feed `count` rows from `first` on one token each; the next ones and their log-probs, both [count]."""
+        part = slice(first, first + count)
+        position, device = self._position[part], self.model.device
+        fed = self._ids[np.arange(first, first + count), position]
         logits = self.model.decode(
-            torch.from_numpy(self._ids[rows, position]).to(device), torch.from_numpy(position.copy()).to(device), length
+            torch.from_numpy(fed).to(device), torch.from_numpy(position.copy()).to(device), length, first
         )
-        if self._settings is None:
-            self._settings = RowSettings.of(self._temperature[:count], self._top_p[:count], device)
-        draws = uniform_draws(self._seed[:count], known - self._start[:count])
-        tokens, logprobs = choose(logits, self._settings, torch.from_numpy(draws).to(device))
-        self._append(tokens.cpu().numpy(), logprobs.cpu().numpy())
+        if first not in self._settings:
+            self._settings[first] = RowSettings.of(self._temperature[part], self._top_p[part], device)
+        draws = uniform_draws(self._seed[part], self._known[part] - self._start[part])
+        tokens, logprobs = choose(logits, self._settings[first], torch.from_numpy(draws).to(device))
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _append(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Write the rows' new tokens down; end those that are done. Rows still fed known tokens sampled nothing."""
@@ -196,7 +205,7 @@ class BatchSampler:
             self._temperature[row] = params.temperature
             self._top_p[row] = params.top_p
             self._set_stops(row, params.stop_ids)
-            self._settings = None
+            self._settings = {}
             self._any_cold = True
 
     def _set_stops(self, row: int, stop_ids: Sequence[int]) -> None:
@@ -270,7 +279,7 @@ class BatchSampler:
         self._running.pop()
         if row != last:
             self._move(last, row)
-        self._settings = None
+        self._settings = {}
         self._position[last] = 0  # idle rows of the deterministic mode stay where any context reaches
         self._known[last] = 0
         run.ended(result)

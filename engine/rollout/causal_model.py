@@ -14,13 +14,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.errors import ConfigError
 from engine.rollout.kv_cache import Masks, RowCache, use_grouped_attention
 
+FIXED_ROWS = 32
+"""Rows of every decode call at fixed shapes, whatever the slots. Vector loops of 32 floats then end where a row ends,
+and no row falls into a loop's tail, which may round otherwise."""
+
 _PROBE_TOKENS = 6
 _FIRST_COLUMNS = 64
 
 
 class CausalModel:
     """The model, its cache of `rows` requests and its masks. `context` is the longest prompt plus response,
-    in tokens."""
+    in tokens.
+
+    With `fixed_shapes` the cache has all its columns from the start, its rows are rounded up to whole calls of
+    `FIXED_ROWS`, and a probe makes sure that a row's bits depend neither on its place in a call nor on its neighbours.
+    """
 
     def __init__(
         self,
@@ -30,7 +38,7 @@ class CausalModel:
         context: int | None,
         device: str,
         dtype: str | None,
-        full_columns: bool,
+        fixed_shapes: bool,
     ) -> None:
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model)
@@ -41,10 +49,13 @@ class CausalModel:
         use_grouped_attention(model)
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
-        columns = self.context if full_columns else min(_FIRST_COLUMNS, self.context)
-        self.cache = RowCache(config.num_hidden_layers, rows, columns)
+        columns = self.context if fixed_shapes else min(_FIRST_COLUMNS, self.context)
+        self.rows = -(-rows // FIXED_ROWS) * FIXED_ROWS if fixed_shapes else rows
+        self.cache = RowCache(config.num_hidden_layers, self.rows, columns)
         self.masks = Masks(config, self.context, model.dtype, self.device)
         self._probe()
+        if fixed_shapes:
+            self._probe_places()
 
     def prefill(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Write the keys and values of `token_ids` [n, tokens], padded on the right, into these rows [n] of
@@ -55,14 +66,14 @@ class CausalModel:
         positions = torch.arange(tokens, device=self.device)[None].expand(token_ids.shape)
         self._forward(token_ids, positions, self.masks.prefill(tokens))
 
-    def decode(self, token_ids: torch.Tensor, columns: torch.Tensor, length: int) -> torch.Tensor:
-        """Feed one token per row, `token_ids` [n] at positions `columns` [n]; return the next ones' logits [n,
-        vocabulary].
+    def decode(self, token_ids: torch.Tensor, columns: torch.Tensor, length: int, first: int = 0) -> torch.Tensor:
+        """Feed one token to each row from `first` on, `token_ids` [n] at positions `columns` [n]; return the next ones'
+        logits [n, vocabulary].
 
         `length` is how many columns the attention looks at, at least the largest position plus one.
         """
         self.cache.reserve(length, self.context)
-        self.cache.begin_decode(columns, length)
+        self.cache.begin_decode(columns, length, first)
         return self._forward(token_ids[:, None], columns[:, None], self.masks.decode(columns, length))[:, -1]
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -89,6 +100,38 @@ class CausalModel:
         if not moved <= tolerance:
             raise _unbatchable(self.model, f"decoding over the row cache moves its logits by {moved:.1%}")
         self.cache.clear()
+
+    @torch.inference_mode()
+    def _probe_places(self) -> None:
+        """Refuse fixed shapes where they do not help: odd widths leave tails to vector loops, and experts share calls.
+
+        Every row is decoded once more in another place, among neighbours half of which are others.
+        """
+        tokens = min(_PROBE_TOKENS, self.context)
+        drawn = torch.Generator().manual_seed(0)
+        first, others = torch.randint(self.vocabulary, (2, FIXED_ROWS, tokens), generator=drawn).to(self.device)
+        other = torch.arange(FIXED_ROWS, device=self.device)[:, None] % 2 == 0
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as the sampling thread has it
+        try:
+            here = self._probe_logits(first)
+            there = self._probe_logits(torch.where(other, others, first).flip(0)).flip(0)
+        finally:
+            torch.set_num_threads(threads)
+        if not torch.equal(here[~other[:, 0]], there[~other[:, 0]]):
+            law = (
+                f"a row of {type(self.model).__name__} gets other bits on this machine where its neighbours are others"
+            )
+            raise ConfigError("rollout.deterministic", True, law, "false, or a model of even sizes without experts")
+
+    def _probe_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of every token of `ids` [FIXED_ROWS, tokens], one decode call after the other: [rows, tokens, vocabulary]."""
+        logits = []
+        for place in range(ids.shape[1]):
+            columns = torch.full((FIXED_ROWS,), place, device=self.device)
+            logits.append(self.decode(ids[:, place], columns, self.context))
+        self.cache.clear()
+        return torch.stack(logits, dim=1)
 
 
 def type_named(dtype: str | None) -> torch.dtype | None:

@@ -30,7 +30,7 @@ class RowCache(Cache):
         self.values: list[torch.Tensor | None] = [None] * layers
         self._prefill_rows: torch.Tensor | None = None
         self._write: tuple[Any, ...] = ()
-        self._count = 0
+        self._read = slice(0, 0)
         self._length = 0
 
     def begin_prefill(self, rows: torch.Tensor) -> None:
@@ -38,12 +38,12 @@ class RowCache(Cache):
         self._prefill_rows = rows
         self._length = 0
 
-    def begin_decode(self, columns: torch.Tensor, length: int) -> None:
-        """The next forward writes one token of rows 0 to n - 1 at `columns` [n] and attends to the first `length`
-        columns."""
+    def begin_decode(self, columns: torch.Tensor, length: int, first: int = 0) -> None:
+        """The next forward writes one token of rows `first` to `first + n - 1` at `columns` [n] and attends to the
+        first `length` columns."""
         self._prefill_rows = None
-        self._count = columns.shape[0]
-        self._write = (torch.arange(self._count, device=columns.device), slice(None), columns)
+        self._read = slice(first, first + columns.shape[0])
+        self._write = (torch.arange(first, self._read.stop, device=columns.device), slice(None), columns)
         self._length = length
 
     def update(
@@ -57,7 +57,7 @@ class RowCache(Cache):
         if self._prefill_rows is None:
             keys[self._write] = key_states[:, :, 0]
             values[self._write] = value_states[:, :, 0]
-            return keys[: self._count, :, : self._length], values[: self._count, :, : self._length]
+            return keys[self._read, :, : self._length], values[self._read, :, : self._length]
         tokens = key_states.shape[2]
         keys[self._prefill_rows, :, :tokens] = key_states
         values[self._prefill_rows, :, :tokens] = value_states

@@ -70,7 +70,8 @@ def choose(logits: torch.Tensor, settings: RowSettings, draws: torch.Tensor) -> 
         tokens = torch.where(settings.greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     chosen = logprobs.gather(1, tokens)
     if settings.top_p is not None:
-        chosen = chosen - total.log().float()
+        mass = torch.where(settings.top_p[:, None] < 1.0, total, 1.0)  # a row that keeps all is as it is without others
+        chosen = chosen - mass.log().float()
     if settings.greedy is not None:
         chosen = torch.where(settings.greedy[:, None], chosen - chosen, chosen)
     return tokens[:, 0], chosen[:, 0]

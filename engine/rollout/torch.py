@@ -68,8 +68,9 @@ class TorchBackend:
     else.
 
     `rows` trajectories are sampled at a time, the rest wait. `kv` says what becomes of frozen requests' keys and values
-    at an install: `keep` them, or `recompute` them under the new weights. `deterministic` decodes at one fixed shape,
-    so that a trajectory's tokens and log-probs are the same to the bit whatever else is in the batch; it costs speed.
+    at an install: `keep` them, or `recompute` them under the new weights. `deterministic` decodes at one fixed shape on
+    one CPU thread, so that a trajectory's tokens and log-probs are the same to the bit whatever else is in the batch
+    and however many rows there are; it costs speed, and a cache of `rows` times `context` from the start.
     """
 
     def __init__(
@@ -91,10 +92,14 @@ class TorchBackend:
             raise ConfigError("rollout.rows", rows, "at least one trajectory must fit", "64")
         if threads < 1:
             raise ConfigError("rollout.threads", threads, "sampling needs a thread", "1")
-        self._threads = 1 if deterministic else threads
+        if deterministic and threads != 1:
+            raise ConfigError("rollout.threads", threads, "sums of several threads are not deterministic", "1")
+        if deterministic and torch.device(device).type != "cpu":
+            raise ConfigError("rollout.device", device, "rollout.deterministic is promised on the CPU alone", "cpu")
+        self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
-            model, rows=rows, context=context, device=device, dtype=dtype, full_columns=deterministic
+            model, rows=rows, context=context, device=device, dtype=dtype, fixed_shapes=deterministic
         )
         self._sampler = BatchSampler(self._model, rows=rows, version=version, deterministic=deterministic)
         self._staged: StagedWeights | None = None

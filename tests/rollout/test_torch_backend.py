@@ -11,6 +11,7 @@ from backends import CONTEXT, build, build_torch, run_over, until_sampled
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
+from engine.rollout.causal_model import FIXED_ROWS, CausalModel
 from engine.rollout.torch import TorchBackend
 
 FAMILIES = ["qwen2", "qwen2-untied", "llama", "gpt2", "mistral-windowed", "qwen2-windowed"]
@@ -129,6 +130,68 @@ def test_deterministic_mode_is_the_same_to_the_bit() -> None:
     resumed = sample_all(backend(), [ask(0, params), ask(7, params, prefix_ids=alone.token_ids[:25])])[1]
     assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
     assert (resumed.token_ids, resumed.logprobs) == (alone.token_ids[25:], alone.logprobs[25:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*FAMILIES, "odd widths"])
+@torch.inference_mode()
+def test_permuted_rows_of_a_decode_batch_get_the_same_bits(family: str, dtype: str) -> None:
+    """At fixed shapes: also in the second call of a cache, and after rows that left their keys behind."""
+    odd = dict(hidden_size=100, num_attention_heads=5, num_key_value_heads=5, intermediate_size=77, vocab_size=53)
+    built = build("qwen2", **odd) if family == "odd widths" else build(family)
+    model = CausalModel(built, rows=40, context=None, device="cpu", dtype=dtype, fixed_shapes=True)
+    drawn = torch.Generator().manual_seed(2)
+    ids = torch.randint(model.vocabulary, (FIXED_ROWS, 20), generator=drawn)
+    starts = torch.randint(8, (FIXED_ROWS,), generator=drawn)  # rows are at positions of their own
+
+    def decode(order: torch.Tensor, first: int) -> torch.Tensor:
+        logits = []
+        for turn in range(12):
+            columns = torch.clamp(turn - starts[order], min=0)
+            logits.append(model.decode(ids[order].gather(1, columns[:, None])[:, 0], columns, model.context, first))
+        return torch.stack(logits, dim=1)
+
+    plain = decode(torch.arange(FIXED_ROWS), 0)
+    for first in (0, FIXED_ROWS):
+        order = torch.randperm(FIXED_ROWS, generator=drawn)
+        assert torch.equal(decode(order, first), plain[order])
+
+
+def test_deterministic_bits_do_not_depend_on_how_many_rows_there_are() -> None:
+    requests = [
+        SampleRequest(id=str(n), prompt_ids=PROMPTS[n % 8], params=SamplingParams(max_tokens=20), seed=n)
+        for n in range(70)
+    ]
+    few, many = (sample_all(TorchBackend(build("qwen2"), deterministic=True, rows=rows), requests) for rows in (3, 70))
+    assert few == many
+
+
+def test_deterministic_bits_do_not_depend_on_how_others_are_sampled() -> None:
+    def sampled(others: SamplingParams) -> SampleResult:
+        requests = [ask(row, SamplingParams(max_tokens=60) if row == 7 else others) for row in range(8)]
+        return sample_all(TorchBackend(build("qwen2"), deterministic=True, rows=8), requests)[7]
+
+    alone = sampled(SamplingParams(max_tokens=60))
+    assert sampled(SamplingParams(max_tokens=9, temperature=0.5, top_p=0.4)) == alone
+    assert sampled(SamplingParams(max_tokens=60, temperature=0.0, top_p=0.9)) == alone
+
+
+def test_a_model_whose_rows_change_with_their_neighbours_is_refused() -> None:
+    class Crowded(torch.nn.Module):
+        """Looks at the whole batch, as experts of limited room do."""
+
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(hidden)
+            return out + 1e-6 * hidden.mean()
+
+    model: Any = build("qwen2")
+    model.model.layers[0].mlp = Crowded(model.model.layers[0].mlp)
+    with pytest.raises(ConfigError, match=r"rollout\.deterministic = True: a row of Qwen2ForCausalLM gets other bits"):
+        TorchBackend(model, deterministic=True)
 
 
 def test_a_group_of_one_prompt_has_different_samples_and_shares_its_prefill() -> None:
@@ -266,7 +329,16 @@ def test_sampling_goes_on_while_weights_are_staged() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv": "drop"}, {"rows": 0}, {"threads": 0}, {"context": CONTEXT + 1}, {"context": 1}, {"dtype": "int3"}],
+    [
+        {"kv": "drop"},
+        {"rows": 0},
+        {"threads": 0},
+        {"context": CONTEXT + 1},
+        {"context": 1},
+        {"dtype": "int3"},
+        {"threads": 2, "deterministic": True},
+        {"device": "cuda:0", "deterministic": True},
+    ],
 )
 def test_options_that_cannot_hold_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -1,0 +1,74 @@
+"""The laws of `rollout.deterministic`: what else a configuration must say for S = 0 to equal a synchronous loop to the
+bit, whatever the number of replicas, slots and cores. docs/DETERMINISM.md says why each is needed.
+
+Called by `schema.py`. A choice that was left open is settled; one that was made and breaks the promise is refused.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.config.schema import Config
+
+
+class Need(NamedTuple):
+    """What one field must be, and why. `open`: a value that leaves the choice to the engine, when it is written too."""
+
+    field: str
+    value: Any
+    law: str
+    open: Any = None
+
+
+NEEDS = (
+    Need("rollout.backend", "torch", "it is the embedded sampler that decodes at fixed shapes"),
+    Need("rollout.threads", 1, "sums of several threads are cut by how many there are"),
+    Need("rollout.device", "cpu", "it is promised on the CPU alone", open="auto"),
+    Need("trainer.threads", 1, "sums of several threads are cut by how many there are"),
+    Need("trainer.device", "cpu", "it is promised on the CPU alone", open="auto"),
+    Need("scheduler.policies.batching", "strict-order", "a batch is in the order drawn, not in the order of arrival"),
+    Need("scheduler.policies.deadline", "wait", "what acts on stragglers acts by the clock"),
+)
+
+
+def settled(config: "Config") -> dict[str, Any]:
+    """The sections to put in the place of the configuration's own, by name; none where it is not deterministic.
+
+    Raises: `ConfigError` for the first field that breaks the promise.
+    """
+    sections: dict[str, Any] = {}
+    for need in NEEDS if config.rollout.deterministic else ():
+        top, *path = need.field.split(".")
+        section: Any = sections.get(top, getattr(config, top))
+        holder = section
+        for part in path[:-1]:
+            holder = getattr(holder, part)
+        value = getattr(holder, path[-1])
+        if value == need.value:
+            continue
+        if path[-1] in holder.model_fields_set and value != need.open:
+            law = f"rollout.deterministic is true, and {need.law}"
+            raise ConfigError(need.field, value, law, f"{need.value}, or rollout.deterministic: false")
+        sections[top] = _with(section, path, need.value)
+    return sections
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    """A copy of a section in which the field at `path` is `value`."""
+    name, *rest = path
+    return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})
+
+
+def remarks(config: "Config") -> Iterator[str]:
+    """What `engine check` says of a deterministic run."""
+    if not config.rollout.deterministic:
+        return
+    stale = config.scheduler.max_staleness_steps
+    if stale:
+        yield (
+            f"rollout.deterministic with S = {stale}: a trajectory is a function of the seed, its prompt and the "
+            "weights that sampled each token, but which weights those are depends on time; S = 0 repeats the whole run"
+        )
+    yield "rollout.deterministic costs speed: whole calls of 32 rows over the full context, prompts token by token"

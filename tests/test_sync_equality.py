@@ -1,0 +1,191 @@
+"""S = 0 through the scheduler, one replica or two, equals a plain synchronous loop to the bit."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference_sync import Outcome, Task, digest, run_reference, seen
+from transformers import AutoTokenizer
+
+import engine.local
+from engine.actors.models import make_prompts, make_trainer, plan_of, stop_ids_of
+from engine.actors.run import start
+from engine.config import Config
+from engine.config.loading import parse_config
+from engine.events import GroupGenerated
+from engine.hosts.prompts import CountedPrompts
+from engine.roles import Batch
+from engine.rollout.backend import SamplingParams
+from engine.rollout.generator import ModelGenerator
+from engine.rollout.torch import TorchBackend
+from engine.schedule import Handled, read
+from engine.tasks.quickstart import Prepared, Quickstart, prepare
+from engine.tasks.rewards import load_reward
+from engine.trajectory import TrajectoryGroup
+
+BATCH, SAMPLES, MAX_TOKENS, SEED, PROMPTS, EPOCHS = 4, 6, 60, 11, 9, 2
+"""18 draws: four steps of four groups, an epoch's border in the third, and a tail of two."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """The smallest model there can be, hardly trained, so that its responses are of any length."""
+    tiny = Quickstart(layers=1, hidden_size=16, heads=2, train_prompts=PROMPTS, validation_prompts=4, warmup_steps=40)
+    return prepare(tmp_path_factory.mktemp("made"), tiny)
+
+
+def configured(made: Prepared, tmp_path: Path, **sections: dict[str, Any]) -> Config:
+    """As a user would write it."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(tmp_path), "epochs": EPOCHS, "seed": SEED},
+        "model": {"path": made.model_path},
+        "data": {"path": made.training_path, "validation_path": made.validation_path},
+        "reward": {"function": "reference_sync:reward"},
+        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": SAMPLES, "max_staleness_steps": 0},
+        "rollout": {"deterministic": True, "slots": 3, "max_tokens": MAX_TOKENS},
+        "trainer": {"learning_rate": 3e-3, "micro_batch_tokens": 512, "checkpoint_every": 0},
+        "validation": {"prompts": 4},
+    }
+    return parse_config({name: section | sections.get(name, {}) for name, section in tree.items()})
+
+
+class Watched:
+    """A trainer that passes every call on and writes down what it is given and what it publishes."""
+
+    def __init__(self, trainer: Any, file: Path) -> None:
+        self._trainer = trainer
+        self._file = file
+        self.steps: list[Any] = []
+        self.published = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        metrics: dict[str, float] = self._trainer.train(batch)
+        self.steps.append(seen(batch.groups))
+        return metrics
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = self._trainer.weights()
+        self.published = digest(weights)
+        self._file.write_text(json.dumps([self.steps, self.published]))
+        return weights
+
+
+def watched(make: Callable[[], Any], file: Path) -> Watched:
+    return Watched(make(), file)
+
+
+class Pieces:
+    """What a configuration names, for a loop and for a run in one process."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        plan = plan_of(config, run_dir)
+        inputs = plan.make_prompts.args[1]  # type: ignore[attr-defined]
+        self.config, self.plan, self.model = config, plan, inputs.model
+        self.tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+        self.reward = load_reward(inputs.reward)
+        self.stop_ids = stop_ids_of(self.tokenizer, inputs.model, [])
+        self.prompts = make_prompts(config, inputs)
+
+    def reference(self, keep: Callable[[TrajectoryGroup], bool] = lambda group: True) -> Outcome:
+        task = Task(
+            model_path=self.model,
+            prompts=[self.prompts.prompt(number) for number in range(PROMPTS * EPOCHS)],
+            reward=self.reward,
+            tokenizer=self.tokenizer,
+            stop_ids=self.stop_ids,
+            settings=self.config.trainer_settings(),
+            batch=BATCH,
+            samples=SAMPLES,
+            max_tokens=MAX_TOKENS,
+            temperature=self.config.rollout.temperature,
+            seed=SEED,
+            keep=keep,
+        )
+        return run_reference(task)
+
+    def generator(self, slots: int) -> ModelGenerator:
+        backend = TorchBackend(self.model, rows=slots * SAMPLES, deterministic=True)
+        params = SamplingParams(
+            temperature=self.config.rollout.temperature, max_tokens=MAX_TOKENS, stop_ids=self.stop_ids
+        )
+        return ModelGenerator(backend, self.tokenizer, self.reward, params=params, seed=SEED)
+
+    def run_local(self, replicas: int, slots: int, file: Path) -> Watched:
+        trainer = Watched(make_trainer(self.model, self.config.trainer_settings()), file)
+        total = PROMPTS * EPOCHS
+        result = engine.local.run(
+            generators=lambda replica: self.generator(slots),
+            replicas=replicas,
+            trainer=trainer,
+            prompts=CountedPrompts(total, self.prompts.prompt),
+            limits=self.config.limits(),
+            samples=SAMPLES,
+            slots=slots,
+            policies=self.config.policies().names,
+        )
+        assert (result.outcome, result.staleness_max) == ("finished", 0)
+        return trainer
+
+
+def varied(group: TrajectoryGroup) -> bool:
+    return len({t.reward for t in group.trajectories}) > 1
+
+
+def test_the_reference_has_something_to_get_wrong(made: Prepared, tmp_path: Path) -> None:
+    outcome = Pieces(configured(made, tmp_path), tmp_path).reference()
+    assert [len(step) for step in outcome.steps] == [4, 4, 4, 4, 2]
+    slower = configured(made, tmp_path, trainer={"learning_rate": 1e-3})
+    assert Pieces(slower, tmp_path).reference().weights != outcome.weights
+    assert len({len(t[0]) for step in outcome.steps for _, group in step for t in group}) > 5, "of different lengths"
+    filtered = Pieces(configured(made, tmp_path), tmp_path).reference(keep=varied)
+    assert 4 < len([group for step in filtered.steps for group in step]) < PROMPTS * EPOCHS
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"scheduler": {"policy_mini_batch_size": 2}, "rollout": {"temperature": 0.9, "sync_order": "rolling"}},
+        {"scheduler": {"policies": {"filter": "zero-variance"}}, "rollout": {"sync_mode": "abort"}},
+    ],
+    ids=["plain", "minibatches", "filtered"],
+)
+def test_one_process_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path, sections: dict[str, Any]) -> None:
+    pieces = Pieces(configured(made, tmp_path, **sections), tmp_path)
+    filtered = pieces.config.scheduler.policies.filter != "none"
+    expected = pieces.reference(varied if filtered else lambda group: True)
+    for replicas, slots in ((1, 2), (2, 1), (2, 4)):
+        trained = pieces.run_local(replicas, slots, tmp_path / "seen")
+        assert trained.steps == expected.steps, f"{replicas} replicas of {slots} slots"
+        assert trained.published == expected.weights
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ray_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path, replicas: int) -> None:
+    pieces = Pieces(configured(made, tmp_path, rollout={"replicas": replicas}), tmp_path)
+    file = tmp_path / "seen.json"
+    with start(replace(pieces.plan, make_trainer=partial(watched, pieces.plan.make_trainer, file))) as run:
+        status = run.wait()
+    assert (status.outcome, status.staleness_max) == ("finished", 0)
+    frames = [frame for frame in read(tmp_path / "schedule").frames() if isinstance(frame, Handled)]
+    used = {frame.event.replica for frame in frames if isinstance(frame.event, GroupGenerated)}
+    assert used == set(range(replicas)), "every replica generated"
+    expected = pieces.reference()
+    steps, published = json.loads(file.read_text())
+    assert steps == expected.steps
+    assert published == expected.weights
