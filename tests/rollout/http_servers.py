@@ -17,7 +17,9 @@ from typing import Any
 
 from aiohttp import web
 from backends import CONTEXT, WIDE, build
+from gate import Gate
 from transformers import PreTrainedModel
+from vllm_engines import gated
 
 from engine.tasks.arithmetic import ALPHABET
 from engine.tasks.tokenizer import save_character_tokenizer
@@ -37,8 +39,7 @@ QUIET = {
 
 
 def model(seed: int = 0) -> PreTrainedModel:
-    """Deep, for its size: the server must not be done before its first tokens have come through HTTP."""
-    return build("qwen2", seed, **{**WIDE, "num_hidden_layers": 40})
+    return build("qwen2", seed, **WIDE)
 
 
 def _die_with_parent() -> None:
@@ -47,7 +48,10 @@ def _die_with_parent() -> None:
 
 @contextlib.contextmanager
 def vllm_server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`vllm serve` on any free port, up when this yields. It, and what it starts, ends with the test process."""
+    """`vllm serve` on any free port, up when this yields. It, and what it starts, ends with the test process.
+
+    Its requests stop where the gate in `directory` says.
+    """
     model().save_pretrained(directory)
     save_character_tokenizer(directory, ALPHABET)
     with socket.socket() as free:
@@ -58,8 +62,13 @@ def vllm_server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--generation-config", "vllm"]
     command += ["--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
+    Gate(directory / "gate").open()
+    held = gated(directory / "gate")
+    command += ["--scheduler-cls", held["scheduler_cls"], "--additional-config", json.dumps(held["additional_config"])]
     owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
-    environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT), "STEP_ENGINE_VLLM_OWNER": owner}
+    environment = (
+        os.environ | QUIET | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "STEP_ENGINE_VLLM_OWNER": owner}
+    )
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -98,8 +107,10 @@ class SmallServer:
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
         self.refuses_installs = 0
-        self.gate = threading.Event()
-        self.gate.set()
+        self.asked = threading.Event()
+        """Set by each streamed request."""
+        self.stops_at = -1
+        """Every response stops for good before this token."""
         self.url = ""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -114,13 +125,12 @@ class SmallServer:
 
     def stop(self) -> None:
         """Be gone: connections break off, the port answers no more."""
-        self.gate.set()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join()
 
     async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._over, self._never = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
@@ -159,6 +169,7 @@ class SmallServer:
             top = None if self.lacks.get("logprobs") else {"top_logprobs": [{"a": -0.1, "b": -0.1 - apart}]}
             return web.json_response({"choices": [{"text": "a", "logprobs": top}]})
         self.bodies.append(body)
+        self.asked.set()
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, int):
             return web.json_response(
@@ -174,8 +185,8 @@ class SmallServer:
                 elif request.transport is not None:
                     request.transport.abort()
                 return response
-            if not self.gate.is_set():
-                await asyncio.to_thread(self.gate.wait)
+            if i == self.stops_at:
+                await self._never.wait()
             last = i + 1 == body["max_tokens"]
             choice = {"text": "x", "finish_reason": "length" if last else None}
             if not self.lacks.get("token_ids"):

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_backend_scenarios as scenarios
-from backends import CONTEXT, Kind, run, run_over
+from backends import CONTEXT, Kind, go_on, hold, run, run_over, until_sampled
+from gate import Counted, Gate
 from http_servers import KEY, NAME, SmallServer, model, vllm_server
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
+    LONG,
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
     test_aborting_some_leaves_the_others_as_they_were,
     test_budget_shrinks_by_the_prefix,
@@ -35,38 +36,11 @@ from engine.rollout.torch import TorchBackend
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-LONG = scenarios.LONG
 MOST = 250
 
 
-class CountedBackend(OpenAIBackend):
-    """Wakes who waits for a number of tokens: watching for it would take the core that the server needs."""
-
-    _count = 0
-    _awaited: tuple[int, asyncio.Event] | None = None
-
-    @property
-    def _sampled(self) -> int:
-        return self._count
-
-    @_sampled.setter
-    def _sampled(self, count: int) -> None:
-        self._count = count
-        if self._awaited is not None and count >= self._awaited[0]:
-            self._awaited[1].set()
-
-
-async def until_sampled(backend: Any, tokens: int) -> None:
-    reached = asyncio.Event()
-    if backend.tokens_sampled() < tokens:
-        backend._awaited = (tokens, reached)
-        async with asyncio.timeout(100):  # its request may have ended before: a failure, not a hang
-            await reached.wait()
-
-
-@pytest.fixture(autouse=True)
-def waiting_without_watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenarios, "until_sampled", until_sampled)
+class CountedBackend(Counted, OpenAIBackend):
+    pass
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +52,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 
 
 @pytest.fixture
-def connect(served: tuple[str, Path, int], tmp_path: Path) -> Callable[..., OpenAIBackend]:
+def connect(served: tuple[str, Path, int], tmp_path: Path) -> Iterator[Callable[..., OpenAIBackend]]:
+    url, directory, _ = served
+    gate = Gate(directory / "gate")
+
     def connected(**changes: Any) -> OpenAIBackend:
-        url, directory, _ = served
         options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
         options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
-        return CountedBackend(url, **(options | changes))
+        backend = CountedBackend(url, **(options | changes))
+        backend.gate = gate
+        return backend
 
-    return connected
+    yield connected
+    gate.open()
 
 
 @pytest.fixture
@@ -125,16 +104,17 @@ def test_three_installs_serve_the_new_weights_and_mark_the_spans(
     async def scenario(backend: RolloutBackend) -> list[SampleResult]:
         results = []
         task = asyncio.create_task(backend.sample(request("across", max_tokens=MOST)))
-        seams = []
-        for version in (1, 2, 3):
-            await until_sampled(backend, seams[-1] + 1 if seams else 20)
+        seams: list[int] = []
+        reached = hold(backend, 20)
+        for version in (1, 2, 3) if mode == "keep" else (1,):
+            await reached
             await backend.stage(version, weights[version])
             await backend.pause(mode)
             seams.append(backend.tokens_sampled())
             await backend.install(version)
+            reached = hold(backend, 20)
             await backend.resume()
-            if mode == "abort":
-                break
+        go_on(backend)
         across = await task
         if mode == "abort":
             assert across.finish_reason == "abort" and across.spans == [Span(0, seams[0], 0)]
@@ -241,6 +221,7 @@ def over_small(scenario: Callable[[OpenAIBackend, SmallServer], Any], *faults: A
     with SmallServer() as server:
         backend = OpenAIBackend(server.url, model="-", timeout_s=5.0)
         server.bodies.clear()
+        server.asked.clear()
         server.faults = list(faults)
         return run_over(backend, lambda backend: scenario(backend, server))
 
@@ -282,8 +263,9 @@ def test_context_overflow_that_only_the_server_knows_is_the_datas_fault() -> Non
 def test_a_dead_server_is_reported() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
         failed = asyncio.ensure_future(backend.failed())
-        server.gate.clear()
+        server.stops_at = 0
         running = asyncio.create_task(backend.sample(request(max_tokens=4)))
+        await asyncio.to_thread(server.asked.wait)
         await asyncio.to_thread(server.stop)
         with pytest.raises(EngineError, match="lost"):
             await running
@@ -296,10 +278,9 @@ def test_a_dead_server_is_reported() -> None:
 
 def test_close_fails_what_is_running_and_everything_later() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        server.gate.clear()
+        server.stops_at = 0
         running = asyncio.create_task(backend.sample(request("running")))
-        while not server.bodies:
-            await asyncio.to_thread(os.sched_yield)
+        await asyncio.to_thread(server.asked.wait)
         await backend.close()
         for late in (running, backend.sample(request("later")), backend.pause("keep")):
             with pytest.raises(EngineError, match="closed"):
@@ -308,7 +289,7 @@ def test_close_fails_what_is_running_and_everything_later() -> None:
     over_small(scenario)
 
 
-def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> OpenAIBackend:
+def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> CountedBackend:
     model().save_pretrained(tmp_path / "model")
     return CountedBackend(
         server.url, model=str(tmp_path / "model"), weights_dir=str(tmp_path / "weights"), sync_mode=mode, timeout_s=5.0,
@@ -317,15 +298,15 @@ def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> OpenAI
 
 
 def test_without_routes_for_it_abort_disconnects_and_keeps_what_came(tmp_path: Path) -> None:
-    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        server.faults = []
-        task = asyncio.create_task(backend.sample(request("cut", max_tokens=200_000)))
-        await until_sampled(backend, 20)
+    async def scenario(backend: CountedBackend, server: SmallServer) -> None:
+        server.stops_at = 20
+        task = asyncio.create_task(backend.sample(request("cut")))
+        await backend.reaching(20)
         await backend.stage(1, model(seed=1).state_dict())
         await backend.pause("abort")
         cut = await task
         assert cut.finish_reason == "abort" and cut.spans == [Span(0, len(cut.token_ids), 0)]
-        assert len(cut.token_ids) == len(cut.logprobs) == backend.tokens_sampled() >= 20
+        assert len(cut.token_ids) == len(cut.logprobs) == backend.tokens_sampled() == 20
         await backend.install(1)
         await backend.resume()
         assert (await backend.sample(request(max_tokens=5))).spans == [Span(0, 5, 1)]
@@ -364,6 +345,7 @@ def test_killed_mid_generation_the_server_is_lost_with_its_requests(
     async def scenario(backend: OpenAIBackend) -> None:
         running = asyncio.create_task(backend.sample(request()))
         await until_sampled(backend, 10)
+        assert not running.done()
         os.killpg(served[2], signal.SIGKILL)
         assert "lost" in await backend.failed()
         with pytest.raises(EngineError, match="lost"):

@@ -5,10 +5,12 @@ A rented engine counts versions and tokens from 0, as a fresh one does.
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
+from gate import Counted, Gate
 from transformers import PreTrainedModel
 
 from engine.ids import Version
@@ -24,15 +26,26 @@ DIRECTORIES: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def start(model: PreTrainedModel, **options: Any) -> Any:
-    """A backend of its own on a model, or on the directory of one."""
+    """A backend of its own on a model, whose requests stop where its gate says."""
     from engine.rollout.vllm import VllmBackend
+
+    class Held(Counted, VllmBackend):
+        pass
 
     directory = tempfile.TemporaryDirectory()
     DIRECTORIES.append(directory)
     model.save_pretrained(directory.name)
-    backend = VllmBackend(directory.name, **{"rows": 8, "engine_args": ENGINE_ARGS, **options})
+    gate = Path(directory.name) / "gate"
+    arguments = ENGINE_ARGS | gated(gate)
+    backend = Held(directory.name, **{"rows": 8, "engine_args": arguments, **options})
+    backend.gate = Gate(gate)
     STARTED.append(backend)
     return backend
+
+
+def gated(gate: Path) -> dict[str, Any]:
+    """Engine arguments for requests that stop at a gate."""
+    return {"scheduler_cls": "held_scheduler.HeldScheduler", "additional_config": {"gate": str(gate)}}
 
 
 def rent(model: PreTrainedModel) -> "Rented":
@@ -103,9 +116,18 @@ class Rented:
         await self._open()
         await self.engine.resume()
 
+    def hold(self, tokens: int) -> Awaitable[None]:
+        """See `gate.Counted`."""
+        reached: Awaitable[None] = self.engine.hold(tokens)
+        return reached
+
+    def go_on(self) -> None:
+        self.engine.go_on()
+
     async def close(self) -> None:
-        """Give it back: nothing runs, nothing is paused."""
+        """Give it back: nothing runs, nothing is paused or held."""
         await self._open()
+        self.go_on()
         await self.engine.pause("abort")
         await self.engine.resume()
         IDLE.append(self.engine)
