@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, but that it holds requests at a gate. Named to it as its `scheduler_cls`, imported there only."""
+"""vLLM's own scheduler, except that it holds requests at a gate. Imported by vLLM only, as its `scheduler_cls`."""
 
 from pathlib import Path
 from typing import Any

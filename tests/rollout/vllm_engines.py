@@ -19,6 +19,7 @@ from engine.trajectory import Span
 
 RUNNER = asyncio.Runner()
 CONTEXT = 256
+ROWS = 8
 ENGINE_ARGS: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=CONTEXT)
 IDLE: list[Any] = []
 STARTED: list[Any] = []
@@ -37,7 +38,7 @@ def start(model: PreTrainedModel, **options: Any) -> Any:
     model.save_pretrained(directory.name)
     gate = Path(directory.name) / "gate"
     arguments = ENGINE_ARGS | gated(gate)
-    backend = Held(directory.name, **{"rows": 8, "engine_args": arguments, **options})
+    backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, **options})
     backend.gate = Gate(gate)
     STARTED.append(backend)
     return backend
@@ -48,9 +49,9 @@ def gated(gate: Path) -> dict[str, Any]:
     return {"scheduler_cls": "held_scheduler.HeldScheduler", "additional_config": {"gate": str(gate)}}
 
 
-def rent(model: PreTrainedModel) -> "Rented":
-    """An engine with the weights of `model`, the same one each time but for them."""
-    return Rented(IDLE.pop() if IDLE else start(model), model.state_dict())
+def rent(model: PreTrainedModel, kind: Any = None) -> "Rented":
+    """An engine with the weights of `model`, the same one each time but for them. `kind`: of `Rented`."""
+    return (kind or Rented)(IDLE.pop() if IDLE else start(model), model.state_dict())
 
 
 def processes() -> set[int]:
@@ -62,6 +63,8 @@ def close_all() -> None:
     for backend in STARTED:
         RUNNER.run(backend.close())
     RUNNER.close()
+    STARTED.clear()
+    IDLE.clear()
     for directory in DIRECTORIES:
         directory.cleanup()
 
