@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 from backends import CONTEXT, WIDE, build
 from gate import Gate
@@ -32,7 +33,6 @@ QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -46,45 +46,73 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-@contextlib.contextmanager
-def vllm_server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`vllm serve` on any free port, up when this yields. It, and what it starts, ends with the test process.
+class VllmServer:
+    """`vllm serve` on any free port, with the model of `directory`; `plain` without routes for training.
 
-    Its requests stop where the gate in `directory` says.
+    It, and what it starts, ends with the test process. Its requests stop where its gate says.
     """
+
+    def __init__(self, directory: Path, *, plain: bool = False) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = directory / f"{port}.log"
+        self.gate = Gate(directory / f"{port}.gate")
+        self.gate.open()
+        held = gated(directory / f"{port}.gate")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", KEY]
+        command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        command += ["--scheduler-cls", held["scheduler_cls"]]
+        command += ["--additional-config", json.dumps(held["additional_config"])]
+        path = f"{ROOT}:{Path(__file__).parent}"
+        environment = os.environ | QUIET | {"PYTHONPATH": path}
+        if not plain:
+            command += ["--enable-scale-out", "--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
+            environment["VLLM_SERVER_DEV_MODE"] = "1"
+            # Its engine watches this process, and ends with it.
+            environment["STEP_ENGINE_VLLM_OWNER"] = f"{os.getpid()}:{directory / 'left'}"
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    def until_up(self) -> None:
+        gone = threading.Event()
+        threading.Thread(target=lambda: (self.process.wait(), gone.set()), daemon=True).start()
+        while not _answers(self.url):
+            assert not gone.wait(0.5), self._log.read_text()[-3000:]
+
+    def tokens_sampled(self) -> int:
+        """In its life, as its own metrics say."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def vllm_servers(directory: Path, *, count: int = 1, plain: bool = False) -> Iterator[list[VllmServer]]:
+    """Servers of a small model, which is put into `directory`; up when this yields."""
     model().save_pretrained(directory)
     save_character_tokenizer(directory, ALPHABET)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", KEY]
-    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
-    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--generation-config", "vllm"]
-    command += ["--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
-    Gate(directory / "gate").open()
-    held = gated(directory / "gate")
-    command += ["--scheduler-cls", held["scheduler_cls"], "--additional-config", json.dumps(held["additional_config"])]
-    owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
-    environment = (
-        os.environ | QUIET | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "STEP_ENGINE_VLLM_OWNER": owner}
-    )
-    log = directory / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=_die_with_parent
-        )
+    servers: list[VllmServer] = []
     try:
-        url = f"http://127.0.0.1:{port}"
-        gone = threading.Event()
-        threading.Thread(target=lambda: (process.wait(), gone.set()), daemon=True).start()
-        while not _answers(url):
-            assert not gone.wait(0.5), log.read_text()[-3000:]
-        yield url, process
+        for _ in range(count):
+            servers.append(VllmServer(directory, plain=plain))
+        for server in servers:
+            server.until_up()
+        yield servers
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for server in servers:
+            server.kill()
 
 
 def _answers(url: str) -> bool:
@@ -199,3 +227,58 @@ class SmallServer:
 
     async def _send(self, response: web.StreamResponse, choice: dict[str, Any]) -> None:
         await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+
+class Hiding:
+    """Stands before a server and hides its routes of `hidden`, so that what is left is a server that never had them.
+
+    A client that goes away is a connection closed to the server, too.
+    """
+
+    def __init__(self, url: str, *hidden: str) -> None:
+        self._behind, self._hidden = url, hidden
+        self.asked: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self) -> "Hiding":
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as self._session:
+            self._ready.set()
+            await self._over.wait()
+            await runner.cleanup()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        if request.path in self._hidden:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        kept = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        async with self._session.request(
+            request.method, self._behind + request.path_qs, data=await request.read(), headers=kept
+        ) as answer:
+            if request.path == "/openapi.json":
+                described = await answer.json()
+                for path in self._hidden:
+                    described["paths"].pop(path)
+                return web.json_response(described)
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            return response

@@ -1,16 +1,14 @@
 """The HTTP backend against vLLM in a process of its own, and against a server that misbehaves."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from backends import CONTEXT, Kind, go_on, hold, run, run_over, until_sampled
-from gate import Counted, Gate
-from http_servers import KEY, NAME, SmallServer, model, vllm_server
+from gate import Counted
+from http_servers import KEY, NAME, SmallServer, VllmServer, model, vllm_servers
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
     LONG,
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
@@ -44,27 +42,26 @@ class CountedBackend(Counted, OpenAIBackend):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, int]]:
-    """Address, model and process group of a server that the tests here share."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, Path]]:
+    """A server that the tests here share, and where its model is."""
     directory = tmp_path_factory.mktemp("served")
-    with vllm_server(directory) as (url, process):
-        yield url, directory, process.pid
+    with vllm_servers(directory) as (server,):
+        yield server, directory
 
 
 @pytest.fixture
-def connect(served: tuple[str, Path, int], tmp_path: Path) -> Iterator[Callable[..., OpenAIBackend]]:
-    url, directory, _ = served
-    gate = Gate(directory / "gate")
+def connect(served: tuple[VllmServer, Path], tmp_path: Path) -> Iterator[Callable[..., OpenAIBackend]]:
+    server, directory = served
 
     def connected(**changes: Any) -> OpenAIBackend:
         options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
         options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
-        backend = CountedBackend(url, **(options | changes))
-        backend.gate = gate
+        backend = CountedBackend(server.url, **(options | changes))
+        backend.gate = server.gate
         return backend
 
     yield connected
-    gate.open()
+    server.gate.open()
 
 
 @pytest.fixture
@@ -178,7 +175,7 @@ def test_refused_by_vllm(connect: Callable[..., OpenAIBackend], changes: Any, fi
     assert caught.value.details["field"] == field
 
 
-def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], served: tuple[str, Path, int]) -> None:
+def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], served: tuple[VllmServer, Path]) -> None:
     backend = connect(weights_dir=None, encode=AutoTokenizer.from_pretrained(served[1]).encode, served_model_name=NAME)
     assert backend.abilities.context == CONTEXT
     run(backend.close())
@@ -340,13 +337,13 @@ def test_a_failed_install_goes_back_and_one_that_cannot_loses_the_replica(tmp_pa
 
 
 def test_killed_mid_generation_the_server_is_lost_with_its_requests(
-    connect: Callable[..., OpenAIBackend], served: tuple[str, Path, int]
+    connect: Callable[..., OpenAIBackend], served: tuple[VllmServer, Path]
 ) -> None:
     async def scenario(backend: OpenAIBackend) -> None:
         running = asyncio.create_task(backend.sample(request()))
         await until_sampled(backend, 10)
         assert not running.done()
-        os.killpg(served[2], signal.SIGKILL)
+        served[0].kill()
         assert "lost" in await backend.failed()
         with pytest.raises(EngineError, match="lost"):
             await running

@@ -1,0 +1,99 @@
+"""Whole runs through Ray whose rollouts come from servers: vLLM in processes of its own, with all its routes, with some
+of them, and with none."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_servers import KEY, Hiding, VllmServer, vllm_servers
+
+from engine.actors.run import launch
+from engine.config.loading import parse_config
+from engine.events import GroupAborted, GroupGenerated, WeightsInstalled
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
+from ray_plans import check_record, events_of
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster", "key")]
+STEPS = 4
+MOST = 60
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SERVERS_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[VllmServer], Path]]:
+    """Two servers, and where their model is."""
+    directory = tmp_path_factory.mktemp("served")
+    with vllm_servers(directory, count=2) as servers:
+        yield servers, directory
+
+
+def tree(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[str, Any]:
+    """Two groups of two trajectories at a time on each server."""
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(10) for b in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return {
+        "run": {"dir": str(tmp_path / "runs"), "max_steps": STEPS},
+        "model": {"path": str(model)},
+        "data": {"path": str(tmp_path / "prompts.jsonl")},
+        "reward": {"function": "engine.tasks.arithmetic:reward"},
+        "scheduler": {
+            "train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 2,
+            "max_concurrent_groups": 2 * len(urls), "policies": {"filter": "none"},
+        },
+        "rollout": {
+            "backend": "openai", "urls": urls, "api_key_env": "A_SERVERS_KEY", "slots": 2, "max_tokens": MOST,
+            "weights_dir": str(tmp_path / "weights"), **rollout,
+        },
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
+        "metrics": {"port": 0},
+    }  # fmt: skip
+
+
+def test_a_run_over_two_servers_updates_both_under_running_groups(
+    tmp_path: Path, served: tuple[list[VllmServer], Path]
+) -> None:
+    (free, held), model = served
+    for server in (free, held):
+        server.gate.hold(5)
+    before = held.tokens_sampled()
+    config = tree(tmp_path, model, [free.url, held.url], sync_mode="keep")
+    with launch(parse_config(config), tmp_path) as run:
+        while held.tokens_sampled() < before + 10:
+            assert held.process.poll() is None
+        free.gate.open()
+        for status in run.updates():
+            if min(status.replica_versions.values(), default=0) >= 1:
+                held.gate.open()
+    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+    generated = events_of(tmp_path, GroupGenerated)
+    assert {event.replica for event in generated} == {0, 1}
+    assert any(event.replica == 1 and event.oldest_version == 0 < event.newest_version for event in generated)
+    assert {event.replica for event in events_of(tmp_path, WeightsInstalled) if event.version == 1} == {0, 1}
+    check_record(tmp_path)
+
+
+def test_a_server_that_cannot_pause_is_updated_between_requests_cut_by_disconnecting(
+    tmp_path: Path, served: tuple[list[VllmServer], Path]
+) -> None:
+    (server, _), model = served
+    hidden = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
+    with Hiding(server.url, *hidden) as plainer:
+        config = tree(tmp_path, model, [plainer.url], sync_mode="abort", slots=4)
+        config["scheduler"]["max_concurrent_groups"] = 4
+        with launch(parse_config(config), tmp_path) as run:
+            *_, status = run.updates()
+    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+    assert not set(plainer.asked) & set(hidden) and "/collective_rpc" in plainer.asked
+    generated = events_of(tmp_path, GroupGenerated)
+    aborted = {event.group for event in events_of(tmp_path, GroupAborted) if event.tokens}
+    assert aborted & {event.group for event in generated if event.oldest_version < event.newest_version}
+    check_record(tmp_path)
