@@ -126,7 +126,8 @@ def _answers(url: str) -> bool:
 class SmallServer:
     """Speaks `/v1/completions`: token i of a response to a prompt of n tokens is (n + i) % 32, its log-prob -0.5.
 
-    `faults` are taken one for each streamed request, then it behaves: a status, `drop` (after 3 tokens), `abort`.
+    `faults` are taken one for each streamed request, then it behaves: a status, or after 3 tokens `drop`, `abort`,
+    `silent` (nothing more, ever) or `garbage`.
     """
 
     def __init__(self, **lacks: bool) -> None:
@@ -210,6 +211,10 @@ class SmallServer:
                 if fault == "abort":
                     await self._send(response, {"text": "", "finish_reason": "abort"})
                     await response.write(b"data: [DONE]\n\n")
+                elif fault == "silent":
+                    await self._never.wait()
+                elif fault == "garbage":
+                    await response.write(b"data: {no\n\n")
                 elif request.transport is not None:
                     request.transport.abort()
                 return response
@@ -239,8 +244,15 @@ class Hiding:
         self._behind, self._hidden = url, hidden
         self.asked: list[str] = []
         self.url = ""
+        self._open: list[web.Request] = []
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def break_off(self) -> None:
+        """Every connection."""
+        for request in list(self._open):
+            if request.transport is not None:
+                self._loop.call_soon_threadsafe(request.transport.abort)
 
     def __enter__(self) -> "Hiding":
         self._thread.start()
@@ -279,6 +291,7 @@ class Hiding:
                 return web.json_response(described)
             response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
             await response.prepare(request)
+            self._open.append(request)
             async for piece in answer.content.iter_any():
                 await response.write(piece)
             return response

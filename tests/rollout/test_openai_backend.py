@@ -1,6 +1,7 @@
 """The HTTP backend against vLLM in a process of its own, and against a server that misbehaves."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from backends import CONTEXT, Kind, go_on, hold, run, run_over, until_sampled
 from gate import Counted
-from http_servers import KEY, NAME, SmallServer, VllmServer, model, vllm_servers
+from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, model, vllm_servers
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
     LONG,
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
@@ -55,8 +56,9 @@ def connect(served: tuple[VllmServer, Path], tmp_path: Path) -> Iterator[Callabl
 
     def connected(**changes: Any) -> OpenAIBackend:
         options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
+        url = changes.pop("url", server.url)
         options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
-        backend = CountedBackend(server.url, **(options | changes))
+        backend = CountedBackend(url, **(options | changes))
         backend.gate = server.gate
         return backend
 
@@ -211,6 +213,11 @@ def test_nobody_there(tmp_path: Path) -> None:
         OpenAIBackend(server.url, model="-", wait_s=0.0)
 
 
+def test_somebody_there_who_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="not there"):
+        OpenAIBackend(f"http://127.0.0.1:{silent.getsockname()[1]}", model="-", wait_s=0.0, timeout_s=0.5)
+
+
 # -- a server that misbehaves on the way -------------------------------------------------------------------------------
 
 
@@ -224,7 +231,13 @@ def over_small(scenario: Callable[[OpenAIBackend, SmallServer], Any], *faults: A
 
 
 @pytest.mark.parametrize(
-    ("faults", "lengths"), [((500, 503), [3, 3, 3]), (("drop", 502, "drop"), [3, 6, 6, 9]), (("abort",), [3, 6])]
+    ("faults", "lengths"),
+    [
+        ((500, 503), [3, 3, 3]),
+        (("drop", 502, "drop"), [3, 6, 6, 9]),
+        (("abort",), [3, 6]),
+        (("silent", "garbage"), [3, 6, 9]),
+    ],
 )
 def test_what_came_is_kept_and_the_rest_asked_for_again(faults: Any, lengths: list[int]) -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
@@ -247,6 +260,19 @@ def test_a_request_that_always_fails_is_given_up_but_not_its_server() -> None:
         assert len((await backend.sample(request(max_tokens=4))).token_ids) == 4
 
     over_small(scenario, *[500] * (RETRIES + 1))
+
+
+@pytest.mark.parametrize("lacks", ["token_ids", "logprobs"])
+def test_a_server_that_keeps_something_back_later_fails_that_request_alone(lacks: str) -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        server.lacks[lacks] = True
+        with pytest.raises(EngineError, match="no token ids" if lacks == "token_ids" else "0 log-probs for 1 tokens"):
+            await backend.sample(request(max_tokens=4))
+        assert len(server.bodies) == 1, "asking again would not help"
+        server.lacks.clear()
+        assert len((await backend.sample(request(max_tokens=4))).token_ids) == 4
+
+    over_small(scenario)
 
 
 def test_context_overflow_that_only_the_server_knows_is_the_datas_fault() -> None:
@@ -307,6 +333,8 @@ def test_without_routes_for_it_abort_disconnects_and_keeps_what_came(tmp_path: P
         await backend.install(1)
         await backend.resume()
         assert (await backend.sample(request(max_tokens=5))).spans == [Span(0, 5, 1)]
+        salts = [body["cache_salt"] for body in server.bodies]
+        assert salts[-1] != salts[-2], "a new request may meet the keys and values of older weights"
 
     with SmallServer() as server:
         run_over(small_with_weights(server, tmp_path, "abort"), lambda backend: scenario(backend, server))
@@ -331,6 +359,31 @@ def test_a_failed_install_goes_back_and_one_that_cannot_loses_the_replica(tmp_pa
 
     with SmallServer() as server:
         run_over(small_with_weights(server, tmp_path, "abort"), lambda backend: scenario(backend, server))
+
+
+# -- a server that somebody else meddles with -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_weights_of_somebody_else_are_noticed(connect: Callable[..., Any], served: Any, breaks: bool) -> None:
+    """By the label of the tokens where the stream ends, by asking where it broke off."""
+
+    async def scenario(backend: Any) -> None:
+        running = asyncio.create_task(backend.sample(request()))
+        await hold(backend, 10)
+        await backend.pause("keep")
+        await backend._http.call("POST", "/update_weight_version", {"new_version": "somebody-elses:7"})
+        await backend.resume()
+        if breaks:
+            between.break_off()
+            assert "was given other weights" in await backend.failed()
+        else:
+            go_on(backend)
+        with pytest.raises(EngineError, match="other weights" if breaks else "not this run's: 'somebody-elses:7'"):
+            await running
+
+    with Hiding(served[0].url) as between:
+        run_over(connect(url=between.url), scenario)
 
 
 # -- last, since it ends the server ------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from http_servers import KEY, Hiding, VllmServer, vllm_servers
 
+from engine import cli
 from engine.actors.run import launch
 from engine.config.loading import parse_config
 from engine.events import GroupAborted, GroupGenerated, WeightsInstalled
@@ -18,7 +20,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
 from ray_plans import check_record, events_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster", "key")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("cluster", "key"),
+    pytest.mark.timeout(900),
+]  # three servers start
 STEPS = 4
 MOST = 60
 
@@ -97,3 +103,35 @@ def test_a_server_that_cannot_pause_is_updated_between_requests_cut_by_disconnec
     aborted = {event.group for event in events_of(tmp_path, GroupAborted) if event.tokens}
     assert aborted & {event.group for event in generated if event.oldest_version < event.newest_version}
     check_record(tmp_path)
+
+
+def refused(tmp_path: Path, capture: pytest.CaptureFixture[str], config: dict[str, Any]) -> str:
+    """What `engine run` says of it: exit 2, on stderr, without a traceback."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert cli.main(["run", str(path), "--plain"]) == 2
+    said = capture.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_server_whose_weights_never_change_is_no_replica_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "served").mkdir()
+    with vllm_servers(tmp_path / "served", plain=True) as (server,):
+        for mode in ("keep", "abort"):
+            config = tree(tmp_path, tmp_path / "served", [server.url], sync_mode=mode)
+            said = refused(tmp_path, capsys, config)
+            assert server.url in said and "cannot be given new weights" in said and "VLLM_SERVER_DEV_MODE=1" in said
+        config["rollout"]["weights_dir"] = None
+        assert "the servers must be given new weights" in refused(tmp_path, capsys, config)
+        config = tree(tmp_path, tmp_path / "served", [server.url])
+        config["rollout"]["api_key_env"] = "A_WRONG_KEY"
+        assert "no such environment variable" in refused(tmp_path, capsys, config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("A_WRONG_KEY", "wrong")
+            assert "does not take this key" in refused(tmp_path, capsys, config)
+        server.kill()
+        config["rollout"] |= {"api_key_env": "A_SERVERS_KEY", "connect_timeout_s": 0.0}
+        assert "start it first" in refused(tmp_path, capsys, config)
