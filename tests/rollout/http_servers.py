@@ -33,6 +33,7 @@ QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -47,12 +48,12 @@ def _die_with_parent() -> None:
 
 
 class VllmServer:
-    """`vllm serve` on any free port, with the model of `directory`; `plain` without routes for training.
+    """`vllm serve` on any free port, with the model of `directory` and every route there is.
 
     It, and what it starts, ends with the test process. Its requests stop where its gate says.
     """
 
-    def __init__(self, directory: Path, *, plain: bool = False) -> None:
+    def __init__(self, directory: Path, key: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -62,18 +63,15 @@ class VllmServer:
         self.gate.open()
         held = gated(directory / f"{port}.gate")
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", KEY]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", key]
         command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--scheduler-cls", held["scheduler_cls"]]
         command += ["--additional-config", json.dumps(held["additional_config"])]
+        command += ["--enable-scale-out", "--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
         path = f"{ROOT}:{Path(__file__).parent}"
-        environment = os.environ | QUIET | {"PYTHONPATH": path}
-        if not plain:
-            command += ["--enable-scale-out", "--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
-            environment["VLLM_SERVER_DEV_MODE"] = "1"
-            # Its engine watches this process, and ends with it.
-            environment["STEP_ENGINE_VLLM_OWNER"] = f"{os.getpid()}:{directory / 'left'}"
+        owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
+        environment = os.environ | QUIET | {"PYTHONPATH": path, "STEP_ENGINE_VLLM_OWNER": owner}
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, start_new_session=True,
@@ -99,14 +97,14 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def vllm_servers(directory: Path, *, count: int = 1, plain: bool = False) -> Iterator[list[VllmServer]]:
+def vllm_servers(directory: Path, *, count: int = 1, key: str = KEY) -> Iterator[list[VllmServer]]:
     """Servers of a small model, which is put into `directory`; up when this yields."""
     model().save_pretrained(directory)
     save_character_tokenizer(directory, ALPHABET)
     servers: list[VllmServer] = []
     try:
         for _ in range(count):
-            servers.append(VllmServer(directory, plain=plain))
+            servers.append(VllmServer(directory, key))
         for server in servers:
             server.until_up()
         yield servers

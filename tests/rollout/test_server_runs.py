@@ -2,6 +2,7 @@
 of them, and with none."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from http_servers import KEY, Hiding, VllmServer, vllm_servers
+from http_servers import Hiding, VllmServer, vllm_servers
 
 from engine import cli
 from engine.actors.run import launch
@@ -22,23 +23,22 @@ from ray_plans import check_record, events_of
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.usefixtures("cluster", "key"),
+    pytest.mark.usefixtures("cluster"),
     pytest.mark.timeout(900),
 ]  # three servers start
 STEPS = 4
+RIGHT, WRONG = "HOME", "PATH"
+"""Variables that hold a key. The cluster may have been started before this file, with the environment of then."""
 MOST = 60
-
-
-@pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_SERVERS_KEY", KEY)
+PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
+LEARNING = ("/collective_rpc", "/update_weight_version", "/weight_info")
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[VllmServer], Path]]:
     """Two servers, and where their model is."""
     directory = tmp_path_factory.mktemp("served")
-    with vllm_servers(directory, count=2) as servers:
+    with vllm_servers(directory, count=2, key=os.environ[RIGHT]) as servers:
         yield servers, directory
 
 
@@ -56,7 +56,7 @@ def tree(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[s
             "max_concurrent_groups": 2 * len(urls), "policies": {"filter": "none"},
         },
         "rollout": {
-            "backend": "openai", "urls": urls, "api_key_env": "A_SERVERS_KEY", "slots": 2, "max_tokens": MOST,
+            "backend": "openai", "urls": urls, "api_key_env": RIGHT, "slots": 2, "max_tokens": MOST,
             "weights_dir": str(tmp_path / "weights"), **rollout,
         },
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
@@ -91,14 +91,13 @@ def test_a_server_that_cannot_pause_is_updated_between_requests_cut_by_disconnec
     tmp_path: Path, served: tuple[list[VllmServer], Path]
 ) -> None:
     (server, _), model = served
-    hidden = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
-    with Hiding(server.url, *hidden) as plainer:
+    with Hiding(server.url, *PAUSING) as plainer:
         config = tree(tmp_path, model, [plainer.url], sync_mode="abort", slots=4)
         config["scheduler"]["max_concurrent_groups"] = 4
         with launch(parse_config(config), tmp_path) as run:
             *_, status = run.updates()
     assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
-    assert not set(plainer.asked) & set(hidden) and "/collective_rpc" in plainer.asked
+    assert not set(plainer.asked) & set(PAUSING) and "/collective_rpc" in plainer.asked
     generated = events_of(tmp_path, GroupGenerated)
     aborted = {event.group for event in events_of(tmp_path, GroupAborted) if event.tokens}
     assert aborted & {event.group for event in generated if event.oldest_version < event.newest_version}
@@ -116,22 +115,24 @@ def refused(tmp_path: Path, capture: pytest.CaptureFixture[str], config: dict[st
 
 
 def test_a_server_whose_weights_never_change_is_no_replica_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, served: tuple[list[VllmServer], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "served").mkdir()
-    with vllm_servers(tmp_path / "served", plain=True) as (server,):
+    (server, _), model = served
+    with Hiding(server.url, *PAUSING, *LEARNING) as plain:
         for mode in ("keep", "abort"):
-            config = tree(tmp_path, tmp_path / "served", [server.url], sync_mode=mode)
-            said = refused(tmp_path, capsys, config)
-            assert server.url in said and "cannot be given new weights" in said and "VLLM_SERVER_DEV_MODE=1" in said
-        config["rollout"]["weights_dir"] = None
-        assert "the servers must be given new weights" in refused(tmp_path, capsys, config)
-        config = tree(tmp_path, tmp_path / "served", [server.url])
-        config["rollout"]["api_key_env"] = "A_WRONG_KEY"
-        assert "no such environment variable" in refused(tmp_path, capsys, config)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("A_WRONG_KEY", "wrong")
-            assert "does not take this key" in refused(tmp_path, capsys, config)
-        server.kill()
-        config["rollout"] |= {"api_key_env": "A_SERVERS_KEY", "connect_timeout_s": 0.0}
-        assert "start it first" in refused(tmp_path, capsys, config)
+            said = refused(tmp_path, capsys, tree(tmp_path, model, [plain.url], sync_mode=mode))
+            assert plain.url in said and "cannot be given new weights" in said and "VLLM_SERVER_DEV_MODE=1" in said
+    said = refused(tmp_path, capsys, tree(tmp_path, model, [server.url], weights_dir=None))
+    assert "the servers must be given new weights" in said
+
+
+def test_a_key_that_is_not_the_servers_and_nobody_there_end_with_exit_2(
+    tmp_path: Path, served: tuple[list[VllmServer], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (server, _), model = served
+    for name, says in ((WRONG, "does not take this key"), ("NO_SUCH_KEY", "no such environment variable")):
+        assert says in refused(tmp_path, capsys, tree(tmp_path, model, [server.url], api_key_env=name))
+    with Hiding(server.url) as gone:
+        pass
+    config = tree(tmp_path, model, [gone.url], connect_timeout_s=0.0)
+    assert "start it first" in refused(tmp_path, capsys, config)
