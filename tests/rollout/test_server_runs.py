@@ -44,7 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Vllm
 
 def tree(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[str, Any]:
     """Two groups of two trajectories at a time on each server."""
-    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(10) for b in range(4)]
+    rows = [json.dumps({"prompt": f"{number}-7="}) for number in range(100, 140)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     return {
         "run": {"dir": str(tmp_path / "runs"), "max_steps": STEPS},
