@@ -75,10 +75,19 @@ class HaltingBackend(TorchBackend):
 
     halt_at = math.inf
 
+    def halting(self, tokens: int) -> Awaitable[None]:
+        self.halt_at = self.tokens_sampled() + tokens
+        return self._halted(self.halt_at)
+
+    async def _halted(self, tokens: float) -> None:
+        while self.tokens_sampled() < tokens:
+            await asyncio.to_thread(os.sched_yield)
+
     def _turn(self) -> None:
         if self.tokens_sampled() >= self.halt_at:
-            self._obey(*self._inbox.get())
-            self.halt_at = math.inf
+            order = self._inbox.get()
+            self.halt_at = math.inf  # before who gave the order hears of it, and may set it anew
+            self._obey(*order)
         else:
             super()._turn()
 
@@ -129,12 +138,27 @@ def run_over(backend: RolloutBackend, scenario: Scenario) -> Any:
     return run(work)
 
 
-async def until_sampled(backend: RolloutBackend, tokens: int) -> None:
-    """Return once the backend has sampled so many tokens in its life; one that can then waits for its next order."""
+def hold(backend: Any, tokens: int) -> Awaitable[None]:
+    """Have sampling stop after so many further tokens; what this returns ends once they have come.
+
+    It takes effect at once, so whatever is started or resumed in the same breath is caught in its middle. The embedded
+    sampler stops as a whole until its next order; vLLM's requests stop each after that many, until `go_on`.
+    """
     if isinstance(backend, HaltingBackend):
-        backend.halt_at = tokens
-    while backend.tokens_sampled() < tokens:
-        await asyncio.to_thread(os.sched_yield)
+        return backend.halting(tokens)
+    reached: Awaitable[None] = backend.hold(tokens)
+    return reached
+
+
+def go_on(backend: Any) -> None:
+    """Nothing is held any more."""
+    if not isinstance(backend, HaltingBackend):
+        backend.go_on()
+
+
+async def until_sampled(backend: RolloutBackend, tokens: int) -> None:
+    """Return once the backend has sampled so many tokens in its life, and is held there."""
+    await hold(backend, tokens - backend.tokens_sampled())
 
 
 @pytest.fixture(params=list(BACKENDS))

@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 from backends import CONTEXT, WIDE, build
+from gate import Gate
 from transformers import PreTrainedModel
+from vllm_engines import gated
 
 from engine.tasks.arithmetic import ALPHABET
 from engine.tasks.tokenizer import save_character_tokenizer
@@ -37,45 +40,77 @@ QUIET = {
 
 
 def model(seed: int = 0) -> PreTrainedModel:
-    """Deep, for its size: the server must not be done before its first tokens have come through HTTP."""
-    return build("qwen2", seed, **{**WIDE, "num_hidden_layers": 40})
+    return build("qwen2", seed, **WIDE)
 
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class VllmServer:
+    """`vllm serve` on any free port, with the model of `directory` and every route there is.
+
+    It, and what it starts, ends with the test process. Its requests stop where its gate says.
+    """
+
+    def __init__(self, directory: Path, key: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = directory / f"{port}.log"
+        self.gate = Gate(directory / f"{port}.gate")
+        self.gate.open()
+        held = gated(directory / f"{port}.gate")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", key]
+        command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        command += ["--scheduler-cls", held["scheduler_cls"]]
+        command += ["--additional-config", json.dumps(held["additional_config"])]
+        command += ["--enable-scale-out", "--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
+        path = f"{ROOT}:{Path(__file__).parent}"
+        owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
+        environment = os.environ | QUIET | {"PYTHONPATH": path, "STEP_ENGINE_VLLM_OWNER": owner}
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    def until_up(self) -> None:
+        gone = threading.Event()
+        threading.Thread(target=lambda: (self.process.wait(), gone.set()), daemon=True).start()
+        while not _answers(self.url):
+            assert not gone.wait(0.5), self._log.read_text()[-3000:]
+
+    def tokens_sampled(self) -> int:
+        """In its life, as its own metrics say."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 @contextlib.contextmanager
-def vllm_server(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`vllm serve` on any free port, up when this yields. It, and what it starts, ends with the test process."""
+def vllm_servers(directory: Path, *, count: int = 1, key: str = KEY) -> Iterator[list[VllmServer]]:
+    """Servers of a small model, which is put into `directory`; up when this yields."""
     model().save_pretrained(directory)
     save_character_tokenizer(directory, ALPHABET)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--api-key", KEY]
-    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
-    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--generation-config", "vllm"]
-    command += ["--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
-    owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
-    environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT), "STEP_ENGINE_VLLM_OWNER": owner}
-    log = directory / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True, preexec_fn=_die_with_parent
-        )
+    servers: list[VllmServer] = []
     try:
-        url = f"http://127.0.0.1:{port}"
-        gone = threading.Event()
-        threading.Thread(target=lambda: (process.wait(), gone.set()), daemon=True).start()
-        while not _answers(url):
-            assert not gone.wait(0.5), log.read_text()[-3000:]
-        yield url, process
+        for _ in range(count):
+            servers.append(VllmServer(directory, key))
+        for server in servers:
+            server.until_up()
+        yield servers
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for server in servers:
+            server.kill()
 
 
 def _answers(url: str) -> bool:
@@ -89,7 +124,8 @@ def _answers(url: str) -> bool:
 class SmallServer:
     """Speaks `/v1/completions`: token i of a response to a prompt of n tokens is (n + i) % 32, its log-prob -0.5.
 
-    `faults` are taken one for each streamed request, then it behaves: a status, `drop` (after 3 tokens), `abort`.
+    `faults` are taken one for each streamed request, then it behaves: a status, or after 3 tokens `drop`, `abort`,
+    `silent` (nothing more, ever) or `garbage`.
     """
 
     def __init__(self, **lacks: bool) -> None:
@@ -98,8 +134,10 @@ class SmallServer:
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
         self.refuses_installs = 0
-        self.gate = threading.Event()
-        self.gate.set()
+        self.asked = threading.Event()
+        """Set by each streamed request."""
+        self.stops_at = -1
+        """Every response stops for good before this token."""
         self.url = ""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -114,13 +152,12 @@ class SmallServer:
 
     def stop(self) -> None:
         """Be gone: connections break off, the port answers no more."""
-        self.gate.set()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join()
 
     async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._over, self._never = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
@@ -159,6 +196,7 @@ class SmallServer:
             top = None if self.lacks.get("logprobs") else {"top_logprobs": [{"a": -0.1, "b": -0.1 - apart}]}
             return web.json_response({"choices": [{"text": "a", "logprobs": top}]})
         self.bodies.append(body)
+        self.asked.set()
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, int):
             return web.json_response(
@@ -171,11 +209,15 @@ class SmallServer:
                 if fault == "abort":
                     await self._send(response, {"text": "", "finish_reason": "abort"})
                     await response.write(b"data: [DONE]\n\n")
+                elif fault == "silent":
+                    await self._never.wait()
+                elif fault == "garbage":
+                    await response.write(b"data: {no\n\n")
                 elif request.transport is not None:
                     request.transport.abort()
                 return response
-            if not self.gate.is_set():
-                await asyncio.to_thread(self.gate.wait)
+            if i == self.stops_at:
+                await self._never.wait()
             last = i + 1 == body["max_tokens"]
             choice = {"text": "x", "finish_reason": "length" if last else None}
             if not self.lacks.get("token_ids"):
@@ -188,3 +230,66 @@ class SmallServer:
 
     async def _send(self, response: web.StreamResponse, choice: dict[str, Any]) -> None:
         await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+
+class Hiding:
+    """Stands before a server and hides its routes of `hidden`, so that what is left is a server that never had them.
+
+    A client that goes away is a connection closed to the server, too.
+    """
+
+    def __init__(self, url: str, *hidden: str) -> None:
+        self._behind, self._hidden = url, hidden
+        self.asked: list[str] = []
+        self.url = ""
+        self._open: list[web.Request] = []
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def break_off(self) -> None:
+        """Every connection."""
+        for request in list(self._open):
+            if request.transport is not None:
+                self._loop.call_soon_threadsafe(request.transport.abort)
+
+    def __enter__(self) -> "Hiding":
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as self._session:
+            self._ready.set()
+            await self._over.wait()
+            await runner.cleanup()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        if request.path in self._hidden:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        kept = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        async with self._session.request(
+            request.method, self._behind + request.path_qs, data=await request.read(), headers=kept
+        ) as answer:
+            if request.path == "/openapi.json":
+                described = await answer.json()
+                for path in self._hidden:
+                    described["paths"].pop(path)
+                return web.json_response(described)
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
+            await response.prepare(request)
+            self._open.append(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            return response

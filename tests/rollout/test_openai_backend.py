@@ -1,17 +1,17 @@
 """The HTTP backend against vLLM in a process of its own, and against a server that misbehaves."""
 
 import asyncio
-import os
-import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_backend_scenarios as scenarios
-from backends import CONTEXT, Kind, run, run_over
-from http_servers import KEY, NAME, SmallServer, model, vllm_server
+from backends import CONTEXT, Kind, go_on, hold, run, run_over, until_sampled
+from gate import Counted
+from http_servers import KEY, NAME, Hiding, SmallServer, VllmServer, model, vllm_servers
 from test_backend_scenarios import (  # noqa: F401  (collected here, over this file's `make_backend` and `kind`)
+    LONG,
     test_aborted_request_resumes_with_exactly_the_tokens_it_would_have_had,
     test_aborting_some_leaves_the_others_as_they_were,
     test_budget_shrinks_by_the_prefix,
@@ -35,57 +35,35 @@ from engine.rollout.torch import TorchBackend
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-LONG = scenarios.LONG
 MOST = 250
 
 
-class CountedBackend(OpenAIBackend):
-    """Wakes who waits for a number of tokens: watching for it would take the core that the server needs."""
-
-    _count = 0
-    _awaited: tuple[int, asyncio.Event] | None = None
-
-    @property
-    def _sampled(self) -> int:
-        return self._count
-
-    @_sampled.setter
-    def _sampled(self, count: int) -> None:
-        self._count = count
-        if self._awaited is not None and count >= self._awaited[0]:
-            self._awaited[1].set()
-
-
-async def until_sampled(backend: Any, tokens: int) -> None:
-    reached = asyncio.Event()
-    if backend.tokens_sampled() < tokens:
-        backend._awaited = (tokens, reached)
-        async with asyncio.timeout(100):  # its request may have ended before: a failure, not a hang
-            await reached.wait()
-
-
-@pytest.fixture(autouse=True)
-def waiting_without_watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenarios, "until_sampled", until_sampled)
+class CountedBackend(Counted, OpenAIBackend):
+    pass
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, int]]:
-    """Address, model and process group of a server that the tests here share."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServer, Path]]:
+    """A server that the tests here share, and where its model is."""
     directory = tmp_path_factory.mktemp("served")
-    with vllm_server(directory) as (url, process):
-        yield url, directory, process.pid
+    with vllm_servers(directory) as (server,):
+        yield server, directory
 
 
 @pytest.fixture
-def connect(served: tuple[str, Path, int], tmp_path: Path) -> Callable[..., OpenAIBackend]:
-    def connected(**changes: Any) -> OpenAIBackend:
-        url, directory, _ = served
-        options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
-        options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
-        return CountedBackend(url, **(options | changes))
+def connect(served: tuple[VllmServer, Path], tmp_path: Path) -> Iterator[Callable[..., OpenAIBackend]]:
+    server, directory = served
 
-    return connected
+    def connected(**changes: Any) -> OpenAIBackend:
+        options: dict[str, Any] = dict(model=str(directory), key=KEY, vocabulary=32, timeout_s=30.0)
+        url = changes.pop("url", server.url)
+        options |= dict(weights_dir=str(tmp_path / "weights"), initial=model().state_dict())
+        backend = CountedBackend(url, **(options | changes))
+        backend.gate = server.gate
+        return backend
+
+    yield connected
+    server.gate.open()
 
 
 @pytest.fixture
@@ -125,16 +103,17 @@ def test_three_installs_serve_the_new_weights_and_mark_the_spans(
     async def scenario(backend: RolloutBackend) -> list[SampleResult]:
         results = []
         task = asyncio.create_task(backend.sample(request("across", max_tokens=MOST)))
-        seams = []
-        for version in (1, 2, 3):
-            await until_sampled(backend, seams[-1] + 1 if seams else 20)
+        seams: list[int] = []
+        reached = hold(backend, 20)
+        for version in (1, 2, 3) if mode == "keep" else (1,):
+            await reached
             await backend.stage(version, weights[version])
             await backend.pause(mode)
             seams.append(backend.tokens_sampled())
             await backend.install(version)
+            reached = hold(backend, 20)
             await backend.resume()
-            if mode == "abort":
-                break
+        go_on(backend)
         across = await task
         if mode == "abort":
             assert across.finish_reason == "abort" and across.spans == [Span(0, seams[0], 0)]
@@ -198,7 +177,7 @@ def test_refused_by_vllm(connect: Callable[..., OpenAIBackend], changes: Any, fi
     assert caught.value.details["field"] == field
 
 
-def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], served: tuple[str, Path, int]) -> None:
+def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], served: tuple[VllmServer, Path]) -> None:
     backend = connect(weights_dir=None, encode=AutoTokenizer.from_pretrained(served[1]).encode, served_model_name=NAME)
     assert backend.abilities.context == CONTEXT
     run(backend.close())
@@ -234,6 +213,11 @@ def test_nobody_there(tmp_path: Path) -> None:
         OpenAIBackend(server.url, model="-", wait_s=0.0)
 
 
+def test_somebody_there_who_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="not there"):
+        OpenAIBackend(f"http://127.0.0.1:{silent.getsockname()[1]}", model="-", wait_s=0.0, timeout_s=0.5)
+
+
 # -- a server that misbehaves on the way -------------------------------------------------------------------------------
 
 
@@ -241,12 +225,19 @@ def over_small(scenario: Callable[[OpenAIBackend, SmallServer], Any], *faults: A
     with SmallServer() as server:
         backend = OpenAIBackend(server.url, model="-", timeout_s=5.0)
         server.bodies.clear()
+        server.asked.clear()
         server.faults = list(faults)
         return run_over(backend, lambda backend: scenario(backend, server))
 
 
 @pytest.mark.parametrize(
-    ("faults", "lengths"), [((500, 503), [3, 3, 3]), (("drop", 502, "drop"), [3, 6, 6, 9]), (("abort",), [3, 6])]
+    ("faults", "lengths"),
+    [
+        ((500, 503), [3, 3, 3]),
+        (("drop", 502, "drop"), [3, 6, 6, 9]),
+        (("abort",), [3, 6]),
+        (("silent", "garbage"), [3, 6, 9]),
+    ],
 )
 def test_what_came_is_kept_and_the_rest_asked_for_again(faults: Any, lengths: list[int]) -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
@@ -271,6 +262,19 @@ def test_a_request_that_always_fails_is_given_up_but_not_its_server() -> None:
     over_small(scenario, *[500] * (RETRIES + 1))
 
 
+@pytest.mark.parametrize("lacks", ["token_ids", "logprobs"])
+def test_a_server_that_keeps_something_back_later_fails_that_request_alone(lacks: str) -> None:
+    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
+        server.lacks[lacks] = True
+        with pytest.raises(EngineError, match="no token ids" if lacks == "token_ids" else "0 log-probs for 1 tokens"):
+            await backend.sample(request(max_tokens=4))
+        assert len(server.bodies) == 1, "asking again would not help"
+        server.lacks.clear()
+        assert len((await backend.sample(request(max_tokens=4))).token_ids) == 4
+
+    over_small(scenario)
+
+
 def test_context_overflow_that_only_the_server_knows_is_the_datas_fault() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
         with pytest.raises(DataFailure, match=r"prompt of 3.*context"):
@@ -282,8 +286,9 @@ def test_context_overflow_that_only_the_server_knows_is_the_datas_fault() -> Non
 def test_a_dead_server_is_reported() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
         failed = asyncio.ensure_future(backend.failed())
-        server.gate.clear()
+        server.stops_at = 0
         running = asyncio.create_task(backend.sample(request(max_tokens=4)))
+        await asyncio.to_thread(server.asked.wait)
         await asyncio.to_thread(server.stop)
         with pytest.raises(EngineError, match="lost"):
             await running
@@ -296,10 +301,9 @@ def test_a_dead_server_is_reported() -> None:
 
 def test_close_fails_what_is_running_and_everything_later() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        server.gate.clear()
+        server.stops_at = 0
         running = asyncio.create_task(backend.sample(request("running")))
-        while not server.bodies:
-            await asyncio.to_thread(os.sched_yield)
+        await asyncio.to_thread(server.asked.wait)
         await backend.close()
         for late in (running, backend.sample(request("later")), backend.pause("keep")):
             with pytest.raises(EngineError, match="closed"):
@@ -308,7 +312,7 @@ def test_close_fails_what_is_running_and_everything_later() -> None:
     over_small(scenario)
 
 
-def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> OpenAIBackend:
+def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> CountedBackend:
     model().save_pretrained(tmp_path / "model")
     return CountedBackend(
         server.url, model=str(tmp_path / "model"), weights_dir=str(tmp_path / "weights"), sync_mode=mode, timeout_s=5.0,
@@ -317,18 +321,20 @@ def small_with_weights(server: SmallServer, tmp_path: Path, mode: str) -> OpenAI
 
 
 def test_without_routes_for_it_abort_disconnects_and_keeps_what_came(tmp_path: Path) -> None:
-    async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        server.faults = []
-        task = asyncio.create_task(backend.sample(request("cut", max_tokens=200_000)))
-        await until_sampled(backend, 20)
+    async def scenario(backend: CountedBackend, server: SmallServer) -> None:
+        server.stops_at = 20
+        task = asyncio.create_task(backend.sample(request("cut")))
+        await backend.reaching(20)
         await backend.stage(1, model(seed=1).state_dict())
         await backend.pause("abort")
         cut = await task
         assert cut.finish_reason == "abort" and cut.spans == [Span(0, len(cut.token_ids), 0)]
-        assert len(cut.token_ids) == len(cut.logprobs) == backend.tokens_sampled() >= 20
+        assert len(cut.token_ids) == len(cut.logprobs) == backend.tokens_sampled() == 20
         await backend.install(1)
         await backend.resume()
         assert (await backend.sample(request(max_tokens=5))).spans == [Span(0, 5, 1)]
+        salts = [body["cache_salt"] for body in server.bodies]
+        assert salts[-1] != salts[-2], "a new request may meet the keys and values of older weights"
 
     with SmallServer() as server:
         run_over(small_with_weights(server, tmp_path, "abort"), lambda backend: scenario(backend, server))
@@ -355,16 +361,42 @@ def test_a_failed_install_goes_back_and_one_that_cannot_loses_the_replica(tmp_pa
         run_over(small_with_weights(server, tmp_path, "abort"), lambda backend: scenario(backend, server))
 
 
+# -- a server that somebody else meddles with -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_weights_of_somebody_else_are_noticed(connect: Callable[..., Any], served: Any, breaks: bool) -> None:
+    """By the label of the tokens where the stream ends, by asking where it broke off."""
+
+    async def scenario(backend: Any) -> None:
+        running = asyncio.create_task(backend.sample(request()))
+        await hold(backend, 10)
+        await backend.pause("keep")
+        await backend._http.call("POST", "/update_weight_version", {"new_version": "somebody-elses:7"})
+        await backend.resume()
+        if breaks:
+            between.break_off()
+            assert "was given other weights" in await backend.failed()
+        else:
+            go_on(backend)
+        with pytest.raises(EngineError, match="other weights" if breaks else "not this run's: 'somebody-elses:7'"):
+            await running
+
+    with Hiding(served[0].url) as between:
+        run_over(connect(url=between.url), scenario)
+
+
 # -- last, since it ends the server ------------------------------------------------------------------------------------
 
 
 def test_killed_mid_generation_the_server_is_lost_with_its_requests(
-    connect: Callable[..., OpenAIBackend], served: tuple[str, Path, int]
+    connect: Callable[..., OpenAIBackend], served: tuple[VllmServer, Path]
 ) -> None:
     async def scenario(backend: OpenAIBackend) -> None:
         running = asyncio.create_task(backend.sample(request()))
         await until_sampled(backend, 10)
-        os.killpg(served[2], signal.SIGKILL)
+        assert not running.done()
+        served[0].kill()
         assert "lost" in await backend.failed()
         with pytest.raises(EngineError, match="lost"):
             await running

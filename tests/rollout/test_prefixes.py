@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from backends import Kind, build_torch, run_over, until_sampled
+from backends import Kind, build_torch, go_on, run_over, until_sampled
 
 from engine.roles import GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
@@ -77,6 +77,7 @@ def test_what_is_told_after_an_install_says_which_version_sampled_what(kind: Kin
         running = asyncio.create_task(backend.sample(request(told)))
         await until_sampled(backend, before + 30)
         await backend.pause("keep")
+        go_on(backend)
         await backend.stage(1, kind.model("qwen2", seed=1).state_dict())
         await backend.install(1)
         await backend.resume()

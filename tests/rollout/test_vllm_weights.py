@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_engines
-from backends import WIDE, build, run, until_sampled
+from backends import WIDE, build, go_on, hold, run
 
 from engine.errors import EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
@@ -68,8 +68,9 @@ def test_an_install_that_fails_on_its_way_leaves_the_old_weights(engine: Any, ho
         else:
             engine.install_timeout_s = 1e-9
         kept = asyncio.create_task(engine.sample(greedy("kept")))
-        await until_sampled(engine, engine.tokens_sampled() + 5)
+        await hold(engine, 5)
         await engine.pause("keep")
+        go_on(engine)
         with pytest.raises(EngineError, match=f"version {new} could not be installed"):
             await engine.install(new)
         engine.install_timeout_s = 60.0
@@ -102,11 +103,11 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
     first = engine.version
 
     async def update(version: int) -> int:
-        await until_sampled(engine, engine.tokens_sampled() + 10)
         await engine.stage(version, model_of(engine, version).state_dict())
         await engine.pause("keep")
         await engine.install(version)
-        before = engine.tokens_sampled()
+        before: int = engine.tokens_sampled()
+        hold(engine, 50)  # the kept one stops there, in time for the next update
         await engine.resume()
         return before
 
@@ -115,12 +116,15 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
         start = engine.tokens_sampled()
         kept = asyncio.create_task(engine.sample(greedy("kept", LONG)))
         seams, others = [], 0
+        await hold(engine, 10)
         for version in range(first + 1, first + 4):
             seams.append(await update(version) - start - others)
             result = await engine.sample(greedy(f"{version}"))
             others += len(result.token_ids)
             assert result.spans == [Span(0, 40, version)]
             assert_samples(model_of(engine, version), result)
+        assert not kept.done()
+        go_on(engine)
         result = await kept
         ends = [0, *seams, LONG]
         assert result.spans == [Span(ends[i], ends[i + 1], first + i) for i in range(4)]
@@ -135,8 +139,8 @@ def test_at_its_end_an_engine_fails_who_waits(engine: Any) -> None:
     async def scenario() -> None:
         running = asyncio.create_task(engine.sample(greedy("running", LONG)))
         failed = asyncio.create_task(engine.failed())
-        await until_sampled(engine, engine.tokens_sampled() + 5)
-        assert not failed.done()
+        await hold(engine, 5)
+        assert not failed.done() and not running.done()
         if engine.family == "qwen2":
             await engine.close()
             assert not failed.done()

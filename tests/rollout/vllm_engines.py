@@ -5,11 +5,13 @@ A rented engine counts versions and tokens from 0, as a fresh one does.
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
+from gate import Counted, Gate
 from transformers import PreTrainedModel
 
 from engine.ids import Version
@@ -18,6 +20,7 @@ from engine.trajectory import Span
 
 RUNNER = asyncio.Runner()
 CONTEXT = 256
+ROWS = 8
 ENGINE_ARGS: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=CONTEXT)
 IDLE: list[Any] = []
 STARTED: list[Any] = []
@@ -25,20 +28,31 @@ DIRECTORIES: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def start(model: PreTrainedModel, **options: Any) -> Any:
-    """A backend of its own on a model, or on the directory of one."""
+    """A backend of its own on a model, whose requests stop where its gate says."""
     from engine.rollout.vllm import VllmBackend
+
+    class Held(Counted, VllmBackend):
+        pass
 
     directory = tempfile.TemporaryDirectory()
     DIRECTORIES.append(directory)
     model.save_pretrained(directory.name)
-    backend = VllmBackend(directory.name, **{"rows": 8, "engine_args": ENGINE_ARGS, **options})
+    gate = Path(directory.name) / "gate"
+    arguments = ENGINE_ARGS | gated(gate)
+    backend = Held(directory.name, **{"rows": ROWS, "engine_args": arguments, **options})
+    backend.gate = Gate(gate)
     STARTED.append(backend)
     return backend
 
 
-def rent(model: PreTrainedModel) -> "Rented":
-    """An engine with the weights of `model`, the same one each time but for them."""
-    return Rented(IDLE.pop() if IDLE else start(model), model.state_dict())
+def gated(gate: Path) -> dict[str, Any]:
+    """Engine arguments for requests that stop at a gate."""
+    return {"scheduler_cls": "held_scheduler.HeldScheduler", "additional_config": {"gate": str(gate)}}
+
+
+def rent(model: PreTrainedModel, kind: Any = None) -> "Rented":
+    """An engine with the weights of `model`, the same one each time but for them. `kind`: of `Rented`."""
+    return (kind or Rented)(IDLE.pop() if IDLE else start(model), model.state_dict())
 
 
 def processes() -> set[int]:
@@ -50,6 +64,8 @@ def close_all() -> None:
     for backend in STARTED:
         RUNNER.run(backend.close())
     RUNNER.close()
+    STARTED.clear()
+    IDLE.clear()
     for directory in DIRECTORIES:
         directory.cleanup()
 
@@ -109,9 +125,18 @@ class Rented:
         await self._open()
         await self.engine.resume()
 
+    def hold(self, tokens: int) -> Awaitable[None]:
+        """See `gate.Counted`."""
+        reached: Awaitable[None] = self.engine.hold(tokens)
+        return reached
+
+    def go_on(self) -> None:
+        self.engine.go_on()
+
     async def close(self) -> None:
-        """Give it back: nothing runs, nothing is paused."""
+        """Give it back: nothing runs, nothing is paused or held."""
         await self._open()
+        self.go_on()
         await self.engine.pause("abort")
         await self.engine.resume()
         IDLE.append(self.engine)
