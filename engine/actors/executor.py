@@ -35,7 +35,8 @@ TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 
 class RayExecutor:
-    """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run."""
+    """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run; `drawn`
+    prompts were drawn in earlier lives of the run."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class RayExecutor:
         trajectories: Any,
         weights: Any,
         gateway: Any = None,
+        drawn: GroupId = 0,
         deliver: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -55,7 +57,7 @@ class RayExecutor:
         self._gateway = gateway
         self._deliver = deliver
         self._finish = finish
-        self._drawn = 0
+        self._drawn = drawn
         self._discards: list[GroupId] = []
         self._timers = Timers(deliver)
         self.calls = 0

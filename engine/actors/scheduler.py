@@ -20,6 +20,7 @@ from engine.actors.executor import RayExecutor
 from engine.actors.failures import failure_reason, named
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
+from engine.actors.past import Past, past_of
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
@@ -87,6 +88,7 @@ class SchedulerActor:
         self._draining = False
         self._server: MetricsServer | None = None
         self._gateway: Any = None
+        self._past: Past | None = None
 
     async def open(self) -> str | None:
         """Build everything, start every actor, measure the initial weights; the metrics endpoint, if there is one.
@@ -98,11 +100,16 @@ class SchedulerActor:
         prompts = await asyncio.to_thread(contained, plan.make_prompts)
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
-        self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)
+        if plan.resume and plan.run_dir is not None:
+            self._past = await asyncio.to_thread(contained, past_of, plan.run_dir, self._transitions)
+        past = self._past
+        self._scheduler = (
+            Scheduler(plan.limits, policies, observe=self._transitions) if past is None else past.recovered.scheduler
+        )
         journal = None if plan.run_dir is None else Journal(plan.run_dir / "metrics.jsonl")
         self._metrics = RunMetrics(self._scheduler, self._transitions, journal)
         self._recorder = self._new_recorder(policies)
-        self._clock = WallClock()
+        self._clock = self._new_clock()
         self._over: asyncio.Future[FinishRun] = loop.create_future()
         self._self = ray.get_runtime_context().current_actor
         light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
@@ -113,29 +120,38 @@ class SchedulerActor:
             options = {**light, "max_concurrency": 100_000}
             self._gateway = ray.remote(GatewayActor).options(**options).remote(self._packed)
         given = (self._packed, self._self, self._trajectories, self._weights)
-        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway)
+        lived = {replica.id: replica.incarnation for replica in self._scheduler.state.fleet.replicas.values()}
+        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway, lived)
         self._executor = RayExecutor(
             fleet=self._fleet,
             prompts=prompts,
             trajectories=self._trajectories,
             weights=self._weights,
             gateway=self._gateway,
+            drawn=self._scheduler.state.ledger.drawn,
             deliver=self._deliver,
             finish=self._finish,
         )
-        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe)
+        before = 0 if past is None else past.recovered.events
+        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe, before)
         if plan.metrics_port is not None:
             registry = export.registry(self._metrics, lambda: self._clock.now())
             self._server = MetricsServer(registry, host=plan.metrics_host, port=plan.metrics_port)
-        await asyncio.gather(self._fleet.open(), self._open_gateway())
-        if plan.measure_at_start:
+        await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
+        if plan.measure_at_start and past is None:
             await self._measure(0)
         return self._server.url if self._server else None
+
+    def _new_clock(self) -> WallClock:
+        """Seconds of the run: those in which no process carried it do not count."""
+        return WallClock(0.0 if self._past is None else self._past.recovered.at)
 
     def _new_recorder(self, policies: PolicySet) -> RecorderPort:
         plan = self._plan
         if plan.run_dir is None:
             return NullRecorder()
+        if self._past is not None:
+            return Recorder(plan.run_dir / "schedule", self._past.after, lock=self._past.lock)
         header = Header(
             run=plan.run_dir.name,
             limits=plan.limits.to_plain(),
@@ -147,8 +163,9 @@ class SchedulerActor:
 
     async def begin(self) -> None:
         """Start the run; returns at once."""
-        self._clock = self._driver.clock = WallClock()
-        self._deliver(RunStarted())
+        self._clock = self._driver.clock = self._new_clock()
+        begun = self._past is not None and self._past.recovered.events > 0
+        self._deliver(self._past.event(self._plan.replicas) if begun and self._past else RunStarted())
         self._fleet.join()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
@@ -195,6 +212,10 @@ class SchedulerActor:
             raise self._failure
         status = self._metrics.status(None if self._ended else self._clock.now())
         return Update(number=self._number, status=status, last=self._ended)
+
+    async def past(self) -> str:
+        """What a run that was resumed goes on from, in words; empty for a new one."""
+        return "" if self._past is None else str(self._past)
 
     async def traffic(self) -> Traffic:
         return Traffic(

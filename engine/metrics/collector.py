@@ -100,6 +100,7 @@ class RunMetrics:
         self.accuracies: list[tuple[int, float]] = []
         """(train steps, accuracy) of every validation reported."""
         self.steps = StepRows(self._emit)
+        transitions.steps.clear()  # of a record that was replayed: their rows are written
         self._journal = journal
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn

@@ -162,9 +162,11 @@ class SyncScheduling:
     def advance(self) -> None:
         """Stage the newest version where it is missing, pause who may take it, retire what is superseded."""
         state = self.state
-        if state.latest_version == 0 or state.outcome is not None:
-            return
         latest = state.latest_version
+        if (
+            latest == 0 or latest not in state.versions or state.outcome is not None
+        ):  # retired by a resume: another comes
+            return
         behind = [r for r in state.fleet.replicas.values() if r.state != "lost" and r.version < latest]
         if behind:
             for replica in behind:

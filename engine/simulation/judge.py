@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine.commands import Command, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
-from engine.events import Event, PromptsDrawn, WeightsPublished
+from engine.events import Event, PromptsDrawn, RunResumed, WeightsPublished
 from engine.ids import GroupId, StepId, Version
 from engine.simulation.agents import SimStore
 from engine.states.limits import Limits
@@ -30,12 +30,18 @@ class Judge:
         self.drawn = 0
         self.worst_staleness = -1
         self._publishing: dict[int, PublishWeights] = {}
+        self._resumed = False
+        """The next version holds the weights that the run goes on from, and so perhaps no new step."""
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
         """Check one frame. Raises `Finding`."""
+        if isinstance(event, RunResumed):
+            self._resume(event)
         if isinstance(event, WeightsPublished) and event.attempt in self._publishing:
             order = self._publishing.pop(event.attempt)
-            self._expect(order.steps > self.steps_in[order.version - 1], "a version holds no new step", order)
+            new = order.steps > self.steps_in[order.version - 1]
+            self._expect(new or self._resumed, "a version holds no new step", order)
+            self._resumed = False
             self.steps_in[order.version] = order.steps
         if isinstance(event, PromptsDrawn):
             self.drawn = max(self.drawn, event.first + event.count)
@@ -44,6 +50,21 @@ class Judge:
                 self._publishing[command.attempt] = command
             elif isinstance(command, TrainStep):
                 self._train(command)
+
+    def _resume(self, event: RunResumed) -> None:
+        """What a resumed run does again has not happened; nothing else may be done again."""
+        for group in event.consumed:
+            self._expect(self.taken.get(group, -1) >= event.steps, f"group {group} is done again", event)
+        again = {group for group, step in self.taken.items() if step >= event.steps}
+        for group in again:
+            del self.taken[group]
+        for group in (*event.consumed, *event.released):
+            self._expect(group in self.store.discarded, f"group {group} had not ended", event)
+        self.store.spans.clear()
+        self.store.discarded -= {*event.consumed, *event.released}
+        self.steps_in = {version: min(steps, event.steps) for version, steps in self.steps_in.items()}
+        self._publishing.clear()
+        self._resumed = True
 
     def _train(self, command: TrainStep) -> None:
         full = self.limits.train_batch_size
