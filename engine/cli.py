@@ -112,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
     run.set_defaults(run=_run)
 
+    resume = commands.add_parser("resume", help="go on with a run that ended before its time")
+    resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    resume.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change")
+    resume.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
+    resume.set_defaults(run=_resume)
+
     replay = commands.add_parser("replay", help="replay a recorded schedule, or look into it")
     replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     replay.add_argument(
@@ -297,6 +303,18 @@ def _run(arguments: argparse.Namespace) -> int:
         return _train(config, directory, interrupts, plain=arguments.plain)
 
 
+def _resume(arguments: argparse.Namespace) -> int:
+    from engine import rundir
+    from engine.config.resumed import resumed_config
+    from engine.schedule import read
+
+    output = cast(TextIO, _Output(sys.stdout))
+    with redirect_stdout(output), _Interrupts() as interrupts:
+        directory = rundir.open_run(arguments.directory)
+        config = resumed_config(directory.config, read(directory.schedule).header.config, arguments.set)
+        return _train(config, directory, interrupts, plain=arguments.plain, resume=True)
+
+
 def _run_name(config: "Config", path: str) -> str:
     """`run.name` where it is given, else the name of the configuration file."""
     if "name" in config.run.model_fields_set:
@@ -304,7 +322,9 @@ def _run_name(config: "Config", path: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
 
 
-def _train(config: "Config", directory: "RunDirectory", interrupts: _Interrupts, *, plain: bool) -> int:
+def _train(
+    config: "Config", directory: "RunDirectory", interrupts: _Interrupts, *, plain: bool, resume: bool = False
+) -> int:
     """Carry a run out and show it, from making its model to the table at its end."""
     from rich.console import Console
 
@@ -315,7 +335,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: _Interrupts,
     where = directory.shown
     print(f"run: {where}", flush=True)
     try:
-        status = _watch(config, directory, console, interrupts, plain=plain)
+        status = _watch(config, directory, console, interrupts, plain=plain, resume=resume)
     except BaseException as error:
         error.add_note(f"what there is of the run is in {where}")
         raise
@@ -334,7 +354,13 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: _Interrupts,
 
 
 def _watch(
-    config: "Config", directory: "RunDirectory", console: "Console", interrupts: _Interrupts, *, plain: bool
+    config: "Config",
+    directory: "RunDirectory",
+    console: "Console",
+    interrupts: _Interrupts,
+    *,
+    plain: bool,
+    resume: bool,
 ) -> "Status | None":
     """Launch a run and show it to its end: the last status."""
     from engine.actors.run import launch
@@ -342,11 +368,13 @@ def _watch(
 
     status = None
     with Preparing(console, plain=plain) as preparing:
-        handle = launch(config, directory.path, progress=preparing.show)
+        handle = launch(config, directory.path, progress=preparing.show, resume=resume)
     try:
         with view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
             if handle.metrics_url is not None:
                 view.note(f"metrics: {handle.metrics_url}")
+            if resume:
+                view.note(handle.past())
             try:
                 for status in handle.updates():
                     view.show(status)

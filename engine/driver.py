@@ -32,13 +32,15 @@ class Driver:
         recorder: Recorder,
         executor: Executor,
         observe: Callable[[Event, tuple[Command, ...]], None] | None = None,
+        events_before: int = 0,
     ) -> None:
+        """`events_before`: handled by earlier lives of the run, whose record this one goes on with."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
         self.executor = executor
         self.observe = observe
-        self.events_handled = 0
+        self.events_handled = events_before
         self.outcome: FinishRun | None = None
         self.failure: Exception | None = None
         self._inbox: deque[Event] = deque()

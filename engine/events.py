@@ -291,12 +291,27 @@ class RowsFailed(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResumed(Event):
+    """The run goes on, in new processes, from the weights after `steps` train steps; 0: the initial ones.
+
+    What those weights do not hold did not happen: it is done again. `consumed` and `released` are the groups that had
+    ended since; `replicas` are being started, numbered from 0, with the initial weights.
+    """
+
+    tag: ClassVar[int] = 22
+    steps: int
+    replicas: int
+    consumed: tuple[GroupId, ...]
+    released: tuple[GroupId, ...]
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
-        RowsMeasured, RowsFailed,
+        RunResumed, RowsMeasured, RowsFailed,
     )
 }  # fmt: skip

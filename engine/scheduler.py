@@ -27,6 +27,7 @@ from engine.events import (
     ReplicaPaused,
     RowsFailed,
     RowsMeasured,
+    RunResumed,
     RunStarted,
     StepFailed,
     StepTrained,
@@ -39,6 +40,7 @@ from engine.events import (
 )
 from engine.policies import PolicySet
 from engine.scheduling.orders import Orders
+from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
@@ -71,6 +73,7 @@ class Scheduler:
         self._stop: FinishRun | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
+            RunResumed: self._on_run_resumed,
             PromptsDrawn: self.rollout.on_prompts_drawn,
             GroupGenerated: self.rollout.on_group_generated,
             GroupAborted: self.rollout.on_group_aborted,
@@ -107,7 +110,7 @@ class Scheduler:
         decided something illegal. The state is then not to be used any more.
         """
         state = self.state
-        if state.outcome is not None:
+        if state.outcome is not None and type(event) is not RunResumed:
             return ()
         state.now = event.at
         self._orders.begin(event.id)
@@ -142,6 +145,10 @@ class Scheduler:
 
     def _on_run_started(self, event: RunStarted) -> None:
         self.state.started = True
+
+    def _on_run_resumed(self, event: RunResumed) -> None:
+        self._stop = None
+        resume(event, self.state, self.training, self.sync, self.validation)
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._stop = FinishRun(outcome="stopped", reason=event.reason, cause=event.id)

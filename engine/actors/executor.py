@@ -38,7 +38,7 @@ TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 class RayExecutor:
     """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run;
-    `held_out` counts the rows of a validation."""
+    `held_out` counts the rows of a validation; `drawn` prompts were drawn in earlier lives of the run."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class RayExecutor:
         weights: Any,
         gateway: Any = None,
         held_out: int = 0,
+        drawn: GroupId = 0,
         deliver: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -60,7 +61,7 @@ class RayExecutor:
         self._held_out = held_out
         self._deliver = deliver
         self._finish = finish
-        self._drawn = 0
+        self._drawn = drawn
         self._discards: list[GroupId] = []
         self._timers = Timers(deliver)
         self.calls = 0

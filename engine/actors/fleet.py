@@ -6,7 +6,7 @@ call to `alive` that Ray answers with an error.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason, raised
 from engine.actors.placement import Place, place, shortfall
-from engine.actors.plan import Plan
+from engine.actors.plan import Plan, Restore
 from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
@@ -63,8 +63,10 @@ class Fleet:
         deliver: Callable[[Event], None],
         give_up: Callable[[str], None],
         gateway: Any = None,
+        lived: Mapping[ReplicaId, Incarnation] | None = None,
     ) -> None:
-        """`give_up` ends the run, for the reason it is told."""
+        """`lived`: the last life of each replica in an earlier life of the run. `give_up` ends the run, for the reason
+        it is told."""
         self._plan = plan
         self._gateway = gateway
         self._given = given
@@ -72,17 +74,23 @@ class Fleet:
         self._give_up = give_up
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
+        self._lived = lived or {}
         self._restarts = dict.fromkeys(plan.lives(), 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.trainer = TrainerLink(plan, given, deliver, self.spawn)
 
-    async def open(self) -> None:
-        """Start every actor and wait until each is ready. Raises the first thing that goes wrong."""
+    async def open(self, restore: Restore | None = None) -> None:
+        """Start every actor and wait until each is ready; the trainer begins where `restore` says.
+
+        Raises the first thing that goes wrong.
+        """
         for replica in self._plan.lives():
-            self._links[replica] = self._start(replica, 1)
+            self._links[replica] = self._start(replica, self._lived.get(replica, 0) + 1)
         try:
-            await asyncio.gather(*(link.actor.open.remote() for link in self._links.values()), self.trainer.open())
+            await asyncio.gather(
+                *(link.actor.open.remote() for link in self._links.values()), self.trainer.open(restore)
+            )
         except RayError as error:
             raise raised(error) from None
 

@@ -61,6 +61,8 @@ class Plan:
     """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
+    resume: bool = False
+    """Go on with the run that `run_dir` holds."""
     policies: Mapping[str, str] = field(default_factory=dict)
     run_dir: Path | None = None
     """Takes record, metrics, checkpoints and logs; None: nothing is kept."""

@@ -4,6 +4,7 @@ Called by the command line and by users with a plan of their own, in the process
 are children of the scheduler actor and it of this process: when this process goes, however it goes, so do they.
 """
 
+import dataclasses
 import logging
 import os
 import signal
@@ -32,14 +33,17 @@ GOODBYE_S = 10.0
 """How long actors may take to end by themselves."""
 
 
-def launch(config: Config, run_dir: str | Path, *, progress: Progress | None = None) -> "RunHandle":
-    """Start the run of a configuration, in a directory that `rundir.create` has made.
+def launch(
+    config: Config, run_dir: str | Path, *, progress: Progress | None = None, resume: bool = False
+) -> "RunHandle":
+    """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
+    holds.
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
-    return start(plan_of(config, Path(run_dir), progress))
+    return start(dataclasses.replace(plan_of(config, Path(run_dir), progress), resume=resume))
 
 
 def start(plan: Plan) -> "RunHandle":
@@ -124,6 +128,11 @@ class RunHandle:
     def stop(self, reason: str) -> None:
         """End the run resumably; `updates` then comes to its end."""
         ray.get(self._actor.stop.remote(reason))
+
+    def past(self) -> str:
+        """What a run that was resumed goes on from, in words; empty for a new one."""
+        told: str = ray.get(self._actor.past.remote())
+        return told
 
     def traffic(self) -> Traffic:
         """Calls between the actors so far."""

@@ -21,6 +21,7 @@ from engine.actors.executor import RayExecutor
 from engine.actors.failures import failure_reason, named
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
+from engine.actors.past import Past, past_of
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
@@ -86,6 +87,7 @@ class SchedulerActor:
         self._draining = False
         self._endpoint: Endpoint | None = None
         self._gateway: Any = None
+        self._past: Past | None = None
 
     async def open(self) -> str | None:
         """Build everything, start every actor; the metrics endpoint, if there is one.
@@ -97,11 +99,16 @@ class SchedulerActor:
         prompts = await asyncio.to_thread(contained, plan.make_prompts)
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
-        self._scheduler = Scheduler(plan.limits, policies, observe=self._transitions)
+        if plan.resume and plan.run_dir is not None:
+            self._past = await asyncio.to_thread(contained, past_of, plan.run_dir, self._transitions)
+        past = self._past
+        self._scheduler = (
+            Scheduler(plan.limits, policies, observe=self._transitions) if past is None else past.recovered.scheduler
+        )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
         self._metrics = RunMetrics(self._scheduler, self._transitions, books)
         self._recorder = self._new_recorder(policies)
-        self._clock = WallClock()
+        self._clock = self._new_clock()
         self._over: asyncio.Future[FinishRun] = loop.create_future()
         self._self = ray.get_runtime_context().current_actor
         light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
@@ -112,7 +119,8 @@ class SchedulerActor:
             options = {**light, "max_concurrency": 100_000}
             self._gateway = ray.remote(GatewayActor).options(**options).remote(self._packed)
         given = (self._packed, self._self, self._trajectories, self._weights)
-        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway)
+        lived = {replica.id: replica.incarnation for replica in self._scheduler.state.fleet.replicas.values()}
+        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway, lived)
         self._executor = RayExecutor(
             fleet=self._fleet,
             prompts=prompts,
@@ -120,20 +128,28 @@ class SchedulerActor:
             weights=self._weights,
             gateway=self._gateway,
             held_out=len(plan.held_out),
+            drawn=self._scheduler.state.ledger.drawn,
             deliver=self._deliver,
             finish=self._finish,
         )
-        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe)
+        before = 0 if past is None else past.recovered.events
+        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe, before)
         if plan.metrics_port is not None:
             now, port = (lambda: self._clock.now()), plan.metrics_port
             self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)
-        await asyncio.gather(self._fleet.open(), self._open_gateway())
+        await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
         return self._endpoint.url if self._endpoint else None
+
+    def _new_clock(self) -> WallClock:
+        """Seconds of the run: those in which no process carried it do not count."""
+        return WallClock(0.0 if self._past is None else self._past.recovered.at)
 
     def _new_recorder(self, policies: PolicySet) -> RecorderPort:
         plan = self._plan
         if plan.run_dir is None:
             return NullRecorder()
+        if self._past is not None:
+            return Recorder(plan.run_dir / "schedule", self._past.after, lock=self._past.lock)
         header = Header(
             run=plan.run_dir.name,
             limits=plan.limits.to_plain(),
@@ -145,8 +161,9 @@ class SchedulerActor:
 
     async def begin(self) -> None:
         """Start the run; returns at once."""
-        self._clock = self._driver.clock = WallClock()
-        self._deliver(RunStarted())
+        self._clock = self._driver.clock = self._new_clock()
+        begun = self._past is not None and self._past.recovered.events > 0
+        self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
         if self._endpoint is not None:
             self._endpoint.announce()
         self._fleet.join()
@@ -197,6 +214,10 @@ class SchedulerActor:
             raise self._failure
         status = self._metrics.status(None if self._ended else self._clock.now())
         return Update(number=self._number, status=status, last=self._ended)
+
+    async def past(self) -> str:
+        """What a run that was resumed goes on from, in words; empty for a new one."""
+        return "" if self._past is None else str(self._past)
 
     async def traffic(self) -> Traffic:
         return Traffic(

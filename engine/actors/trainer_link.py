@@ -27,7 +27,7 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
-from engine.hosts.trainer import list_checkpoints
+from engine.hosts.checkpoints import list_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,11 @@ class TrainerLink:
             .remote(packed, self._incarnation, *handles)
         )
 
-    async def open(self) -> None:
-        """Raises what the user's factory raises."""
-        await self.actor.open.remote()
+    async def open(self, restore: Restore | None = None) -> None:
+        """`restore`: what an earlier life of the run left. Raises what the user's factory raises."""
+        if restore is not None:
+            self._steps, self._optimizer_steps = restore.steps, restore.optimizer_steps
+        await self.actor.open.remote(restore)
 
     def watch(self) -> None:
         self._spawn(self._watch(self.actor))

@@ -10,10 +10,10 @@ from engine.ids import TimerId
 
 
 class WallClock:
-    """Seconds since it was made, by a clock that never goes back."""
+    """Seconds since it was made and `before` that, by a clock that never goes back."""
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    def __init__(self, before: float = 0.0) -> None:
+        self._began = time.monotonic() - before
 
     def now(self) -> float:
         return time.monotonic() - self._began

@@ -7,9 +7,6 @@ event loop stays free; it must never run two at once, or report a checkpoint tha
 
 import asyncio
 import logging
-import os
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +24,7 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
+from engine.hosts.checkpoints import save_checkpoint
 from engine.hosts.reasons import reason_of
 from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
@@ -147,43 +145,6 @@ class TrainerHost:
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a call of the trainer on its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, contained, function, *arguments)
-
-
-def checkpoint_path(directory: Path, steps: int) -> Path:
-    """Where the checkpoint of everything after `steps` train steps is."""
-    return directory / f"step-{steps:06d}"
-
-
-def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(train steps, path) of every complete checkpoint, oldest first."""
-    found = ((re.fullmatch(r"step-(\d+)", p.name), p) for p in directory.iterdir()) if directory.is_dir() else ()
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int) -> Path:
-    """Have a checkpoint written under another name, make it visible by one rename, then remove all but the newest
-    `keep`."""
-    final = checkpoint_path(directory, steps)
-    if not final.exists():
-        unfinished = directory / f".{final.name}.saving"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        trainer.save(str(unfinished), steps)
-        for path in (*sorted(unfinished.rglob("*")), unfinished):
-            _fsync(path)
-        os.rename(unfinished, final)
-        _fsync(directory)
-    for _, old in list_checkpoints(directory)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _key(command: Command) -> tuple[object, ...]:

@@ -143,6 +143,7 @@ class RunMetrics:
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
         self.steps = StepRows(self._emit)
+        transitions.steps.clear()  # of a record that was replayed: their rows are written
         self._journal = journal
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn

@@ -29,6 +29,23 @@ class Journal:
         self._file.close()
 
 
+def cut_rows(path: Path, steps: int) -> list[dict[str, Any]]:
+    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
+    are to be written again."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines[:-1]]  # what stands behind the last line end is torn
+    kept = [row for row in rows if row.get("step", row.get("steps", 0) - 1) < steps]
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return kept
+
+
 def plain(value: Any) -> Any:
     """The same value as JSON has it: mappings with text keys, lists, null for what is not finite, numbers from array
     scalars."""

@@ -7,12 +7,14 @@ decides anything, and nothing that is read is ever unpickled.
 from engine.schedule.codec import CodecError, decode_command, decode_event, encode_command, encode_event
 from engine.schedule.frames import FORMAT_VERSION, Handled, Header, Rejected
 from engine.schedule.reader import Record, read
-from engine.schedule.recorder import MemoryRecorder, NullRecorder, Recorder
+from engine.schedule.recorder import After, MemoryRecorder, NullRecorder, Recorder
+from engine.schedule.recovery import Recovered, recover
 from engine.schedule.replayer import Divergence, ReplayReport, replay
 from engine.schedule.store import Torn
 
 __all__ = [
     "FORMAT_VERSION",
+    "After",
     "CodecError",
     "Divergence",
     "Handled",
@@ -21,6 +23,7 @@ __all__ = [
     "NullRecorder",
     "Record",
     "Recorder",
+    "Recovered",
     "Rejected",
     "ReplayReport",
     "Torn",
@@ -29,5 +32,6 @@ __all__ = [
     "encode_command",
     "encode_event",
     "read",
+    "recover",
     "replay",
 ]

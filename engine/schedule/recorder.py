@@ -9,6 +9,7 @@ import io
 import os
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,8 +17,19 @@ from engine.commands import Command
 from engine.errors import RecordError
 from engine.events import Event
 from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
+from engine.schedule.lock import RecordLock
 from engine.schedule.packing import CodecError
-from engine.schedule.store import MAX_SEGMENT_BYTES, PREAMBLE_BYTES, SUFFIX, Segment, frame, preamble, segment_name
+from engine.schedule.store import (
+    MAX_SEGMENT_BYTES,
+    PREAMBLE_BYTES,
+    SUFFIX,
+    Segment,
+    Torn,
+    frame,
+    preamble,
+    segment_name,
+    segments_of,
+)
 
 SEGMENT_BYTES = 64 << 20
 """A segment is closed once it is at least this long."""
@@ -25,18 +37,34 @@ HELD_BYTES = 1 << 20
 """Frames wait in memory up to here, even where nobody flushes."""
 
 
-class Recorder:
-    """Appends frames to the segments of a new record.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class After:
+    """How far a record goes that was read to its end: so many events, and what a crash left behind the last."""
 
-    Args: `fsync`: `flush` returns only when the disk has the frames, not merely the operating system; costs a disk's
-    latency per flush and is what a power cut, but not a killed process, needs.
-    Raises: `RecordError` where the directory holds a record already or cannot be written, now or later; `CodecError`
-    for an event or a command that the format cannot hold.
+    events: int
+    torn: Torn | None = None
+
+
+class Recorder:
+    """Appends frames to the segments of a new record, or of one that is there.
+
+    Args: `header` begins a new record; with an `After` the one that is there goes on instead, in a segment of its own,
+    what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
+    costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
+    Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,
+    now or later; `CodecError` for an event or a command that the format cannot hold.
     """
 
     def __init__(
-        self, directory: str | Path, header: Header, *, segment_bytes: int = SEGMENT_BYTES, fsync: bool = False
+        self,
+        directory: str | Path,
+        header: Header | After,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        fsync: bool = False,
+        lock: RecordLock | None = None,
     ) -> None:
+        """`lock`: on this directory, held already; it is released with the recorder."""
         self.directory = Path(directory)
         self.segment_bytes = min(segment_bytes, MAX_SEGMENT_BYTES // 2)
         self.fsync = fsync
@@ -49,11 +77,20 @@ class Recorder:
         """Of the segments before."""
         self._held: list[bytes] = []
         self._held_bytes = 0
-        first = encode_header(header)
-        self._claim()
-        self._begin_segment()
-        self._append(first)
-        self.flush()
+        first = encode_header(header) if isinstance(header, Header) else None
+        self._lock = lock or RecordLock(self.directory)
+        try:
+            if isinstance(header, After):
+                self._take_up(header)
+            else:
+                self._require_empty()
+            self._begin_segment()
+            if first is not None:
+                self._append(first)
+            self.flush()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
         self._append(encode_handled(_expected(event, self.next_event), commands, state_hash))
@@ -89,6 +126,7 @@ class Recorder:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+            self._lock.release()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -111,9 +149,24 @@ class Recorder:
         if self._held_bytes >= HELD_BYTES:
             self.flush()
 
-    def _claim(self) -> None:
+    def _take_up(self, after: After) -> None:
+        """Cut what is torn, so that whole frames alone lie before the segment that follows."""
+        self.next_event = after.events
+        self._number = len(segments_of(self.directory)) - 1
+        if after.torn is None:
+            return
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if after.torn.offset == 0:
+                os.unlink(after.torn.path)
+                self._number -= 1
+            else:
+                os.truncate(after.torn.path, after.torn.offset)
+        except OSError as error:
+            reason = f"its torn end cannot be cut: {error.strerror or error}"
+            raise RecordError(after.torn.path, after.torn.offset, reason) from None
+
+    def _require_empty(self) -> None:
+        try:
             taken = sorted(name for name in os.listdir(self.directory) if name.endswith(SUFFIX))
         except OSError as error:
             raise RecordError(str(self.directory), 0, f"cannot be written: {error.strerror or error}") from None
@@ -149,6 +202,7 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._lock.release()
         return RecordError(str(self.path), self._offset, f"cannot be written: {error.strerror or error}")
 
 

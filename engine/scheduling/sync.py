@@ -171,9 +171,9 @@ class SyncScheduling:
     def advance(self) -> None:
         """Stage the newest version where it is missing, pause who may take it, retire what is superseded."""
         state = self.state
-        if state.latest_version == 0 or state.outcome is not None:
-            return
         latest = state.latest_version
+        if latest not in state.versions:  # retired by a resume: another is on its way
+            return
         behind = [
             (r, target)
             for r in state.fleet.replicas.values()

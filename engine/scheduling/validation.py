@@ -107,6 +107,14 @@ class ValidationScheduling:
         if self.limits.at_end and self.books.newest != self.state.latest_version:
             self._queue(self.state.latest_version, self.limits)
 
+    def begin_again(self) -> None:
+        """The run is resumed: versions published before are gone, and whatever was being measured with them."""
+        self.cancel_all("the run ended before it did, and was resumed without the version")
+        self.books.closing = False
+        if self.limits is not None:
+            self.books.considered = self.state.latest_version
+        self.state.disturb()
+
     def cancel_all(self, reason: str) -> None:
         """The run ends before its validations do."""
         for run in list(self.books.runs.values()):

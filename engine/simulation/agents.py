@@ -289,6 +289,8 @@ class SimTrainer:
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
         self.work: deque[Command] = deque()
+        self.saved: list[int] = []
+        """Train steps in the checkpoints that are complete."""
 
     def take(self, command: Command) -> None:
         self.work.append(command)
@@ -309,6 +311,7 @@ class SimTrainer:
                 self.emit(PublishFailed(version=command.version, attempt=command.attempt, reason="fault"))
             case SaveCheckpoint():
                 if succeed:
+                    self.saved.append(command.steps)
                     self.emit(CheckpointSaved(steps=command.steps))
                 else:
                     self.emit(CheckpointFailed(steps=command.steps, reason="fault"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.commands import Command, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
-from engine.events import Event, PromptsDrawn, WeightsInstalled, WeightsPublished
+from engine.events import Event, PromptsDrawn, RunResumed, WeightsInstalled, WeightsPublished
 from engine.ids import GroupId, StepId, ValidationId, Version
 from engine.simulation.agents import SimStore, row_reward
 from engine.states.limits import Limits
@@ -38,12 +38,18 @@ class Judge:
         self.installed_at: dict[tuple[int, Version], float] = {}
         """When each replica said that it has a version."""
         self._publishing: dict[int, PublishWeights] = {}
+        self._resumed = False
+        """The next version holds the weights that the run goes on from, and so perhaps no new step."""
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
         """Check one frame. Raises `Finding`."""
+        if isinstance(event, RunResumed):
+            self._resume(event)
         if isinstance(event, WeightsPublished) and event.attempt in self._publishing:
             order = self._publishing.pop(event.attempt)
-            self._expect(order.steps > self.steps_in[order.version - 1], "a version holds no new step", order)
+            new = order.steps > self.steps_in[order.version - 1]
+            self._expect(new or self._resumed, "a version holds no new step", order)
+            self._resumed = False
             self.steps_in[order.version] = order.steps
         if isinstance(event, WeightsInstalled):
             self.installed_at.setdefault((event.replica, event.version), event.at)
@@ -72,6 +78,21 @@ class Judge:
             )  # fmt: skip
         else:
             self._expect(bool(record.reason), f"validation {record.id} is {record.state} without a reason", record.id)
+
+    def _resume(self, event: RunResumed) -> None:
+        """What a resumed run does again has not happened; nothing else may be done again."""
+        for group in event.consumed:
+            self._expect(self.taken.get(group, -1) >= event.steps, f"group {group} is done again", event)
+        again = {group for group, step in self.taken.items() if step >= event.steps}
+        for group in again:
+            del self.taken[group]
+        for group in (*event.consumed, *event.released):
+            self._expect(group in self.store.discarded, f"group {group} had not ended", event)
+        self.store.spans.clear()
+        self.store.discarded -= {*event.consumed, *event.released}
+        self.steps_in = {version: min(steps, event.steps) for version, steps in self.steps_in.items()}
+        self._publishing.clear()
+        self._resumed = True
 
     def _train(self, command: TrainStep) -> None:
         full = self.limits.train_batch_size
@@ -112,7 +133,8 @@ class Judge:
         if wanted is not None and wanted.at_end:
             self._expect(newest in measured, "the last version was not validated", ended)
         if wanted is not None and wanted.every and self.limits.sync_every == 1:
-            due = {v for v, steps in self.steps_in.items() if v and steps % wanted.every == 0}
+            steps, every = self.steps_in, wanted.every
+            due = {v for v in steps if v and steps[v] // every > steps[v - 1] // every}
             self._expect(due <= set(measured), f"of versions {due} some were not validated", ended)
 
     def _expect(self, holds: bool, what: str, story: object) -> None:

@@ -115,6 +115,11 @@ class Group:
         return (self.started_at, self.ready_at, self.reward_mean)
 
     @property
+    def begun(self) -> bool:
+        """Whether it was ever started; until then there is nothing of it to know but its id."""
+        return self.attempt > 0 or self.state != "queued"
+
+    @property
     def resumes_from(self) -> Version:
         """The oldest weights version it may go on under (law 3)."""
         return self.admitted_version if self.admitted_version > self.newest_version else self.newest_version

@@ -24,6 +24,12 @@ class Ledger:
         self.drawn += prompts
         self.count[Phase.WAITING] += prompts
 
+    def branch(self, *, waiting: int, consumed: int, released: int) -> None:
+        """So many prompts wait and none is under way; these of the ended ones have not ended after all."""
+        ended = {Phase.CONSUMED: self.consumed - consumed, Phase.RELEASED: self.released - released}
+        self.count = [ended.get(phase, 0) for phase in Phase]
+        self.count[Phase.WAITING] = waiting
+
     def move(self, source: Phase, target: Phase) -> None:
         self.count[source] -= 1
         self.count[target] += 1

@@ -120,6 +120,29 @@ class State:
         if target is Phase.RELEASED or target is Phase.CONSUMED:
             del self.groups[group.id]
 
+    def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:
+        """Go back to `steps` train steps. Every group that they do not hold is queued again, in the order of the draws;
+        one that was live keeps what its budgets have left."""
+        live = self.groups
+        self.groups = {id: Group(id) for id in sorted((*live, *consumed, *released))}
+        for id, before in live.items():
+            group = self.groups[id]
+            group.attempt = before.attempt
+            group.infrastructure_failures = before.infrastructure_failures
+            group.data_failures = before.data_failures
+        self.waiting = deque(self.groups)
+        self.ready = {}
+        self.parked = {}
+        self.deadlines = Deadlines()
+        self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
+        self.steps = {steps: Step(steps)}
+        self.steps_batched = self.steps_trained = steps
+        self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
+        for version in list(self.versions.values()):
+            self.fire_version(version, "retire")
+        self._sum = 0
+        self._touched = [group for group in self.groups.values() if group.attempt]
+
     def seat(self, group: Group, replica: Replica) -> None:
         """Give a group a slot, after its trigger was fired."""
         group.attempt += 1
@@ -225,7 +248,7 @@ class State:
     def settle(self) -> None:
         """Bring the hash up to date with the groups touched by this event."""
         for group in self._touched:
-            new = digest(group.identity(), group.figures()) if group.id in self.groups else 0
+            new = digest(group.identity(), group.figures()) if group.id in self.groups and group.begun else 0
             self._sum += new - group.digest
             group.digest = new
         self._touched.clear()
@@ -239,7 +262,7 @@ class State:
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
-        groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.state != "queued")
+        groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
         return (groups + self._frame_digest(self._digest_others())) & MASK
 
     def _frame_digest(self, others: int) -> int:

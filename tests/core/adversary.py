@@ -26,7 +26,9 @@ from engine.driver import Driver
 from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
 from engine.policies import PolicySet
 from engine.schedule.frames import Header
+from engine.schedule.reader import read
 from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.recovery import recover
 from engine.scheduler import Scheduler
 from engine.simulation.agents import SimReplica, SimStore, SimTrainer
 from engine.simulation.judge import Judge
@@ -58,6 +60,8 @@ class Adversary:
         self.draws: list[DrawPrompts] = []
         self.timers: list[SetTimer] = []
         self.past: list[Event] = []
+        """What may be said again."""
+        self.history: list[Event] = []
         self.deliver(RunStarted())
 
     def now(self) -> float:
@@ -73,6 +77,7 @@ class Adversary:
     def deliver(self, event: Event) -> None:
         self.time += 1.0
         self.past.append(copy(event))
+        self.history.append(event)
         self.driver.deliver(event)
 
     def execute(self, commands: list[Command]) -> None:
@@ -114,6 +119,28 @@ class Adversary:
         lost = ReplicaLost(replica=id, incarnation=replica.incarnation, returns=returns, reason="killed")
         self.up.setdefault(1000 + id, deque()).append(lost)
 
+    def crash(self, replicas: int) -> None:
+        """Every process ends at once; what is left is the record and the checkpoints. Then the run is resumed."""
+        judging = False
+        recovered = recover(read(self.recorder), lambda *change: self.judge.changed(*change) if judging else None)
+        judging = True
+        self.scheduler = recovered.scheduler
+        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe, recovered.events)
+        saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.steps_trained]
+        self.trainer = SimTrainer(self._post(-1))
+        self.trainer.saved = saved
+        self.drawn = self.scheduler.state.ledger.drawn
+        self.up.clear()
+        self.down.clear()
+        self.replicas.clear()
+        self.dead.clear()
+        self.draws.clear()
+        self.timers.clear()
+        self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
+        self.past.clear()  # nobody is left who could say any of it again
+        for id in range(replicas):
+            self.join(id)
+
     def arrive_up(self, source: int) -> None:
         self.deliver(self.up[source].popleft())
 
@@ -125,8 +152,8 @@ class Adversary:
 
     def repeat(self, index: int) -> None:
         """An echo of something already delivered."""
-        event = copy(self.past[index % len(self.past)])
-        self.driver.deliver(event)
+        if self.past:
+            self.driver.deliver(copy(self.past[index % len(self.past)]))
 
     def draw(self) -> None:
         command = self.draws.pop(0)
@@ -158,12 +185,13 @@ class Adversary:
             if self.driver.outcome is not None:
                 self.judge.close(self.scheduler.state, self.driver.outcome, self.prompts)
                 return self.driver.outcome
-            if not self._do_something():
+            if not self.act():
                 ledger = self.scheduler.state.ledger
                 raise AssertionError(f"liveness: nothing can happen any more; {ledger.count}, drawn {ledger.drawn}")
         raise AssertionError(f"liveness: not ended after {patience} actions; {self.scheduler.state.ledger.count}")
 
-    def _do_something(self) -> bool:
+    def act(self) -> bool:
+        """Everything that can happen now, once; False where that is nothing."""
         acted = False
         for source in self.sources():
             self.arrive_up(source)

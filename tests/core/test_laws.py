@@ -156,6 +156,11 @@ class AnyOrder(RuleBasedStateMachine):
     def join_another(self) -> None:
         self.world.join(len(self.world.incarnations))
 
+    @rule(replicas=st.integers(1, 3))
+    @precondition(lambda self: getattr(self.world.driver.outcome, "outcome", "") != "finished")
+    def crash(self, replicas: int) -> None:
+        self.world.crash(max(replicas, self.world.limits.validators().stop))
+
     @rule(choice=ANY)
     def repeat(self, choice: int) -> None:
         self.world.repeat(choice)

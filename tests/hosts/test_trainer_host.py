@@ -20,7 +20,8 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
-from engine.hosts.trainer import TrainerHost, list_checkpoints
+from engine.hosts.checkpoints import list_checkpoints
+from engine.hosts.trainer import TrainerHost
 from engine.local import SimpleTrainer, response
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Batch

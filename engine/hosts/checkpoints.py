@@ -1,0 +1,83 @@
+"""Checkpoints on disk: complete or not there at all, the newest few kept, and known again by their sums.
+
+Written by `trainer.TrainerHost`; read by whoever brings a trainer to where another one was.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.roles import Trainer
+
+SUMS = "SHA256SUMS"
+"""In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
+
+
+def checkpoint_path(directory: Path, steps: int) -> Path:
+    """Where the checkpoint of everything after `steps` train steps is."""
+    return directory / f"step-{steps:06d}"
+
+
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(train steps, path) of every complete checkpoint, oldest first."""
+    found = ((re.fullmatch(r"step-(\d+)", p.name), p) for p in directory.iterdir()) if directory.is_dir() else ()
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int) -> Path:
+    """Have a checkpoint written under another name, make it visible by one rename, then remove all but the newest
+    `keep`."""
+    final = checkpoint_path(directory, steps)
+    if not final.exists():
+        unfinished = directory / f".{final.name}.saving"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        trainer.save(str(unfinished), steps)
+        _write_sums(unfinished)
+        for path in (*sorted(unfinished.rglob("*")), unfinished):
+            _fsync(path)
+        os.rename(unfinished, final)
+        _fsync(directory)
+    for _, old in list_checkpoints(directory)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def verify_checkpoint(directory: Path) -> None:
+    """Raises: `ConfigError` naming the first file that is missing or is not what was written."""
+    try:
+        lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        law = f"its {SUMS} cannot be read: {error.strerror or error}"
+        raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one") from None
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        path = directory / name
+        if not path.is_file():
+            raise ConfigError("checkpoint", str(path), "is missing", "another checkpoint, without this one")
+        if _digest(path) != digest:
+            law = f"is not what was written: its SHA-256 is not that in {SUMS}"
+            raise ConfigError("checkpoint", str(path), law, "another checkpoint, without this one")
+
+
+def _write_sums(directory: Path) -> None:
+    """As `sha256sum --check` reads it."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    lines = [f"{_digest(path)}  {path.relative_to(directory)}\n" for path in files]
+    (directory / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

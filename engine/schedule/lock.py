@@ -1,0 +1,41 @@
+"""Who writes a record: one process at a time, known by a lock that the operating system takes back when it ends.
+
+Taken by `recorder` for as long as it writes, and by whoever wants to know beforehand.
+"""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from engine.errors import RecordError
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+"""What file systems say that lock no directories, network ones for the most part: nobody can be told apart there."""
+
+
+class RecordLock:
+    """Holds a record's directory, which is made if need be, until `release` or until the process ends.
+
+    Raises: `RecordError` where another process holds it, or it cannot be made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._handle: int | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise RecordError(str(directory), 0, "another process is writing this record") from None
+        except OSError as error:
+            if self._handle is None or error.errno not in WITHOUT_LOCKS:
+                self.release()
+                raise RecordError(str(directory), 0, f"cannot be written: {error.strerror or error}") from None
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)

@@ -1,0 +1,172 @@
+"""Runs over Ray that are cut off and go on: from a checkpoint, from nothing, after a kill of every process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray_plans import check_record, events_of
+
+from engine.actors.models import plan_of
+from engine.actors.run import start
+from engine.commands import TrainStep
+from engine.config.loading import parse_config
+from engine.errors import ConfigError
+from engine.events import RunResumed, StepTrained
+from engine.schedule import Handled, read
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
+
+STEPS, BATCH, EVERY = 8, 4, 3
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tree(made: Path, **changes: Any) -> dict[str, Any]:
+    arithmetic = {
+        "train_prompts": 200, "validation_prompts": 8, "warmup_steps": 12, "hidden_size": 16, "layers": 1, "heads": 2,
+    }  # fmt: skip
+    return {
+        "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": arithmetic},
+        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": 2},
+        "rollout": {"replicas": 2, "slots": 6, "max_tokens": 60},
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": EVERY, "threads": 1},
+        "validation": {"at_start": False, "at_end": False},
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("made")
+
+
+@pytest.fixture(scope="module")
+def cut(made: Path) -> Iterator[tuple[Path, Any]]:
+    """A run that was cut off after its fifth step, and its plan."""
+    run_dir = made / "cut"
+    run_dir.mkdir()
+    plan = plan_of(parse_config(tree(made)), run_dir)
+    cut_off(plan, 5)
+    yield run_dir, plan
+
+
+def cut_off(plan: Any, steps: int) -> None:
+    with start(plan) as run:
+        for status in run.updates():
+            if status.step >= steps:
+                break
+
+
+def resume(plan: Any) -> Any:
+    with start(replace(plan, resume=True)) as run:
+        return run.past(), run.wait()
+
+
+def trained_in_the_line(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
+    """(step, groups) as the surviving line of weights has them."""
+    line: list[tuple[int, tuple[int, ...]]] = []
+    batches: dict[int, tuple[int, ...]] = {}
+    for frame in read(run_dir / "schedule").frames():
+        if isinstance(frame, Handled):
+            batches.update({c.step: c.groups for c in frame.commands if isinstance(c, TrainStep)})
+            if isinstance(frame.event, StepTrained):
+                line.append((frame.event.step, batches[frame.event.step]))
+            if isinstance(frame.event, RunResumed):
+                line = [entry for entry in line if entry[0] < frame.event.steps]
+    return line
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_trains_each_prompt_once(cut: tuple[Path, Any]) -> None:
+    run_dir, plan = cut
+    before = trained_in_the_line(run_dir)
+    told, status = resume(plan)
+    assert (status.outcome, status.step) == ("finished", STEPS)
+    assert "resumed from step-00000" in told
+    scheduler = check_record(run_dir)
+    assert scheduler.state.steps_trained == STEPS
+    (event,) = events_of(run_dir, RunResumed)
+    assert event.steps == EVERY and len(event.consumed) >= 2 * BATCH
+    line = trained_in_the_line(run_dir)
+    assert [step for step, _ in line] == list(range(STEPS))
+    assert line[:EVERY] == before[:EVERY], "what the checkpoint holds stays as it was"
+    groups = [group for _, batch in line for group in batch]
+    assert len(set(groups)) == len(groups) == STEPS * BATCH
+    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+
+
+def test_a_run_without_a_checkpoint_begins_anew_in_the_same_record(made: Path) -> None:
+    run_dir = made / "unsaved"
+    run_dir.mkdir()
+    config = tree(made)
+    config["trainer"]["checkpoint_every"] = 0
+    plan = plan_of(parse_config(config), run_dir)
+    cut_off(plan, 2)
+    told, status = resume(plan)
+    assert (status.outcome, status.step) == ("finished", STEPS) and "the initial weights" in told
+    check_record(run_dir)
+    (event,) = events_of(run_dir, RunResumed)
+    assert event.steps == 0
+    assert [step for step, _ in trained_in_the_line(run_dir)] == list(range(STEPS))
+    with pytest.raises(ConfigError, match="has finished"):
+        resume(plan)
+
+
+def test_a_checkpoint_that_is_not_what_was_written_is_refused_by_name(made: Path) -> None:
+    run_dir = made / "damaged"
+    run_dir.mkdir()
+    plan = plan_of(parse_config(tree(made)), run_dir)
+    cut_off(plan, 4)
+    (newest,) = (run_dir / "checkpoints").iterdir()
+    weights = newest / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ConfigError, match=r"model\.safetensors.*is not what was written"):
+        resume(plan)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"model\.safetensors.*is missing"):
+        resume(plan)
+    weights.write_bytes(whole)
+    assert resume(plan)[1].outcome == "finished"
+
+
+def engine(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.cli", *arguments], cwd=cwd, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_the_command_line_goes_on_after_a_kill(tmp_path: Path) -> None:
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(tree(Path("runs"))))
+    first = engine("run", "small.yaml", "--plain", cwd=tmp_path)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.lstrip().startswith("step 5"):
+            break
+    second = engine("resume", "latest", "--plain", cwd=tmp_path)
+    said = second.communicate(timeout=200)[1]
+    assert second.returncode == 2 and "another process is writing this record" in said
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    refused = engine("resume", "latest", "--set", "scheduler.train_batch_size=2", cwd=tmp_path)
+    said = refused.communicate(timeout=200)[1]
+    assert refused.returncode == 2 and "scheduler.train_batch_size" in said and "was 4 when the run began" in said
+    while True:
+        again = engine("resume", "latest", "--plain", "--set", "rollout.replicas=1", cwd=tmp_path)
+        said, complained = again.communicate(timeout=300)
+        if "another process is writing" not in complained:  # the killed run's actors are on their way out
+            break
+    assert again.returncode == 0, said + complained
+    assert "resumed from step-000003" in said
+    check_record(tmp_path / "runs" / "latest")
+    assert [step for step, _ in trained_in_the_line(tmp_path / "runs" / "latest")] == list(range(STEPS))

@@ -1,0 +1,179 @@
+"""Runs whose every process ends at once and that go on from their record and their checkpoints."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InvariantViolated, RecordError
+from engine.events import ReplicaLost, RunResumed, stamp
+from engine.policies import PolicySet
+from engine.schedule.frames import Header, Rejected
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.recovery import recover
+from engine.schedule.replayer import replay
+from engine.states.limits import Limits
+from tests.core.adversary import Adversary
+from tests.core.test_laws import any_policies, limits
+
+
+def world(prompts: int = 12, slots: int = 4, replicas: int = 1, **figures: object) -> Adversary:
+    """B = 2, S = 1, a checkpoint after every second step."""
+    bounds = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "checkpoint_every": 2}
+    made = Adversary(Limits(**{**bounds, **figures}), PolicySet.from_names({}), prompts, slots)  # type: ignore[arg-type]
+    for id in range(replicas):
+        made.join(id)
+    return made
+
+
+def until_trained(made: Adversary, steps: int) -> None:
+    """Let things happen until so many steps are trained."""
+    while made.scheduler.state.steps_trained < steps:
+        assert made.act()
+
+
+@given(
+    limits=limits(), names=any_policies(), prompts=st.integers(1, 40), slots=st.integers(1, 4),
+    replicas=st.integers(1, 3), crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=4),
+)  # fmt: skip
+def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
+    limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int, crashes: list[tuple[int, int]]
+) -> None:
+    """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays."""
+    made = Adversary(limits, PolicySet.from_names(names), prompts, slots)
+    least = limits.validators().stop
+    for id in range(max(replicas, least)):
+        made.join(id)
+    for actions, replicas_then in crashes:
+        for _ in range(actions):
+            if made.driver.outcome is not None or not made.act():
+                break
+        if made.driver.outcome is not None and made.driver.outcome.outcome == "finished":
+            break
+        made.crash(max(replicas_then, least))
+    outcome = made.complete()
+    assert outcome.outcome == "finished", outcome
+    report = replay(read(made.recorder))
+    assert report.identical and report.events == made.driver.events_handled
+
+
+def test_what_the_checkpoint_does_not_hold_is_done_again_and_nothing_else() -> None:
+    made = world()
+    until_trained(made, 3)
+    before = dict(made.judge.taken)
+    assert made.trainer.saved == [2]
+    made.crash(replicas=1)
+    (event,) = [e for e in made.history if isinstance(e, RunResumed)]
+    assert event.steps == 2
+    assert event.consumed == tuple(sorted(group for group, step in before.items() if step == 2))
+    state = made.scheduler.state
+    assert state.ledger.consumed == 4 and state.steps_trained == state.steps_batched == 2
+    assert list(state.waiting) == sorted(set(range(state.ledger.drawn)) - {g for g, s in before.items() if s < 2})
+    assert made.complete().outcome == "finished"
+    assert {group: step for group, step in made.judge.taken.items() if step < 2} == {
+        group: step for group, step in before.items() if step < 2
+    }
+
+
+def test_without_a_checkpoint_it_begins_with_the_initial_weights_under_a_new_version() -> None:
+    made = world(checkpoint_every=0)
+    until_trained(made, 2)
+    published = made.scheduler.state.latest_version
+    made.crash(replicas=1)
+    assert made.scheduler.state.steps_trained == 0
+    assert made.scheduler.state.capacity == 4, "places are those of the weights there are, not of those that were"
+    assert made.complete().outcome == "finished"
+    assert made.judge.steps_in[published + 1] == 0
+
+
+def test_a_run_that_failed_goes_on_once_its_cause_is_gone() -> None:
+    made = world(infrastructure_attempts=1)
+    until_trained(made, 2)
+    while not (made.scheduler.state.training_step and made.trainer.work):
+        assert made.act()
+    while made.driver.outcome is None:
+        if made.trainer.work:
+            made.trainer.do(succeed=False)
+        made.act()
+    assert made.driver.outcome.outcome == "failed"
+    made.crash(replicas=1)
+    assert made.complete().outcome == "finished"
+
+
+def test_a_replica_that_is_not_started_again_is_not_waited_for() -> None:
+    made = world(replicas=2)
+    until_trained(made, 1)
+    made.crash(replicas=1)
+    replicas = made.scheduler.state.fleet.replicas
+    assert not replicas[1].returns
+    made.arrive_up(0)
+    made.kill(0, returns=False)
+    while made.sources() and made.driver.outcome is None:
+        made.arrive_up(made.sources()[0])
+    for _ in range(50):
+        if made.driver.outcome is None:
+            made.act()
+    assert made.driver.outcome is not None and "no replica is left" in made.driver.outcome.reason
+
+
+def test_budgets_of_groups_under_way_are_not_given_anew() -> None:
+    made = world(infrastructure_attempts=3)
+    made.draw()
+    made.arrive_up(0)
+    while not made.running():
+        made.arrive_down(0)
+    replica, group = made.running()[0]
+    replica.fail(group, "infrastructure")
+    made.arrive_up(0)
+    attempt = made.scheduler.state.groups[group].attempt
+    made.crash(replicas=1)
+    again = made.scheduler.state.groups[group]
+    assert (again.state, again.infrastructure_failures, again.attempt) == ("queued", 1, attempt)
+
+
+@pytest.mark.parametrize(
+    ("steps", "consumed", "said"),
+    [(9, (), "did not train"), (-1, (), "did not train"), (0, (0, 0), "has not"), (0, (11,), "has not"),
+     (0, (999,), "has not")],
+)  # fmt: skip
+def test_what_cannot_have_happened_is_refused(steps: int, consumed: tuple[int, ...], said: str) -> None:
+    made = world()
+    until_trained(made, 2)
+    event = RunResumed(steps=steps, replicas=1, consumed=consumed, released=())
+    stamp(event, made.driver.events_handled, made.time)
+    with pytest.raises(InvariantViolated, match=said):
+        made.scheduler.handle(event)
+
+
+def test_an_event_that_was_rejected_does_not_stand_in_the_way() -> None:
+    made = world()
+    until_trained(made, 1)
+    with pytest.raises(InvariantViolated):
+        made.driver.deliver(RunResumed(steps=99, replicas=1, consumed=(), released=()))
+    assert any(isinstance(frame, Rejected) for frame in read(made.recorder).frames())
+    made.crash(replicas=1)
+    assert made.complete().outcome == "finished"
+
+
+def test_a_record_that_this_engine_would_not_have_written_is_not_gone_on_with() -> None:
+    made = world()
+    until_trained(made, 2)
+    other = Limits(**{**made.limits.to_plain(), "max_concurrent_groups": 2})
+    forged = MemoryRecorder(Header(run="forged", limits=other.to_plain()))
+    forged.frames = made.recorder.frames
+    with pytest.raises(RecordError, match="decides otherwise"):
+        recover(read(forged))
+    recovered = recover(read(made.recorder))
+    assert recovered.events == made.driver.events_handled and recovered.at == made.time
+    assert recovered.scheduler.state_hash == made.scheduler.state_hash
+
+
+def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
+    made = world(replicas=2)
+    until_trained(made, 1)
+    made.kill(1, returns=False)
+    while not any(isinstance(event, ReplicaLost) for event in made.history):
+        made.arrive_up(1001)
+    made.crash(replicas=2)
+    assert made.scheduler.state.fleet.replicas[1].returns
+    assert made.complete().outcome == "finished"

@@ -1,0 +1,77 @@
+"""A record that goes on after its writer has died: the torn end is cut, the rest stays, one writer at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from schedule_samples import answer, event, fill, header
+
+from engine.errors import RecordError
+from engine.schedule import After, Handled, Recorder, read
+
+COUNT = 6
+
+
+def positions(directory: Path) -> list[int]:
+    return [frame.event.id for frame in read(directory).frames()]
+
+
+def go_on(directory: Path) -> int:
+    """Read to the end, then write three more events; how many were there."""
+    record = read(directory)
+    there = len(list(record.frames()))
+    recorder = Recorder(directory, After(events=there, torn=record.torn))
+    for n in range(there, there + 3):
+        recorder.write(event(n), answer(n), n)
+    recorder.close()
+    return there
+
+
+def test_a_record_goes_on_wherever_its_last_segment_was_cut(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "whole", header(), segment_bytes=200)
+    fill(recorder, COUNT)
+    recorder.close()
+    *closed, last = sorted((tmp_path / "whole").iterdir())
+    assert closed, "there are several segments"
+    data = last.read_bytes()
+    for cut in range(len(data) + 1):
+        directory = tmp_path / f"cut-{cut}"
+        directory.mkdir()
+        for segment in closed:
+            (directory / segment.name).write_bytes(segment.read_bytes())
+        (directory / last.name).write_bytes(data[:cut])
+        there = go_on(directory)
+        assert positions(directory) == list(range(there + 3))
+        assert read(directory).header == header()
+        record = read(directory)
+        frames = [frame for frame in record.frames() if isinstance(frame, Handled)]
+        assert record.torn is None and frames[-1].commands == answer(there + 2)
+        assert go_on(directory) == there + 3, "and again"
+
+
+def test_one_process_at_a_time_writes_a_record(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, header())
+    with pytest.raises(RecordError, match="another process is writing this record"):
+        Recorder(tmp_path, After(events=0))
+    recorder.close()
+    Recorder(tmp_path, After(events=0)).close()
+
+
+def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, signal; sys.path.insert(0, 'tests/schedule');"
+        "from schedule_samples import header, fill; from engine.schedule import Recorder;"
+        f"r = Recorder({str(tmp_path)!r}, header()); fill(r, 3); r.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": str(root)}, check=False)
+    assert done.returncode == -9
+    assert go_on(tmp_path) == 3
+
+
+def test_a_record_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no schedule record"):
+        Recorder(tmp_path, After(events=0))
+    with pytest.raises(RecordError, match="holds no schedule record"):
+        Recorder(tmp_path, After(events=0))
