@@ -238,6 +238,10 @@ def test_weights_that_the_object_store_cannot_hold_are_told(capsys: Capture) -> 
     config = write_config(**{**own_data(), "model": {"make": None, "path": "mine"}})
     assert cli.main(["check", config]) == 0
     assert "3 versions of the weights take 824.6 GB of object store" in capsys.readouterr().out
+    Path("held_out.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    validated = ["--set", "data.validation_path=held_out.jsonl", "--set", "validation.every=2"]
+    assert cli.main(["check", config, *validated]) == 0
+    assert "5 versions of the weights" in capsys.readouterr().out, "one being measured, and one that waits for it"
     assert cli.main(["check", config, "--set", "rollout.transport=distributed"]) == 0
     assert "object store" not in capsys.readouterr().out
 

@@ -87,19 +87,24 @@ def _numbers_in(file: Path) -> int:
     return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
+def versions_held(config: Config) -> int:
+    """Versions of the weights that may be there at once; one being validated and one that waits for it are kept."""
+    return VERSIONS_HELD + 2 * (config.validation.every > 0 and config.held_out)
+
+
 def object_store_bytes(config: Config, directory: Path | None) -> int | None:
     """What the object store should hold; None where the model's size is not known before it is loaded."""
     if config.rollout.transport != "object_store" or config.model.make is not None:
         return LEAST_STORE_BYTES
     version = None if directory is None else weights_bytes(directory)
-    return None if version is None else max(LEAST_STORE_BYTES, VERSIONS_HELD * version)
+    return None if version is None else max(LEAST_STORE_BYTES, versions_held(config) * version)
 
 
 def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
     wanted, limit = object_store_bytes(config, directory), object_store_limit()
     if wanted is not None and wanted > limit:
         yield (
-            f"note: {VERSIONS_HELD} versions of the weights take {wanted / 1e9:.1f} GB of object store, and "
+            f"note: {versions_held(config)} versions of the weights take {wanted / 1e9:.1f} GB of object store, and "
             f"{limit / 1e9:.1f} GB are to be had (30 % of memory, /dev/shm): Ray moves the rest to disk"
         )
 

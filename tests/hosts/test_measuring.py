@@ -80,7 +80,7 @@ def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> Non
     async def scene() -> None:
         on = stage(Answering())
         on.generator.let.set()
-        for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(validation=1)):
+        for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(5, validation=1)):
             on.host.carry_out(order)
         await on.settle()
         assert [(e.validation, e.attempt) for e in news(on, RowsMeasured)] == [(2, 2)]
@@ -139,8 +139,14 @@ def test_another_version_is_never_measured_in_its_place() -> None:
 
 
 def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
+    class Slow(Answering):
+        async def install(self, version: int) -> None:
+            await self.installed.wait()
+            await super().install(version)
+
     async def scene() -> None:
-        on = stage(Answering())
+        on = stage(Slow())
+        on.generator.installed = asyncio.Event()
         on.weights.store.put(1, "w")
         on.generator.let.set()
         for order in (
@@ -151,6 +157,9 @@ def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
             measure(version=1),
         ):
             on.host.carry_out(order)
+        await on.settle()
+        assert not news(on, RowsMeasured, RowsFailed)
+        on.generator.installed.set()
         await on.settle()
         assert [e.version for e in news(on, RowsMeasured)] == [1]
 
