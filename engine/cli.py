@@ -6,22 +6,20 @@ answer at once.
 """
 
 import argparse
-import os
 import re
 import shlex
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from engine import __version__
 from engine.errors import ConfigError, EngineError, RecordError
+from engine.interrupts import INTERRUPTED, Interrupts, Output, complain, notes_of, to_nowhere
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from engine.metrics.status import Status
     from engine.rundir import RunDirectory
 
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.run is _run:
             return _explain(error)
         # The reader left; what is still buffered must not be complained about at exit.
-        _to_nowhere(sys.stdout)
+        to_nowhere(sys.stdout)
         return DONE
     except KeyboardInterrupt as error:
-        _complain("; ".join(["interrupted", *_notes(error)]))
+        complain("; ".join(["interrupted", *notes_of(error)]))
         return INTERRUPTED
     except Exception as error:
         return _explain(error)
@@ -58,11 +56,11 @@ def _explain(error: Exception) -> int:
     own = _own_error(error)
     if own is not None:
         bad_input = isinstance(own, ConfigError | RecordError)
-        _complain(str(own) if bad_input else f"{type(own).__name__}: {own}")
-        for note in _notes(error):
-            _complain(note)
+        complain(str(own) if bad_input else f"{type(own).__name__}: {own}")
+        for note in notes_of(error):
+            complain(note)
         return BAD_INPUT if bad_input else FAILED
-    _complain(f"unexpected {type(error).__name__}: {error}")
+    complain(f"unexpected {type(error).__name__}: {error}")
     with suppress(OSError):
         traceback.print_exception(error, file=sys.stderr)
     return FAILED
@@ -78,22 +76,6 @@ def _own_error(error: BaseException | None) -> EngineError | None:
         cause = getattr(error, "cause", None)
         error = cause if isinstance(cause, BaseException) else error.__cause__
     return None
-
-
-def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", ()))
-
-
-def _complain(text: str) -> None:
-    with suppress(OSError):  # Nobody may be left to read it.
-        print(f"engine: {text}", file=sys.stderr, flush=True)
-
-
-def _to_nowhere(stream: TextIO) -> None:
-    """What the stream still holds, and gets, goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -217,79 +199,12 @@ def _top(arguments: argparse.Namespace) -> int:
 # -- engine run --------------------------------------------------------------------------------------------------------
 
 
-class _Output:
-    """Standard output of a run. Its reader may leave: what is said after that goes nowhere, and the run goes on."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except OSError as error:
-            _to_nowhere(self._stream)
-            _complain(f"nobody reads the output any more ({error.strerror}): the run goes on without")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _Interrupts:
-    """Requests to end, from a terminal or from outside, over the whole of a run. To be used in a `with` statement.
-
-    The first raises KeyboardInterrupt, wherever the run is. The second raises again only where a run that was told to
-    stop is waited for: anything else is being cleaned up by then, or will not hear. The third ends the process, and
-    Ray's processes end with it.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.closing = False
-        """Everything is being taken down: nothing is raised any more."""
-        self.waiting = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > 2:
-            _complain("interrupted; ended at once")
-            os._exit(INTERRUPTED)
-        if not self.closing and (self.count == 1 or self.waiting):
-            raise KeyboardInterrupt
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Whatever an interrupted run raises is the interrupt. Its process ends now, under these handlers."""
-        if not self.count:
-            for number, before in self._before.items():
-                signal.signal(number, before)
-        elif error is not None and not isinstance(error, KeyboardInterrupt):
-            interrupt = KeyboardInterrupt()
-            for note in _notes(error):
-                interrupt.add_note(note)
-            raise interrupt from error
-
-
 def _run(arguments: argparse.Namespace) -> int:
     from engine import rundir
     from engine.config.inputs import check_inputs
 
-    output = cast(TextIO, _Output(sys.stdout))
-    with redirect_stdout(output), _Interrupts() as interrupts:
+    output = cast(TextIO, Output(sys.stdout))
+    with redirect_stdout(output), Interrupts() as interrupts:
         config, lines = _read_config(arguments)
         for line in (*lines, *check_inputs(config)):
             if not line.startswith("ok:"):
@@ -308,8 +223,8 @@ def _resume(arguments: argparse.Namespace) -> int:
     from engine.config.resumed import resumed_config
     from engine.schedule import read
 
-    output = cast(TextIO, _Output(sys.stdout))
-    with redirect_stdout(output), _Interrupts() as interrupts:
+    output = cast(TextIO, Output(sys.stdout))
+    with redirect_stdout(output), Interrupts() as interrupts:
         directory = rundir.open_run(arguments.directory)
         config = resumed_config(directory.config, read(directory.schedule).header.config, arguments.set)
         return _train(config, directory, interrupts, plain=arguments.plain, resume=True)
@@ -323,7 +238,7 @@ def _run_name(config: "Config", path: str) -> str:
 
 
 def _train(
-    config: "Config", directory: "RunDirectory", interrupts: _Interrupts, *, plain: bool, resume: bool = False
+    config: "Config", directory: "RunDirectory", interrupts: Interrupts, *, plain: bool, resume: bool = False
 ) -> int:
     """Carry a run out and show it, from making its model to the table at its end."""
     from rich.console import Console
@@ -344,11 +259,11 @@ def _train(
         for line in _next_commands(directory):
             print(line)
     if interrupts.count or interrupts.waiting:
-        _complain(f"interrupted; the run is in {where}")
+        complain(f"interrupted; the run is in {where}")
         return INTERRUPTED
     if status is None or status.outcome != "finished":
         reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
-        _complain(f"the run did not finish, {reason.rstrip('.')}; what there is of it is in {where}")
+        complain(f"the run did not finish, {reason.rstrip('.')}; what there is of it is in {where}")
         return FAILED
     return DONE
 
@@ -357,7 +272,7 @@ def _watch(
     config: "Config",
     directory: "RunDirectory",
     console: "Console",
-    interrupts: _Interrupts,
+    interrupts: Interrupts,
     *,
     plain: bool,
     resume: bool,

@@ -63,12 +63,13 @@ ALLOWED: dict[str, set[str]] = {
     "rundir": BOTTOM,
     "live": {*STATES, "metrics"},
     "top": {*STATES, "metrics", "live", "rundir"},
+    "interrupts": BOTTOM,
     "metrics": STATES,
     "inspect": SCHEDULE,
     # data about all of the above, and the wiring
     "config": {*POLICIES, *WORK},
     "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
-    | {"config", "rundir", "live", "top"},
+    | {"config", "rundir", "live", "top", "interrupts"},
     "__init__": {*POLICIES},
     "__main__": {"cli"},
 }

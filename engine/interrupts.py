@@ -1,0 +1,98 @@
+"""What a run in a terminal must bear: requests to end, from anywhere and at any time, and a reader that leaves.
+
+Used by the command line alone.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self, TextIO
+
+INTERRUPTED = 130
+"""The exit code of a command that was told to end."""
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return list(getattr(error, "_notes_of__", ()))
+
+
+def complain(text: str) -> None:
+    with suppress(OSError):  # Nobody may be left to read it.
+        print(f"engine: {text}", file=sys.stderr, flush=True)
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """What the stream still holds, and gets, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class Output:
+    """Standard output of a run. Its reader may leave: what is said after that goes nowhere, and the run goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            to_nowhere(self._stream)
+            complain(f"nobody reads the output any more ({error.strerror}): the run goes on without")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Interrupts:
+    """Requests to end, from a terminal or from outside, over the whole of a run. To be used in a `with` statement.
+
+    The first raises KeyboardInterrupt, wherever the run is. The second raises again only where a run that was told to
+    stop is waited for: anything else is being cleaned up by then, or will not hear. The third ends the process, and
+    Ray's processes end with it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.closing = False
+        """Everything is being taken down: nothing is raised any more."""
+        self.waiting = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 2:
+            complain("interrupted; ended at once")
+            os._exit(INTERRUPTED)
+        if not self.closing and (self.count == 1 or self.waiting):
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever an interrupted run raises is the interrupt. Its process ends now, under these handlers."""
+        if not self.count:
+            for number, before in self._before.items():
+                signal.signal(number, before)
+        elif error is not None and not isinstance(error, KeyboardInterrupt):
+            interrupt = KeyboardInterrupt()
+            for note in notes_of(error):
+                interrupt.add_note(note)
+            raise interrupt from error
