@@ -43,11 +43,11 @@ class Past:
         return self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
 
 
-def past_of(run_dir: Path, observe: Observer) -> Past:
-    """Take up a run that ended before its time.
+def past_of(run_dir: Path, restores: bool, observe: Observer) -> Past:
+    """Take up a run that ended before its time. `restores`: whether its plan can bring a trainer to a checkpoint.
 
     Raises: `RecordError` where its record cannot be gone on with or another process writes it, `ConfigError` where the
-    run has finished or its newest checkpoint is not what was written.
+    run has finished, or its newest checkpoint is not what was written or cannot be used.
     """
     schedule = run_dir / "schedule"
     record = read(schedule)
@@ -61,6 +61,9 @@ def past_of(run_dir: Path, observe: Observer) -> Past:
         saved = list_checkpoints(run_dir / "checkpoints")
         steps, checkpoint = next(((s, path) for s, path in reversed(saved) if s <= trained), (0, None))
         if checkpoint is not None:
+            if not restores:
+                law = "is there, and this plan cannot bring a trainer to it"
+                raise ConfigError("Plan.restore_trainer", None, f"{checkpoint.name} {law}", "a function that does")
             verify_checkpoint(checkpoint)
         for later, path in saved:
             if later > steps:

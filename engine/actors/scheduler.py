@@ -100,7 +100,9 @@ class SchedulerActor:
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(contained, past_of, plan.run_dir, self._transitions)
+            self._past = await asyncio.to_thread(
+                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions
+            )
         past = self._past
         self._scheduler = (
             Scheduler(plan.limits, policies, observe=self._transitions) if past is None else past.recovered.scheduler
