@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards.overview import STALENESS_SPREAD
 from dashboards.panels import board, glance, graph, row
-from dashboards.queries import of, rate
+from dashboards.queries import mean, of, rate
 from engine.metrics import names
 
 
@@ -130,13 +130,47 @@ def training() -> Dashboard:
             {"{{figure}}": figure("~advantage.*|reward_std")},
         )
     )
-    return made.with_panel(
+    made = made.with_panel(
         graph(
             "Accuracy on held-out prompts, and in training",
             "Rises. Held out far below training: the policy fits its prompts, not the task.",
             "percentunit",
             {"held out": of(names.ACCURACY), "in training": figure("accuracy")},
             high=1.0,
+        )
+    )
+    made = made.with_row(row("Validation"))
+    made = made.with_panel(
+        graph(
+            "Validations under way",
+            "Mostly 0 or 1 running. Queued ones that pile up are cancelled by newer versions: measure less often, or on"
+            " more replicas.",
+            "short",
+            {"{{state}}": of(names.VALIDATIONS)},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Validations ended",
+            "All of them reported. Cancelled: superseded or in conflict; failed: their rows or replicas were at fault.",
+            "short",
+            {"{{state}}": of(names.VALIDATIONS_ENDED)},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "How long a validation takes, and rows a second",
+            "Well below the time between two of them.",
+            "short",
+            {"seconds": mean(names.VALIDATION_SECONDS), "rows a second": rate(names.VALIDATION_ROWS)},
+        )
+    )
+    return made.with_panel(
+        graph(
+            "Weights version measured last",
+            "Follows the version trained, at the distance that validation.every says.",
+            "short",
+            {"measured": of(names.VALIDATION_VERSION), "published": of(names.WEIGHTS_VERSION)},
         )
     )
 

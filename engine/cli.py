@@ -222,10 +222,12 @@ def _resume(arguments: argparse.Namespace) -> int:
     from engine import rundir
     from engine.config.resumed import resumed_config
     from engine.schedule import read
+    from engine.schedule.lock import RecordLock
 
     output = cast(TextIO, Output(sys.stdout))
     with redirect_stdout(output), Interrupts() as interrupts:
         directory = rundir.open_run(arguments.directory)
+        RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
         config = resumed_config(directory.config, read(directory.schedule).header.config, arguments.set)
         return _train(config, directory, interrupts, plain=arguments.plain, resume=True)
 

@@ -68,7 +68,7 @@ def until_free() -> float:
         free = float(ray.available_resources().get("GPU", 0))
         if free == GPUS:
             break
-        ray.get(ray.remote(num_cpus=1)(int).remote())
+        ray.get(ray.remote(num_cpus=1)(lambda: None).remote())
     return free
 
 

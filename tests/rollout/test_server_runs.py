@@ -1,0 +1,138 @@
+"""Whole runs through Ray whose rollouts come from servers: vLLM in processes of its own, with all its routes, with some
+of them, and with none."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from http_servers import Hiding, VllmServer, vllm_servers
+
+from engine import cli
+from engine.actors.run import launch
+from engine.config.loading import parse_config
+from engine.events import GroupAborted, GroupGenerated, WeightsInstalled
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
+from ray_plans import check_record, events_of
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.timeout(900),
+]  # three servers start
+STEPS = 4
+RIGHT, WRONG = "HOME", "PATH"
+"""Variables that hold a key. The cluster may have been started before this file, with the environment of then."""
+MOST = 60
+PAUSING = ("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/generate")
+LEARNING = ("/collective_rpc", "/update_weight_version", "/weight_info")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[VllmServer], Path]]:
+    """Two servers, and where their model is."""
+    directory = tmp_path_factory.mktemp("served")
+    with vllm_servers(directory, count=2, key=os.environ[RIGHT]) as servers:
+        yield servers, directory
+
+
+def tree(tmp_path: Path, model: Path, urls: list[str], **rollout: Any) -> dict[str, Any]:
+    """Two groups of two trajectories at a time on each server."""
+    rows = [json.dumps({"prompt": f"{number}-7="}) for number in range(100, 140)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return {
+        "run": {"dir": str(tmp_path / "runs"), "max_steps": STEPS},
+        "model": {"path": str(model)},
+        "data": {"path": str(tmp_path / "prompts.jsonl")},
+        "reward": {"function": "engine.tasks.arithmetic:reward"},
+        "scheduler": {
+            "train_batch_size": 2, "samples_per_prompt": 2, "max_staleness_steps": 2,
+            "max_concurrent_groups": 2 * len(urls), "policies": {"filter": "none"},
+        },
+        "rollout": {
+            "backend": "openai", "urls": urls, "api_key_env": RIGHT, "slots": 2, "max_tokens": MOST,
+            "weights_dir": str(tmp_path / "weights"), **rollout,
+        },
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1},
+        "metrics": {"port": 0},
+    }  # fmt: skip
+
+
+def test_a_run_over_two_servers_updates_both_under_running_groups(
+    tmp_path: Path, served: tuple[list[VllmServer], Path]
+) -> None:
+    (free, held), model = served
+    for server in (free, held):
+        server.gate.hold(5)
+    before = held.tokens_sampled()
+    config = tree(tmp_path, model, [free.url, held.url], sync_mode="keep")
+    with launch(parse_config(config), tmp_path) as run:
+        while held.tokens_sampled() < before + 10:
+            assert held.process.poll() is None
+        free.gate.open()
+        for status in run.updates():
+            if min(status.replica_versions.values(), default=0) >= 1:
+                held.gate.open()
+    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+    generated = events_of(tmp_path, GroupGenerated)
+    assert {event.replica for event in generated} == {0, 1}
+    assert any(event.replica == 1 and event.oldest_version == 0 < event.newest_version for event in generated)
+    assert {event.replica for event in events_of(tmp_path, WeightsInstalled) if event.version == 1} == {0, 1}
+    check_record(tmp_path)
+
+
+def test_a_server_that_cannot_pause_is_updated_between_requests_cut_by_disconnecting(
+    tmp_path: Path, served: tuple[list[VllmServer], Path]
+) -> None:
+    (server, _), model = served
+    with Hiding(server.url, *PAUSING) as plainer:
+        config = tree(tmp_path, model, [plainer.url], sync_mode="abort", slots=4)
+        config["scheduler"]["max_concurrent_groups"] = 4
+        with launch(parse_config(config), tmp_path) as run:
+            *_, status = run.updates()
+    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+    assert not set(plainer.asked) & set(PAUSING) and "/collective_rpc" in plainer.asked
+    generated = events_of(tmp_path, GroupGenerated)
+    aborted = {event.group for event in events_of(tmp_path, GroupAborted) if event.tokens}
+    assert aborted & {event.group for event in generated if event.oldest_version < event.newest_version}
+    check_record(tmp_path)
+
+
+def refused(tmp_path: Path, capture: pytest.CaptureFixture[str], config: dict[str, Any]) -> str:
+    """What `engine run` says of it: exit 2, on stderr, without a traceback."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert cli.main(["run", str(path), "--plain"]) == 2
+    said = capture.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_server_whose_weights_never_change_is_no_replica_of_a_run(
+    tmp_path: Path, served: tuple[list[VllmServer], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (server, _), model = served
+    with Hiding(server.url, *PAUSING, *LEARNING) as plain:
+        for mode in ("keep", "abort"):
+            said = refused(tmp_path, capsys, tree(tmp_path, model, [plain.url], sync_mode=mode))
+            assert plain.url in said and "cannot be given new weights" in said and "VLLM_SERVER_DEV_MODE=1" in said
+    said = refused(tmp_path, capsys, tree(tmp_path, model, [server.url], weights_dir=None))
+    assert "the servers must be given new weights" in said
+
+
+def test_a_key_that_is_not_the_servers_and_nobody_there_end_with_exit_2(
+    tmp_path: Path, served: tuple[list[VllmServer], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (server, _), model = served
+    for name, says in ((WRONG, "does not take this key"), ("NO_SUCH_KEY", "no such environment variable")):
+        assert says in refused(tmp_path, capsys, tree(tmp_path, model, [server.url], api_key_env=name))
+    with Hiding(server.url) as gone:
+        pass
+    config = tree(tmp_path, model, [gone.url], connect_timeout_s=0.0)
+    assert "start it first" in refused(tmp_path, capsys, config)
