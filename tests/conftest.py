@@ -5,6 +5,7 @@ there.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ from hypothesis import settings
 settings.register_profile("here", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
+
+
+# A shell that runs the tests in the background, or behind nohup, has them ignore these, and so all that they start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
