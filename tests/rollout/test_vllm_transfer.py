@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_engines
-from backends import WIDE, build, run, until_sampled
+from backends import WIDE, build, go_on, run, until_sampled
 from test_vllm_weights import LONG, assert_samples, greedy
 
 from engine.actors import transfer
@@ -77,6 +77,7 @@ async def install(engine: Any, version: int, mode: str = "abort", **options: Any
     held = holder(model_of(engine, version), engine.senders, **options)
     await engine.stage(version, held)
     await engine.pause(mode)
+    go_on(engine)
     try:
         await engine.install(version)
     finally:
