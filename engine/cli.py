@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError as error:
-        if arguments.run is _run:
+        if arguments.run in (_run, _resume):
             return _explain(error)
         # The reader left; what is still buffered must not be complained about at exit.
         to_nowhere(sys.stdout)

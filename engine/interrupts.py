@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 def notes_of(error: BaseException) -> list[str]:
-    return list(getattr(error, "_notes_of__", ()))
+    return list(getattr(error, "__notes__", ()))
 
 
 def complain(text: str) -> None:

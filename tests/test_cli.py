@@ -338,7 +338,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     def install(**options: Any) -> list[FakeHandle]:
         handles: list[FakeHandle] = []
 
-        def launch(config: Config, run_dir: Path, *, progress: Callable[[float, str], None]) -> FakeHandle:
+        def launch(
+            config: Config, run_dir: Path, *, progress: Callable[[float, str], None], resume: bool
+        ) -> FakeHandle:
+            assert not resume
             progress(0.0, "making data")
             progress(0.1, "supervised warm-up: step 1 of 10")
             progress(1.0, "model ready")
