@@ -143,7 +143,9 @@ class RunMetrics:
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
         self.steps = StepRows(self._emit)
-        transitions.steps.clear()  # of a record that was replayed: their rows are written
+        self._journal: TakesRows | None = None
+        self._validations_ended()  # of a record that was replayed: known from here on, and written already
+        transitions.steps.clear()
         self._journal = journal
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn

@@ -60,11 +60,13 @@ class WeightsAndBiases:
         import wandb
 
         self._end = wandb.teardown
+        self._step = 0
         self._run = wandb.init(
             project=options.get("project") or "step-engine",
             entity=options.get("entity"),
             name=run,
             id=run,
+            resume="allow",
             dir=str(directory),
             config=dict(config),
             mode=options.get("mode") or "offline",
@@ -72,7 +74,8 @@ class WeightsAndBiases:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
+        self._step = max(self._step, step)  # it takes no step before the newest: a validation may be of older weights
+        self._run.log(dict(figures), step=self._step)
 
     def close(self) -> None:
         self._run.finish()
@@ -172,7 +175,7 @@ class Sink:
             return
         for row in iter(self._queue.get, None):
             try:
-                client.write(int(row["step"]), figures_of(row))
+                client.write(*figures_at(row))
             except Exception:
                 self.lost += 1
                 if self.lost == 1:
@@ -217,6 +220,14 @@ def open_books(directory: Path, config: Mapping[str, Any], chosen: Mapping[str, 
         for name, options in chosen.items()
     ]
     return Books(journal, sinks)
+
+
+def figures_at(row: Row) -> tuple[int, dict[str, float]]:
+    """The step that a row belongs to, and its figures. Those of a validation are under `validation/`, at the steps in
+    the weights it measured."""
+    if "validation" in row:
+        return int(row["steps"]), figures_of({"validation": {k: v for k, v in row.items() if k != "validation"}})
+    return int(row["step"]), figures_of(row)
 
 
 def figures_of(row: Row) -> dict[str, float]:

@@ -10,8 +10,10 @@ import pytest
 from clockwork import Clockwork, clockwork
 
 from engine import events as fact
+from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.states.limits import ValidationLimits
 
 
@@ -295,3 +297,19 @@ def test_slots_that_measure_are_busy_and_the_status_says_what_is_measured() -> N
     assert "every step is trained; the run ends with its last validation" in seen
     assert "" in seen
     assert all(len(text) <= 68 for text in seen)
+
+
+def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    wanted = ValidationLimits(rows=8, every=2)
+    limits = clockwork(steps=4, validation=wanted).limits
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = clockwork(steps=4, validation=wanted, journal=path, recorder=recorder).run()
+    before = rows_of(path)
+    assert any("validation" in row for row in before)
+    transitions = Transitions()
+    recovered = recover(read(recorder), transitions)
+    metrics = RunMetrics(recovered.scheduler, transitions, Journal(path))
+    metrics.close()
+    assert rows_of(path) == before
+    assert metrics.accuracies == world.metrics.accuracies

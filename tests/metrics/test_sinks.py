@@ -14,7 +14,8 @@ from clockwork import clockwork
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.metrics.journal import Journal
-from engine.metrics.sinks import QUEUED_ROWS, Books, Sink, check_sinks, figures_of, open_books
+from engine.metrics.sinks import QUEUED_ROWS, Books, Sink, check_sinks, figures_at, figures_of, open_books
+from engine.states.limits import ValidationLimits
 
 RUN = "20260101-000000-sunk"
 CONFIG = {"run": {"seed": 3}, "trainer": {"learning_rate": 0.5, "loss": "ppo_clip"}}
@@ -24,15 +25,16 @@ def train(directory: Path, chosen: dict[str, dict[str, Any]]) -> list[dict[str, 
     """Four steps of a run that writes to the sinks; the lines of its metrics.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     books = open_books(directory, CONFIG, chosen)
-    world = clockwork(steps=4)
+    world = clockwork(steps=4, validation=ValidationLimits(rows=4))
     world.metrics._journal = books
     world.run()
     world.metrics.close()
     for sink in books.sinks:
         sink.wait(90)  # a busy machine may take longer than a run waits
     assert [sink.lost for sink in books.sinks] == [0] * len(chosen)
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = [line for line in lines if "step" in line]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and len(lines) == 6, "one validation before and one after"
     return rows
 
 
@@ -86,9 +88,10 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         elif record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             logged.append({key: json.loads(value) for key, value in items.items()})
-    assert [row["_step"] for row in logged] == [0, 1, 2, 3]
+    assert [row["_step"] for row in logged] == [0, 1, 2, 3, 4]
+    assert "validation/accuracy" in logged[0] and "validation/accuracy" in logged[4]
     for name in ("reward_mean", "loss", "seconds/training"):
-        assert [row[name] for row in logged] == pytest.approx([figures_of(row)[name] for row in rows])
+        assert [row[name] for row in logged[:4]] == pytest.approx([figures_of(row)[name] for row in rows])
 
 
 def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
@@ -167,6 +170,24 @@ def test_a_sink_that_stands_still_never_makes_the_run_wait() -> None:
 
 def test_numbers_of_a_row_by_name() -> None:
     row = {"step": 3, "loss": None, "a": {"b": {"c": 1}}, "text": "x", "list": [1], "nan": float("nan"), "yes": True}
+    assert figures_at({**row, "step": 3}) == (3, figures_of({**row, "step": 3}))
+    validation = {
+        "validation": 1,
+        "version": 5,
+        "steps": 4,
+        "outcome": "reported",
+        "accuracy": 0.5,
+        "seconds": {"running": 2.0},
+    }
+    assert figures_at(validation) == (
+        4,
+        {
+            "validation/version": 5.0,
+            "validation/steps": 4.0,
+            "validation/accuracy": 0.5,
+            "validation/seconds/running": 2.0,
+        },
+    )
     assert figures_of(row) == {"step": 3.0, "a/b/c": 1.0, "yes": 1.0}
 
 
