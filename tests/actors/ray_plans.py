@@ -25,6 +25,11 @@ from token_generator import TokenGenerator
 
 PROMPTS = 40
 
+SMALLEST = {
+    "train_prompts": 200, "validation_prompts": 8, "warmup_steps": 12, "hidden_size": 16, "layers": 1, "heads": 2,
+}  # fmt: skip
+"""Sizes of the smallest model that `model.make` can make, hardly trained: its responses are of any length."""
+
 
 class Quick(SimpleGenerator):
     """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it. `steps`: train

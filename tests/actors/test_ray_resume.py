@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ray_plans import check_record, events_of
+from ray_plans import SMALLEST, check_record, events_of
 
 from engine.actors.models import plan_of
 from engine.actors.run import start
@@ -31,12 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tree(made: Path, **changes: Any) -> dict[str, Any]:
-    arithmetic = {
-        "train_prompts": 200, "validation_prompts": 8, "warmup_steps": 12, "hidden_size": 16, "layers": 1, "heads": 2,
-    }  # fmt: skip
     return {
         "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
-        "model": {"make": "arithmetic", "arithmetic": arithmetic},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": 2},
         "rollout": {"replicas": 2, "slots": 6, "max_tokens": 60},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": EVERY, "threads": 1},

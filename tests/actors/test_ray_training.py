@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_plans import check_record, events_of
+from ray_plans import SMALLEST, check_record, events_of
 from watched_weights import watched_rollout, watched_trainer
 
 from engine.actors.models import plan_of
@@ -35,12 +35,9 @@ STEPS, BATCH, STALENESS = 8, 4, 2
 
 def tree(made: Path, **rollout: Any) -> dict[str, Any]:
     """A configuration of the smallest model there can be, hardly trained, so that its responses are of any length."""
-    arithmetic = {
-        "train_prompts": 200, "validation_prompts": 8, "warmup_steps": 12, "hidden_size": 16, "layers": 1, "heads": 2,
-    }  # fmt: skip
     return {
         "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
-        "model": {"make": "arithmetic", "arithmetic": arithmetic},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
         "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": STALENESS},
         "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
         "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
