@@ -258,7 +258,7 @@ def _train(
         raise
     if status is not None:
         console.print(summary(status, where=where, wall_s=time.monotonic() - began))
-        for line in _next_commands(directory):
+        for line in _next_commands(directory, finished=status.outcome == "finished"):
             print(line)
     if interrupts.count or interrupts.waiting:
         complain(f"interrupted; the run is in {where}")
@@ -307,11 +307,13 @@ def _watch(
     return status
 
 
-def _next_commands(directory: "RunDirectory") -> Iterator[str]:
+def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
     from engine.schedule import Handled, read
 
     place = shlex.quote(directory.shown)
     yield "next:"
+    if not finished:
+        yield f"  engine resume {place}"
     yield f"  engine replay {place}"
     frames = read(directory.schedule).frames(answers=False)
     first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]

@@ -378,7 +378,7 @@ def test_a_run_prints_lines_one_table_and_what_to_type_next(capsys: Capture, lau
     assert "making data\nmodel ready\n" in out, "not a line for every step of the warm-up"
     assert re.findall(r"^step=(\d) done=\d/4 ", out, re.MULTILINE) == ["0", "1", "2", "3"]
     assert "run finished" in out and "staleness min / mean / max" in out
-    assert f"  engine replay {where}\n" in out
+    assert f"  engine replay {where}\n" in out and "engine resume" not in out
     assert max(map(len, (line for line in out.splitlines() if not line.startswith("step=")))) <= 80
     assert handles[0].closed
     rows = [json.loads(line) for line in Path(where, "metrics.jsonl").read_text().splitlines()]
@@ -407,7 +407,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     said = capsys.readouterr()
     assert handles[0].stopped == "interrupted by the user" and handles[0].closed
     assert "interrupted; the run is in here" in said.err
-    assert "run stopped" in said.out and "engine replay here" in said.out
+    assert "run stopped" in said.out and "  engine resume here\n  engine replay here\n" in said.out
 
 
 @pytest.mark.parametrize(
