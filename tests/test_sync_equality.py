@@ -131,7 +131,7 @@ class Pieces:
             replicas=replicas,
             trainer=trainer,
             prompts=CountedPrompts(total, self.prompts.prompt),
-            limits=self.config.limits(),
+            limits=replace(self.config.limits(), validation=None),
             samples=SAMPLES,
             slots=slots,
             policies=self.config.policies().names,
