@@ -102,7 +102,7 @@ class StageWeights(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseReplica(Command):
     """Stop sampling: `keep` requests frozen, `abort` them, or `wait` for their end → `ReplicaPaused` or
-    `SyncFailed`."""
+    `SyncFailed`. `sleep` aborts them and gives back the memory that the next task of the pool needs."""
 
     tag: ClassVar[int] = 8
     replica: ReplicaId
@@ -244,11 +244,22 @@ class StopMeasuring(Command):
     incarnation: Incarnation
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterState(Command):
+    """Do the work of an added state on a generated group, whose trajectories are in the store → `StateLeft` or
+    `StateFailed`."""
+
+    tag: ClassVar[int] = 32
+    group: GroupId
+    attempt: int
+    state: str
+
+
 COMMANDS: dict[int, type[Command]] = {
     cls.tag: cls
     for cls in (
         DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
         InstallWeights, ResumeReplica, StopReplica, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
-        SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring,
+        SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
     )
 }  # fmt: skip

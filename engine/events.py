@@ -306,12 +306,38 @@ class RunResumed(Event):
     released: tuple[GroupId, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLeft(Event):
+    """The work of an added state is done on a group, and the store has what came of it."""
+
+    tag: ClassVar[int] = 32
+    group: GroupId
+    attempt: int
+    state: str
+    live: int
+    """As in `GroupGenerated`, as are the other figures."""
+    reward_mean: float
+    reward_spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFailed(Event):
+    """The work of an added state failed. `cause` names the budget it costs: `infrastructure` or `data`."""
+
+    tag: ClassVar[int] = 33
+    group: GroupId
+    attempt: int
+    state: str
+    cause: str
+    reason: str
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
-        RunResumed, RowsMeasured, RowsFailed,
+        RunResumed, RowsMeasured, RowsFailed, StateLeft, StateFailed,
     )
 }  # fmt: skip

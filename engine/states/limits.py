@@ -12,6 +12,8 @@ from engine.ids import ReplicaId
 
 SYNC_MODES = ("keep", "abort", "wait")
 CONFLICTS = ("hold", "cancel")
+TRAINER_TASKS = ("old_logprobs", "ref_logprobs", "train")
+TASKS = ("rollout", "reward", *TRAINER_TASKS, "validation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,30 @@ class ValidationLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Hardware that tasks share: they take turns on it (DESIGN 3)."""
+
+    tasks: tuple[str, ...]
+    """Of `TASKS`."""
+    replicas: tuple[ReplicaId, ...] = ()
+    """The rollout replicas that stand here; none without the task `rollout`."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether replicas and the trainer take turns here: then replicas sleep while it trains."""
+        return "rollout" in self.tasks and any(task in self.tasks for task in TRAINER_TASKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedState:
+    """A state of the user's own between generated and batched (`policies.add_state`)."""
+
+    name: str
+    concurrency: int
+    """Groups worked on at once in this state; the others wait in it, first come first served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds and budgets of one run; B, S, K and k of the laws are its first four fields."""
 
@@ -80,6 +106,16 @@ class Limits:
     """Save a checkpoint after every so many train steps and after the last; 0: never."""
     validation: ValidationLimits | None = None
     """What is measured on held-out rows; None: nothing."""
+    pools: tuple[Pool, ...] = ()
+    """Which tasks share hardware; empty: the replicas have theirs, everything of the trainer shares one."""
+    train_after_sync: bool = False
+    """A step is trained only once every replica has the newest weights."""
+    async_ratio: float | None = None
+    """Groups that may be held beyond one batch, in batches: a fraction of S, or None for S itself."""
+    over_sample: float = 0.0
+    """Groups started beyond what the bound needs, in batches; those not wanted once a batch is full are dropped."""
+    added_states: tuple[AddedState, ...] = ()
+    """What a group passes through between its last token and `generated`, in order."""
 
     def validators(self) -> range:
         """Replicas that are there for validations alone."""
@@ -151,7 +187,12 @@ class Limits:
         if validation is not None:
             _require_known(ValidationLimits, validation, "limits.validation")
             validation = ValidationLimits(**validation)
-        return cls(**{**plain, "scoring_tasks": tuple(plain.get("scoring_tasks", ())), "validation": validation})
+        pools = tuple(
+            Pool(tasks=tuple(pool["tasks"]), replicas=tuple(pool["replicas"])) for pool in plain.get("pools", ())
+        )
+        added = tuple(AddedState(**state) for state in plain.get("added_states", ()))
+        tasks = tuple(plain.get("scoring_tasks", ()))
+        return cls(**{**plain, "scoring_tasks": tasks, "validation": validation, "pools": pools, "added_states": added})
 
 
 def _require_known(cls: type, plain: Mapping[str, Any], field: str) -> None:
