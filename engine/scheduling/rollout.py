@@ -286,7 +286,8 @@ class RolloutScheduling:
             return
         want = room + limits.train_batch_size - waiting
         if limits.max_steps is not None:
-            want = min(want, limits.max_steps * limits.train_batch_size - state.held - waiting)
+            most = limits.max_steps * limits.train_batch_size + state.surplus_left
+            want = min(want, most - state.held - waiting)
         if want > 0:
             state.asked = want
             self.orders.add(DrawPrompts(count=want, cause=self.orders.cause))

@@ -25,11 +25,14 @@ from engine.scheduling.orders import Orders, ask, refuse
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.group import Group
 from engine.states.invariants import check_batch, check_room, require
-from engine.states.state import State
+from engine.states.machine import Phase
+from engine.states.state import PHASES, State
 from engine.states.step import Step
 from engine.states.version import WeightsVersion
 from engine.states.view import View, view_group
 
+UNTAKEN = (Phase.RUNNING, Phase.PARKED, Phase.READY)
+"""Phases of started groups that no step has taken."""
 TIMER_SLACK_S = 0.001
 """A timer this much early is in time: clocks and sums of floats are no more exact than that."""
 
@@ -85,11 +88,23 @@ class TrainingScheduling:
             self.orders.add(CancelTimer(timer=step.timer, cause=self.orders.cause))
             step.timer = None
         state.fire_step(step, "form")
+        if state.deadlines.surplus:
+            self._drop_surplus(step)
         state.steps_batched += 1
         state.steps[state.steps_batched] = Step(state.steps_batched)
         check_room(state)
         step.attempt = 1
         self._score_or_train(step)
+
+    def _drop_surplus(self, step: Step) -> None:
+        """Groups that this was the last step for: with over-sampling as many may be left as were started beyond the
+        bound. Unready ones go first, those that started last before the others."""
+        state = self.state
+        if not state.deadlines.due(step.id):
+            return
+        left = [g for g in state.groups.values() if g.deadline <= step.id and PHASES[g.state] in UNTAKEN]
+        for group in sorted(left, key=lambda g: (g.state == "generated", -g.id)):
+            self.rollout.drop(group)
 
     def _require_legal(self, chosen: tuple[GroupId, ...], size: int) -> None:
         state = self.state
@@ -114,7 +129,7 @@ class TrainingScheduling:
         needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
         if not needs:
             return []
-        unready = [g for g in state.groups.values() if g.state in ("generating", "resumed", "aborted")]
+        unready = [g for g in state.groups.values() if PHASES[g.state] in (Phase.RUNNING, Phase.PARKED)]
         chosen: dict[GroupId, Group] = {}
         for deadline, missing in needs:
             due = (g for g in unready if g.deadline <= deadline and g.id not in chosen)

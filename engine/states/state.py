@@ -35,6 +35,7 @@ class State:
 
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
+        self._ahead = limits.ahead
         self.groups: dict[GroupId, Group] = {}
         """Live groups: those that no step has trained on and that were not released."""
         self.waiting: deque[GroupId] = deque()
@@ -51,7 +52,7 @@ class State:
         """Train steps in each version ever published."""
         self.latest_version: Version = 0
         self.ledger = Ledger()
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(limits.surplus)
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
@@ -133,7 +134,7 @@ class State:
         self.waiting = deque(self.groups)
         self.ready = {}
         self.parked = {}
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         self.steps = {steps: Step(steps)}
         self.steps_batched = self.steps_trained = steps
@@ -206,11 +207,18 @@ class State:
 
     def places(self, version: Version) -> int:
         """How many places there are for groups admitted on `version`; never more than the run needs."""
-        limits = self.limits
-        places = (limits.max_staleness_steps + 1 + self.steps_in[version]) * limits.train_batch_size
+        limits, steps = self.limits, self.steps_in[version]
+        places = self._ahead + steps * limits.train_batch_size
         if limits.max_steps is not None:
             places = min(places, limits.max_steps * limits.train_batch_size)
+        if self.deadlines.surplus and steps + limits.max_staleness_steps >= self.steps_batched:
+            places += self.surplus_left
         return places
+
+    @property
+    def surplus_left(self) -> int:
+        """X while a step is to come, and 0 after the last."""
+        return 0 if self.steps_batched == self.limits.max_steps else self.deadlines.surplus
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""
