@@ -20,8 +20,8 @@ from engine.events import (
 )
 from engine.ids import GroupId
 from engine.policies.deadline import DECISIONS
-from engine.policies.registry import PolicySet
-from engine.scheduling.orders import Orders, ask, refuse
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.group import Group
 from engine.states.invariants import check_batch, check_room, require
@@ -41,10 +41,10 @@ class TrainingScheduling:
     """One step at a time: the next batch is formed when the step before it is finished."""
 
     def __init__(
-        self, state: State, policies: PolicySet, orders: Orders, view: View, rollout: RolloutScheduling
+        self, state: State, decisions: Decisions, orders: Orders, view: View, rollout: RolloutScheduling
     ) -> None:
         self.state = state
-        self.policies = policies
+        self.decisions = decisions
         self.orders = orders
         self.view = view
         self.rollout = rollout
@@ -67,17 +67,14 @@ class TrainingScheduling:
         closing = state.no_more_prompts and not state.ledger.running and not state.ledger.parked
         if ready >= full or (ready and (closing or step.short)):
             size = min(ready, full)
-            chosen = ask(self.policies, "batching", lambda: self._select(size), (tuple, type(None)))
+            chosen = self.decisions.ask(
+                "batching", (size,), (tuple, type(None)), lambda chosen: self._unlawful(chosen, size)
+            )
             if chosen is not None:
-                self._form(step, chosen, size)
+                self._form(step, chosen)
 
-    def _select(self, size: int) -> tuple[GroupId, ...] | None:
-        chosen = self.policies.batching.select(self.view, size)
-        return None if chosen is None else tuple(chosen)
-
-    def _form(self, step: Step, chosen: tuple[GroupId, ...], size: int) -> None:
+    def _form(self, step: Step, chosen: tuple[GroupId, ...]) -> None:
         state = self.state
-        self._require_legal(chosen, size)
         groups = [state.groups[id] for id in chosen]
         staleness = tuple(state.staleness(group, step.id) for group in groups)
         check_batch(state, step.id, staleness, chosen)
@@ -106,19 +103,18 @@ class TrainingScheduling:
         for group in sorted(left, key=lambda g: (g.state == "generated", -g.id)):
             self.rollout.drop(group)
 
-    def _require_legal(self, chosen: tuple[GroupId, ...], size: int) -> None:
+    def _unlawful(self, chosen: tuple[GroupId, ...] | None, size: int) -> str:
+        """The law that a batch breaks; empty where it breaks none."""
         state = self.state
+        if chosen is None:
+            return ""
         if len(chosen) != size or len(set(chosen)) != size or any(id not in state.ready for id in chosen):
-            raise refuse(self.policies, "batching", chosen[:8], f"it must be {size} different ready groups")
+            return f"it must be {size} different ready groups"
         for deadline, must, _ in self.view.requirements():
             taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
             if taken < must:
-                raise refuse(
-                    self.policies,
-                    "batching",
-                    chosen[:8],
-                    f"step {state.steps_batched} must take {must} groups due by step {deadline}",
-                )
+                return f"step {state.steps_batched} must take {must} groups due by step {deadline}"
+        return ""
 
     # stragglers
 
@@ -140,7 +136,7 @@ class TrainingScheduling:
         """Set the deadline policy's timer as soon as only stragglers keep the next batch from forming."""
         state = self.state
         step = state.steps.get(state.steps_batched)
-        if not self.policies.deadline.acts or step is None or step.state != "collecting":
+        if not self.decisions.policies.deadline.acts or step is None or step.state != "collecting":
             return
         if step.timer is not None or step.acts >= state.limits.max_drops:
             return
@@ -176,9 +172,8 @@ class TrainingScheduling:
             self._set_timer(step, patience - (state.now - min(group.started_at for group in stragglers)))
             return
         snapshots = tuple(view_group(group) for group in late)
-        decision = ask(self.policies, "deadline", lambda: self.policies.deadline.decide(self.view, snapshots), (str,))
-        if decision not in DECISIONS:
-            raise refuse(self.policies, "deadline", decision, f"it must be one of {', '.join(DECISIONS)}")
+        law = f"it must be one of {', '.join(DECISIONS)}"
+        decision = self.decisions.ask("deadline", (snapshots,), (str,), lambda said: "" if said in DECISIONS else law)
         if decision == "wait":
             self._set_timer(step, patience)
             return
@@ -274,6 +269,7 @@ class TrainingScheduling:
             return
         state = self.state
         state.fire_step(step, "trained")
+        state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
         for id in step.groups:
             state.fire_group(state.groups[id], "consume")
             self.orders.discard(id)

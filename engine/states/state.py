@@ -27,6 +27,9 @@ from engine.states.version import VERSION, WeightsVersion
 Observer = Callable[[str, Any, str, str], None]
 """Called as (machine, record, source state, trigger) after every change of state."""
 
+Key = tuple[float, ...]
+"""Numbers by which parked groups are ordered: the smallest resumes first."""
+
 PHASES = GROUP.phases or {}
 
 
@@ -41,9 +44,9 @@ class State:
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
-        self.parked: dict[Version, list[tuple[int, GroupId]]] = {}
-        """Heaps of (deadline, group) by the version they resume from; entries of groups no longer parked are
-        skipped."""
+        self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
+        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
+        groups no longer parked are skipped."""
         self.steps: dict[StepId, Step] = {0: Step(0)}
         """The step being trained, if any, and the one that comes next."""
         self.fleet = Fleet()
@@ -74,6 +77,13 @@ class State:
         """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
         self.now = 0.0
+        self.step_reward: float | None = None
+        """Mean reward of the groups of the last step trained."""
+        self.policy_errors = 0
+        """Decisions of built-in policies in place of one that raised or broke a law."""
+        self.last_policy_error = ""
+        self.policy_books = 0
+        """What policies remember adds to the state hash; 0 where none remembers anything."""
         self._group_machine = SharedMachine(GROUP, observe)
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
@@ -97,8 +107,8 @@ class State:
             self.waiting.append(id)
         self.ledger.draw(count)
 
-    def fire_group(self, group: Group, trigger: str) -> None:
-        """The only way a group changes state."""
+    def fire_group(self, group: Group, trigger: str, key: Key = ()) -> None:
+        """The only way a group changes state. `key` orders it among those parked, where it is."""
         source = PHASES[group.state]
         self._group_machine.fire(group, trigger)
         target = PHASES[group.state]
@@ -115,7 +125,7 @@ class State:
             self.next_ready += 1
             self.deadlines.ready(group.deadline)
         elif target is Phase.PARKED:
-            heappush(self.parked.setdefault(group.resumes_from, []), (group.deadline, group.id))
+            heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
         elif target is Phase.RELEASED and source is not Phase.WAITING:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
@@ -159,8 +169,8 @@ class State:
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
-        """The parked group with the earliest deadline that may resume on a replica at version `newest`."""
-        best: tuple[int, GroupId] | None = None
+        """The parked group with the smallest key that may resume on a replica at version `newest`."""
+        best: tuple[Key, GroupId] | None = None
         for version in sorted(self.parked):
             heap = self.parked[version]
             while heap and not self._is_parked(heap[0][1], version):
@@ -266,12 +276,12 @@ class State:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
             self._others = self._digest_others()
-        return (self._sum + self._frame_digest(self._others)) & MASK
+        return (self._sum + self._frame_digest(self._others) + self.policy_books) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        return (groups + self._frame_digest(self._digest_others())) & MASK
+        return (groups + self._frame_digest(self._digest_others()) + self.policy_books) & MASK
 
     def _frame_digest(self, others: int) -> int:
         return others + digest(
