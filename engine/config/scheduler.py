@@ -71,6 +71,12 @@ class SchedulerSection(Section):
     data_attempts: int = Field(
         2, ge=1, le=1000, description="Attempts a group has against its own data or reward failing."
     )
+    states: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        max_length=100,
+        description="Added states that groups pass through before a step may take them, in order.",
+    )
     policies: PoliciesSection = Field(default_factory=PoliciesSection, description="Who decides.")
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from engine.config.sinks import SinksSection
 from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
-from engine.policies import PolicySet
+from engine.policies import PolicySet, added_states
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
@@ -45,6 +45,15 @@ class RunSection(Section):
     )
     epochs: int | None = Field(
         1, ge=1, le=1_000_000, description="Passes over the data; null: as many as max_steps takes."
+    )
+    extensions: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        max_length=100,
+        description="Modules of policies and states of your own, on the path or beside the config.",
+    )
+    extensions_dir: str | None = Field(
+        None, min_length=1, description="Where else these modules are looked for; null: the config's directory."
     )
 
     @model_validator(mode="after")
@@ -220,6 +229,7 @@ class Config(Section):
             max_drops=s.max_drops,
             async_ratio=s.async_ratio,
             over_sample=s.over_sample,
+            added_states=added_states(s.states),
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
