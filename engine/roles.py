@@ -94,6 +94,19 @@ class Fallible(Protocol):
         well."""
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """A generator (or a backend) that can give its memory back while others use its hardware. One that cannot is
+    paused all the same."""
+
+    async def sleep(self) -> None:
+        """Give back what generating needs. Called only when paused with nothing running; staging goes on. On error it
+        is as awake as before."""
+
+    async def wake(self) -> None:
+        """Take it again, with the weights it had; still paused. On error it sleeps on, and may be woken again."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """The groups of one train step, in the order the scheduler chose, with each group's staleness in train steps."""
