@@ -17,6 +17,7 @@ from engine.actors.senders import Wire
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport
 from engine.config import Config, check_backend
 from engine.config.inputs import model_directory, object_store_bytes
+from engine.config.pools import threads_of_scorers
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.prompts import CountedPrompts, Prompts
@@ -85,6 +86,8 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
+        scorer_threads=threads_of_scorers(config, limits.scorers()),
+        pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
         object_store_bytes=object_store_bytes(config, model_directory(config)),
         rollout_gpus=gpus_of(config.rollout),
         rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",

@@ -100,6 +100,8 @@ class Plan:
     trainer_gpus: float = 0.0
     scorer_gpus: float = 0.0
     """Of each."""
+    pool_shares: Sequence[float] = ()
+    """Of the cluster's GPUs, for each of `limits.pools`; empty: every actor has as much as any other."""
 
     def __post_init__(self) -> None:
         validation, given = self.limits.validation, len(self.held_out)

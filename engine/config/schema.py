@@ -6,6 +6,7 @@ no file: `loading.py` does.
 """
 
 import dataclasses
+from math import floor
 from typing import Literal, Self
 
 import yaml
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
 from engine.config.deterministic import settled
+from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
 from engine.config.rollout import RolloutSection
 from engine.config.section import Section
 from engine.config.sinks import SinksSection
@@ -168,9 +170,20 @@ class SchedulerSection(Section):
     max_staleness_steps: int = Field(
         1, ge=0, le=10_000, description="S: train steps a group's oldest token may lag, at most."
     )
-    max_concurrent_groups: int = Field(0, ge=0, description="K: groups running at once, from B to B·(S+1); 0: B·(S+1).")
+    max_concurrent_groups: int = Field(
+        0, ge=0, description="K: groups running at once, at least B; 0: all that may be held, B·(S+1) at first."
+    )
     sync_every: int = Field(
         1, ge=1, le=10_000, description="k: publish weights after every k-th train step; at most S+1."
+    )
+    train_after_sync: bool = Field(
+        False, description="Train a step only once every replica has the newest weights, as one step off does."
+    )
+    async_ratio: float | None = Field(
+        None, ge=0, le=10_000, description="Groups held beyond one batch, in batches, from k-1 to S; null: S of them."
+    )
+    over_sample: float = Field(
+        0.0, ge=0, le=100, description="Groups started beyond what a step needs, in batches; what is over is dropped."
     )
     deadline_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
@@ -189,7 +202,9 @@ class SchedulerSection(Section):
         batch, stale = self.train_batch_size, self.max_staleness_steps
         # The object is still being made: a 0 stands for a figure that follows from others, which is what is kept.
         object.__setattr__(self, "policy_mini_batch_size", self.policy_mini_batch_size or batch)
-        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or batch * (stale + 1))
+        ahead = batch * (stale + 1) if self.async_ratio is None else floor((1 + self.async_ratio) * batch)
+        most = ahead + floor(self.over_sample * batch)
+        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or most)
         if batch % self.policy_mini_batch_size:
             mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
             raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{_divisor(batch, mini)} would hold")
@@ -229,6 +244,9 @@ class Config(Section):
         default_factory=SchedulerSection, description="Batches, concurrency, staleness."
     )
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="The rollout engines.")
+    pools: list[PoolSection] = Field(
+        default_factory=list, max_length=64, description="Which tasks share hardware; none: replicas, and the trainer."
+    )
     trainer: TrainerSection = Field(default_factory=TrainerSection, description="The train step.")
     validation: ValidationSection = Field(
         default_factory=ValidationSection, description="Measuring on held-out prompts."
@@ -241,6 +259,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         for name, section in settled(self).items():
+            object.__setattr__(self, name, section)
+        check_pools(self)
+        for name, section in settled_by_pools(self).items():
             object.__setattr__(self, name, section)
         self.limits()
         self.trainer_settings()
@@ -261,6 +282,7 @@ class Config(Section):
     def limits(self) -> Limits:
         """The figures the scheduler is bound by. Raises: ConfigError where they break a law of DESIGN 4."""
         s, r = self.scheduler, self.rollout
+        rewards = rewarding(self)
         return Limits(
             train_batch_size=s.train_batch_size,
             max_staleness_steps=s.max_staleness_steps,
@@ -275,6 +297,11 @@ class Config(Section):
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
             validation=validation_limits(self.validation, s.samples_per_prompt, r.replicas) if self.held_out else None,
+            pools=limit_pools(self),
+            train_after_sync=s.train_after_sync,
+            async_ratio=s.async_ratio,
+            over_sample=s.over_sample,
+            added_states=() if rewards is None else (rewards,),
         )
 
     @property

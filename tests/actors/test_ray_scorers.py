@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from ray_plans import SMALLEST, Counter, check_record, events_of, plan
+from token_generator import TokenGenerator
 
 from engine.actors.models import plan_of
-from engine.actors.plan import Plan, Restore
+from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.run import start
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
@@ -111,7 +112,9 @@ def test_a_scorer_that_dies_too_often_fails_the_run_by_name(tmp_path: Path) -> N
 
 
 def test_a_run_that_goes_on_scores_under_what_was_restored(tmp_path: Path) -> None:
+    generator = partial(TokenGenerator, length=2, free=True)
     planned = scored_apart(tmp_path, limits=replace(LIMITS, max_steps=8))
+    planned = replace(planned, make_rollout=lambda replica: Rollout(generator=generator()))
     with start(planned) as run:
         for status in run.updates():
             if status.step >= 4:
