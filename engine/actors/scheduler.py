@@ -26,6 +26,7 @@ from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
+from engine.config import load_extensions_of
 from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, StopRequested
@@ -97,6 +98,7 @@ class SchedulerActor:
         plan, loop = self._plan, asyncio.get_running_loop()
         prepare_process("scheduler", plan.run_dir)
         prompts = await asyncio.to_thread(contained, plan.make_prompts)
+        await asyncio.to_thread(contained, load_extensions_of, plan.config)
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         if plan.resume and plan.run_dir is not None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from engine.errors import InvariantViolated
 from engine.states.digest import MASK
+from engine.states.group import PHASES
 from engine.states.machine import Phase
-from engine.states.state import PHASES, State
+from engine.states.state import State
 
 
 def require(holds: bool, law: str, **figures: Any) -> None:
@@ -34,15 +35,15 @@ def check_event(state: State) -> None:
 
 
 def check_room(state: State) -> None:
-    """The invariant that makes the staleness bound hard: U(d) ≤ (d − t + 1)·B for every deadline d ≥ t, and none
+    """The invariant that makes the staleness bound hard: U(d) ≤ (d − t + 1)·B + X for every deadline d ≥ t, and none
     below t."""
-    step, batch = state.steps_batched, state.limits.train_batch_size
+    step, batch, surplus = state.steps_batched, state.limits.train_batch_size, state.deadlines.surplus
     for deadline, started, _ready in state.deadlines.cumulative():
         require(deadline >= step, "law 4: a group is left behind its deadline", deadline=deadline, step=step)
         require(
-            started <= (deadline - step + 1) * batch,
+            started <= (deadline - step + 1) * batch + surplus,
             "law 4: more groups are due by a step than the steps until then can take",
-            deadline=deadline, step=step, started=started, batch=batch,
+            deadline=deadline, step=step, started=started, batch=batch, surplus=surplus,
         )  # fmt: skip
 
 
@@ -104,8 +105,21 @@ def check_all(state: State) -> None:
     require(parked >= aborted, "law 7: a parked group is forgotten")
     require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
+    check_stages(state)
     check_validations(state)
     require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")
+
+
+def check_stages(state: State) -> None:
+    """Every group in an added state waits there or is worked on, once, and no more are worked on than may be."""
+    stages = state.stages
+    for name, stage in stages.by_name.items():
+        there = {group.id for group in state.groups.values() if group.state == name}
+        require(not stage.waiting.keys() & stage.working.keys(), "law 1: a group is in a state twice", state=name)
+        require(there == {*stage.waiting, *stage.working}, "law 1: a group is lost in an added state", state=name)
+        require(len(stage.working) <= stage.concurrency, "law 2: a state works on more than it may", state=name)
+    require(stages.out == sum(len(s.working) for s in stages.by_name.values()), "law 2: added states are miscounted")
+    require(stages.waiting == sum(len(s.waiting) for s in stages.by_name.values()), "law 7: a group waits unseen")
 
 
 def check_validations(state: State) -> None:

@@ -15,11 +15,12 @@ from engine.events import NO_VERSION
 from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
-from engine.states.group import GROUP, Group
+from engine.states.group import PHASES, Group, group_table
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.machine import Phase, SharedMachine
 from engine.states.replica import REPLICA, Replica
+from engine.states.stages import Stages
 from engine.states.step import STEP, Step
 from engine.states.validation import VALIDATION, Validation, Validations
 from engine.states.version import VERSION, WeightsVersion
@@ -27,7 +28,8 @@ from engine.states.version import VERSION, WeightsVersion
 Observer = Callable[[str, Any, str, str], None]
 """Called as (machine, record, source state, trigger) after every change of state."""
 
-PHASES = GROUP.phases or {}
+Key = tuple[float, ...]
+"""Numbers by which parked groups are ordered: the smallest resumes first."""
 
 
 class State:
@@ -35,23 +37,25 @@ class State:
 
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
+        self._ahead = limits.ahead
         self.groups: dict[GroupId, Group] = {}
         """Live groups: those that no step has trained on and that were not released."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
-        self.parked: dict[Version, list[tuple[int, GroupId]]] = {}
-        """Heaps of (deadline, group) by the version they resume from; entries of groups no longer parked are
-        skipped."""
+        self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
+        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
+        groups no longer parked are skipped."""
         self.steps: dict[StepId, Step] = {0: Step(0)}
         """The step being trained, if any, and the one that comes next."""
+        self.stages = Stages(limits.added_states)
         self.fleet = Fleet()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
         self.latest_version: Version = 0
         self.ledger = Ledger()
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(limits.surplus)
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
@@ -73,7 +77,14 @@ class State:
         """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
         self.now = 0.0
-        self._group_machine = SharedMachine(GROUP, observe)
+        self.step_reward: float | None = None
+        """Mean reward of the groups of the last step trained."""
+        self.policy_errors = 0
+        """Decisions of built-in policies in place of one that raised or broke a law."""
+        self.last_policy_error = ""
+        self.policy_books = 0
+        """What policies remember adds to the state hash; 0 where none remembers anything."""
+        self._group_machine = SharedMachine(group_table(tuple(self.stages.by_name)), observe)
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
@@ -96,15 +107,19 @@ class State:
             self.waiting.append(id)
         self.ledger.draw(count)
 
-    def fire_group(self, group: Group, trigger: str) -> None:
-        """The only way a group changes state."""
-        source = PHASES[group.state]
+    def fire_group(self, group: Group, trigger: str, key: Key = ()) -> None:
+        """The only way a group changes state. `key` orders it among those parked, where it is."""
+        before = group.state
+        source = PHASES[before]
         self._group_machine.fire(group, trigger)
         target = PHASES[group.state]
         self._touched.append(group)
         self.ledger.move(source, target)
         if source is Phase.PARKED:
-            self._forget_parked(group)
+            if before == "aborted":
+                self._forget_parked(group)
+            else:
+                self.stages.leave(before, group.id)
         if source is Phase.READY:
             del self.ready[group.id]
             self.deadlines.leave(group.deadline, ready=True)
@@ -113,8 +128,10 @@ class State:
             group.ready_number = self.next_ready
             self.next_ready += 1
             self.deadlines.ready(group.deadline)
+        elif target is Phase.PARKED and group.state != "aborted":
+            self.stages.enter(group.state, group.id)
         elif target is Phase.PARKED:
-            heappush(self.parked.setdefault(group.resumes_from, []), (group.deadline, group.id))
+            heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
         elif target is Phase.RELEASED and source is not Phase.WAITING:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
@@ -133,7 +150,8 @@ class State:
         self.waiting = deque(self.groups)
         self.ready = {}
         self.parked = {}
-        self.deadlines = Deadlines()
+        self.stages.clear()
+        self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         self.steps = {steps: Step(steps)}
         self.steps_batched = self.steps_trained = steps
@@ -158,8 +176,8 @@ class State:
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
-        """The parked group with the earliest deadline that may resume on a replica at version `newest`."""
-        best: tuple[int, GroupId] | None = None
+        """The parked group with the smallest key that may resume on a replica at version `newest`."""
+        best: tuple[Key, GroupId] | None = None
         for version in sorted(self.parked):
             heap = self.parked[version]
             while heap and not self._is_parked(heap[0][1], version):
@@ -206,11 +224,18 @@ class State:
 
     def places(self, version: Version) -> int:
         """How many places there are for groups admitted on `version`; never more than the run needs."""
-        limits = self.limits
-        places = (limits.max_staleness_steps + 1 + self.steps_in[version]) * limits.train_batch_size
+        limits, steps = self.limits, self.steps_in[version]
+        places = self._ahead + steps * limits.train_batch_size
         if limits.max_steps is not None:
             places = min(places, limits.max_steps * limits.train_batch_size)
+        if self.deadlines.surplus and steps + limits.max_staleness_steps >= self.steps_batched:
+            places += self.surplus_left
         return places
+
+    @property
+    def surplus_left(self) -> int:
+        """X while a step is to come, and 0 after the last."""
+        return 0 if self.steps_batched == self.limits.max_steps else self.deadlines.surplus
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""
@@ -258,12 +283,12 @@ class State:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
             self._others = self._digest_others()
-        return (self._sum + self._frame_digest(self._others)) & MASK
+        return (self._sum + self._frame_digest(self._others) + self.policy_books) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        return (groups + self._frame_digest(self._digest_others())) & MASK
+        return (groups + self._frame_digest(self._digest_others()) + self.policy_books) & MASK
 
     def _frame_digest(self, others: int) -> int:
         return others + digest(

@@ -1,5 +1,7 @@
 """Every law after every event, whatever happens in whatever order; progress from every state; replay identical."""
 
+from math import floor
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -9,6 +11,7 @@ from engine.schedule.reader import read
 from engine.schedule.replayer import replay
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, ValidationLimits
 from tests.core.adversary import Adversary
+from tests.core.judging_states import CHECKING, JUDGING
 
 ANY = st.integers(min_value=0, max_value=10_000)
 
@@ -18,11 +21,18 @@ def limits(draw: st.DrawFn) -> Limits:
     """Any figures the laws allow, small."""
     batch = draw(st.integers(1, 4))
     staleness = draw(st.integers(0, 3))
+    sync_every = draw(st.integers(1, staleness + 1))
+    ratio = draw(st.none() | st.floats(sync_every - 1, staleness))
+    over_sample = draw(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.5]))
+    ahead = staleness + 1 if ratio is None else 1 + ratio
+    most = floor(ahead * batch + 1e-9) + floor(over_sample * batch)
     return Limits(
         train_batch_size=batch,
         max_staleness_steps=staleness,
-        max_concurrent_groups=draw(st.integers(batch, batch * (staleness + 1))),
-        sync_every=draw(st.integers(1, staleness + 1)),
+        max_concurrent_groups=draw(st.integers(batch, most)),
+        sync_every=sync_every,
+        async_ratio=ratio,
+        over_sample=over_sample,
         max_steps=draw(st.none() | st.integers(1, 6)),
         sync_mode=draw(st.sampled_from(SYNC_MODES)),
         scoring_tasks=draw(st.sampled_from([(), ("old_logprobs",), ("ref_logprobs", "old_logprobs")])),
@@ -31,6 +41,7 @@ def limits(draw: st.DrawFn) -> Limits:
         data_attempts=draw(st.integers(1, 2)),
         checkpoint_every=draw(st.integers(0, 2)),
         validation=draw(st.none() | validations()),
+        added_states=draw(st.sampled_from([(), (), (JUDGING,), (JUDGING, CHECKING)])),
     )
 
 
@@ -124,6 +135,11 @@ class AnyOrder(RuleBasedStateMachine):
         measuring = self.world.measuring()
         replica, chunk = measuring[choice % len(measuring)]
         replica.measure(chunk, succeed)
+
+    @rule(choice=ANY, cause=st.sampled_from(["", "", "", "infrastructure", "data"]))
+    @precondition(lambda self: self.world.judged)
+    def leave(self, choice: int, cause: str) -> None:
+        self.world.leave(choice, cause)
 
     @rule(succeed=st.sampled_from([True, True, True, False]))
     @precondition(lambda self: self.world.trainer.work)
