@@ -1,0 +1,81 @@
+"""Short real runs of every preset in `configs/`, through Ray, whose records are what their modes are defined to be."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from engine.actors.run import launch
+from engine.config import Config, load_config
+from tests.actors.ray_plans import SMALLEST, check_record
+from tests.modes import definitions
+from tests.modes.course import Course, course_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+BATCH = 4
+
+SMALL = [
+    *(f"model.arithmetic.{name}={value}" for name, value in SMALLEST.items()),
+    "run.seed=3",
+    "run.max_steps=6",
+    f"scheduler.train_batch_size={BATCH}",
+    "scheduler.samples_per_prompt=2",
+    "rollout.max_tokens=150",
+    "rollout.slots=2",
+    "trainer.learning_rate=1e-3",
+    "trainer.checkpoint_every=0",
+    "validation.at_start=false",
+    "validation.every=0",
+    "validation.prompts=4",
+]
+"""What makes any preset quick: the smallest model and batches of four. Validation holds no replica on the way."""
+
+
+def variants(preset: str) -> dict[str, list[str]]:
+    """Overrides that a preset's comment lists, by the words before them: `#   NAME: --set a.b=c --set ...`."""
+    text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
+    found = re.findall(r"^#\s+([a-z][a-z -]*): +(--set .*)$", text, re.MULTILINE)
+    return {name: [word for word in shlex.split(sets) if word != "--set"] for name, sets in found}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("presets")
+
+
+def configured(preset: str, made: Path, *overrides: str) -> Config:
+    return load_config(CONFIGS / f"{preset}.yaml", [*SMALL, f"run.dir={made}", *overrides])
+
+
+def run(preset: str, made: Path, *overrides: str) -> tuple[Course, Path]:
+    """The course of a short run to its end, checked against every law and replayed; and where it is."""
+    run_dir = made / f"{preset}-{len(list(made.iterdir()))}"
+    run_dir.mkdir()
+    with launch(configured(preset, made, *overrides), run_dir) as handle:
+        status = handle.wait()
+    assert (status.outcome, status.step) == ("finished", status.max_steps), status.reason
+    assert status.accuracies and status.accuracies[-1][0] == status.step, "the last step is validated"
+    check_record(run_dir)
+    course = course_of(run_dir)
+    assert not course.failed
+    for step, trained in course.steps.items():
+        assert list(trained.said) == course.staleness(step), "the order says what the tokens say"
+    return course, run_dir
+
+
+def test_fully_async(made: Path) -> None:
+    course, _ = run("fully_async", made, f"scheduler.max_concurrent_groups={BATCH}")
+    definitions.is_fully_async(course, staleness=2)
+
+
+def test_fully_async_minibatches(made: Path) -> None:
+    small = ["scheduler.policy_mini_batch_size=1", f"scheduler.max_concurrent_groups={BATCH}"]
+    course, run_dir = run("fully_async_minibatches", made, *small)
+    definitions.is_fully_async(course, staleness=1)
+    definitions.is_stream(course, steps=1)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["optimizer_steps"] for row in lines if "step" in row] == [4 * (step + 1) for step in range(6)]
