@@ -1,4 +1,4 @@
-"""The course of a run as its record tells it: who started when and on which weights, who was trained when, what overlapped.
+"""The course of a run as its record tells it: who started when on which weights, who was trained when and beside whom.
 
 Made from events and commands alone, of a real run's record or of a simulated world's; never from the configuration and
 never from the scheduler's own books. `definitions.py` says in these terms what each mode is.
