@@ -258,7 +258,7 @@ class SimReplica:
         elif isinstance(command, StageWeights):
             self.emit(WeightsStaged(**place, version=command.version))
         elif isinstance(command, PauseReplica):
-            if command.mode == "abort":
+            if command.mode in ("abort", "sleep"):
                 self._abort_all()
             self.frozen = True
             self.emit(ReplicaPaused(**place))
@@ -284,7 +284,7 @@ class SimReplica:
 
 
 class SimTrainer:
-    """The trainer: carries out its orders one after another."""
+    """The trainer, or a scorer with a pool of its own: carries out its orders one after another."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
