@@ -16,7 +16,7 @@ from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.ports import Recorder
 from engine.scheduler import Scheduler
-from engine.states.limits import Limits, ValidationLimits
+from engine.states.limits import Limits, Pool, ValidationLimits
 
 
 class NoRecord:
@@ -87,7 +87,7 @@ class Clockwork:
             case order.StageWeights():
                 self.after(0.0, fact.WeightsStaged(version=command.version, **self.sync(command)))
             case order.PauseReplica():
-                if command.mode == "abort":
+                if command.mode in ("abort", "sleep"):
                     self.abort_all(command.replica)
                 self.after(0.0, fact.ReplicaPaused(**self.sync(command)))
             case order.InstallWeights():
@@ -142,6 +142,7 @@ def clockwork(
     steps: int | None = 4,
     mode: str = "keep",
     validation: ValidationLimits | None = None,
+    pools: tuple[Pool, ...] = (),
     **others: Any,
 ) -> Clockwork:
     """A small run; `others` are fields of `Clockwork`."""
@@ -152,5 +153,6 @@ def clockwork(
         max_steps=steps,
         sync_mode=mode,
         validation=validation,
+        pools=pools,
     )
     return Clockwork(limits, **others)

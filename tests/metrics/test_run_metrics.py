@@ -14,7 +14,7 @@ from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.schedule import Header, MemoryRecorder, read, recover
-from engine.states.limits import ValidationLimits
+from engine.states.limits import Pool, ValidationLimits
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -137,6 +137,15 @@ def test_synchronous_training_waits_for_groups_and_the_rollout_for_staleness() -
     assert idle.rollout_busy_s == pytest.approx(4 * 2 * 1.0)
     assert idle.rollout_idle_s["staleness_bound"] == pytest.approx(3 * 2 * (world.training_s + world.publishing_s))
     assert idle.rollout_idle_s["run_ending"] == pytest.approx(2 * (world.training_s + world.publishing_s))
+
+
+def test_slots_whose_pool_trains_idle_for_it() -> None:
+    together = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
+    world = clockwork(batch=2, workers=4, steps=4, replicas=1, slots=4, install_s=0.0, pools=together).run()
+    idle, away = world.metrics.idle, world.training_s + world.publishing_s
+    assert idle.rollout_idle_s["pool"] == pytest.approx(4 * 4 * away)
+    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert slot_seconds == pytest.approx(world.at * 4)
 
 
 def test_more_slots_than_workers_idle_by_the_worker_bound() -> None:
