@@ -81,6 +81,8 @@ class GroupAborted(Event):
     tokens: int
     oldest_version: Version
     newest_version: Version
+    unfinished: int = 0
+    """Trajectories that have not ended; 0 in records from before it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,8 @@ class PrefixStored(Event):
     tokens: int
     oldest_version: Version
     newest_version: Version
+    unfinished: int = 0
+    """As in `GroupAborted`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

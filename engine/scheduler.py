@@ -39,6 +39,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.policies import PolicySet
+from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.resume import resume
@@ -63,15 +64,18 @@ class Scheduler:
 
     def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
         self.limits = limits
-        self.policies = policies if policies is not None else PolicySet.from_names({})
         self.state = State(limits, observe)
         self.view = View(self.state)
         self._orders = Orders()
-        self.rollout = RolloutScheduling(self.state, self.policies, self._orders, self.view)
+        policies = policies if policies is not None else PolicySet.from_names({})
+        self.decisions = Decisions(policies, self.state, self.view)
+        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view)
         self.pools = PoolScheduling(self.state, self._orders)
-        self.training = TrainingScheduling(self.state, self.policies, self._orders, self.view, self.rollout, self.pools)
-        self.sync = SyncScheduling(self.state, self.policies, self._orders, self.view, self.rollout)
-        self.validation = ValidationScheduling(self.state, self._orders)
+        self.training = TrainingScheduling(
+            self.state, self.decisions, self._orders, self.view, self.rollout, self.pools
+        )
+        self.sync = SyncScheduling(self.state, self.decisions, self._orders, self.view, self.rollout)
+        self.validation = ValidationScheduling(self.state, self.decisions, self._orders)
         self._stop: FinishRun | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
@@ -99,6 +103,10 @@ class Scheduler:
             RowsMeasured: self.validation.on_rows_measured,
             RowsFailed: self.validation.on_rows_failed,
         }
+
+    @property
+    def policies(self) -> PolicySet:
+        return self.decisions.policies
 
     @property
     def state_hash(self) -> int:
@@ -196,22 +204,36 @@ class Scheduler:
 
     def _require_progress(self) -> None:
         """Law 7: something is under way whose end will be an event, or the run ends here with a named cause."""
+        stuck = self._nothing_moves()
+        if stuck is None:
+            return
+        if self.decisions.policies.on_error == "builtin":
+            self.decisions.note(stuck)
+            self.decisions.rescuing = True
+            self.training.advance()
+            self.rollout.advance()
+            self.training.watch()
+            self.decisions.rescuing = False
+            stuck = None if self.state.training_step is not None else self._nothing_moves()
+        if stuck is not None:
+            raise stuck
+
+    def _nothing_moves(self) -> PolicyError | None:
+        """The error of policies that start nothing, where nothing is under way; or the end of the run."""
         state = self.state
         if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out:
-            return
+            return None
         if self.sync.none_left:
             self._stop = FinishRun(outcome="failed", reason=self.sync.none_left, cause=self._orders.cause)
-            return
+            return None
         replicas = state.fleet.rollouts()
         under_way = any(
             r.returns if r.state == "lost" else r.state != "ready" or r.staging is not None for r in replicas
         )
         step = state.steps.get(state.steps_batched)
         if under_way or not state.fleet.alive or (step is not None and step.timer is not None):
-            return
-        raise PolicyError(
-            "nothing is under way and the policies start nothing: "
-            f"{state.ledger.waiting} groups wait, {state.ledger.parked} are parked, {state.ledger.ready} are ready for "
-            f"step {state.steps_batched}, {state.capacity} could start",
+            return None
+        return PolicyError(
+            f"nothing is under way and the policies start nothing; they saw {self.decisions.seen()}",
             policies=str(dict(self.policies.names)),
         )

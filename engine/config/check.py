@@ -10,6 +10,7 @@ from engine.config.machine import gpu_count
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
+from engine.states.limits import Limits
 
 BACKENDS: dict[str, Callable[[Config], None]] = {
     "vllm": lambda config: check_engine_args(config.rollout.engine_args),
@@ -26,7 +27,7 @@ def check_config(config: Config) -> list[str]:
     check_nccl(config, gpu_count(), built_for_cpu())
     named = ", ".join(f"{decision} {name}" for decision, name in config.policies().names.items())
     s, r = config.scheduler, config.rollout
-    batch, stale, every, workers = s.train_batch_size, s.max_staleness_steps, s.sync_every, s.max_concurrent_groups
+    batch, stale, every = s.train_batch_size, s.max_staleness_steps, s.sync_every
     slots, updates = r.replicas * r.slots, batch // s.policy_mini_batch_size
     trajectories = slots * s.samples_per_prompt
     return [
@@ -34,11 +35,18 @@ def check_config(config: Config) -> list[str]:
         f"update{'s' * (updates > 1)} of {s.policy_mini_batch_size} groups",
         f"ok: hard staleness, no group is trained more than S = {stale} train steps behind its oldest token",
         f"ok: a version comes in time, S >= k - 1 ({stale} >= {every - 1}), published every k = {every} train steps",
-        f"ok: B <= K <= B*(S+1) ({batch} <= {workers} <= {batch * (stale + 1)}), K groups run at once",
+        f"ok: {_concurrency(config.limits())}, K groups run at once",
         f"ok: {r.replicas} replicas of {r.slots} slots run {slots} groups, {trajectories} trajectories, at once",
         f"ok: policies: {named}",
         *(f"note: {note}" for note in _surprises(config, slots)),
     ]
+
+
+def _concurrency(limits: Limits) -> str:
+    batch, workers, ahead, surplus = limits.train_batch_size, limits.max_concurrent_groups, limits.ahead, limits.surplus
+    if limits.async_ratio is None and not surplus:
+        return f"B <= K <= B*(S+1) ({batch} <= {workers} <= {ahead})"
+    return f"B <= K <= (1 + async_ratio)*B + over_sample*B ({batch} <= {workers} <= {ahead} + {surplus})"
 
 
 def check_backend(config: Config) -> None:

@@ -14,12 +14,13 @@ from pydantic import Field, model_validator
 from engine.config.agent import NAMED, AgentSection
 from engine.config.deterministic import settled
 from engine.config.rollout import RolloutSection
+from engine.config.scheduler import SchedulerSection, divisor
 from engine.config.section import Section
 from engine.config.sinks import SinksSection
 from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
-from engine.policies import DEFAULTS, PolicySet
+from engine.policies import PolicySet
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
@@ -27,7 +28,6 @@ from engine.training.settings import TrainerSettings
 
 _MADE = Quickstart()
 _FAMILY = {field.name for field in dataclasses.fields(Division)}
-REGISTERED = r"^[a-z][a-z0-9_-]*$"
 
 
 class RunSection(Section):
@@ -93,7 +93,7 @@ class ArithmeticSection(Section):
     def _laws(self) -> Self:
         if self.hidden_size % (2 * self.heads):
             law = f"hidden_size = {self.hidden_size} must be an even multiple of it"
-            fix = f"{_divisor(self.hidden_size // 2, self.heads)} would hold" if self.hidden_size % 2 == 0 else ""
+            fix = f"{divisor(self.hidden_size // 2, self.heads)} would hold" if self.hidden_size % 2 == 0 else ""
             raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
         return self
 
@@ -141,59 +141,6 @@ class RewardSection(Section):
 
     function: str | None = Field(None, pattern=NAMED, description="The user's reward, as module:function.")
     timeout_s: float = Field(30.0, gt=0, le=86_400, description="Seconds after which one reward call counts as failed.")
-
-
-class PoliciesSection(Section):
-    """Each decision's policy, by the name it is registered under."""
-
-    admission: str = Field(DEFAULTS["admission"], pattern=REGISTERED, description="How many groups may start.")
-    dispatch: str = Field(DEFAULTS["dispatch"], pattern=REGISTERED, description="Which replica a group starts on.")
-    batching: str = Field(DEFAULTS["batching"], pattern=REGISTERED, description="Which ready groups a step takes.")
-    deadline: str = Field(
-        DEFAULTS["deadline"], pattern=REGISTERED, description="What becomes of groups that hold a step."
-    )
-    sync: str | None = Field(
-        None, pattern=REGISTERED, description="Which replicas install when; null: rollout.sync_order."
-    )
-    filter: str = Field(DEFAULTS["filter"], pattern=REGISTERED, description="Which groups are not worth training on.")
-    retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="What follows a failed attempt.")
-
-
-class SchedulerSection(Section):
-    """Batch sizes, concurrency and staleness: B, S, K and k of the laws."""
-
-    train_batch_size: int = Field(8, ge=1, le=1_000_000, description="B: prompt groups a train step consumes.")
-    policy_mini_batch_size: int = Field(0, ge=0, description="Groups an optimizer update sees; divides B; 0: B.")
-    samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
-    max_staleness_steps: int = Field(
-        1, ge=0, le=10_000, description="S: train steps a group's oldest token may lag, at most."
-    )
-    max_concurrent_groups: int = Field(0, ge=0, description="K: groups running at once, from B to B·(S+1); 0: B·(S+1).")
-    sync_every: int = Field(
-        1, ge=1, le=10_000, description="k: publish weights after every k-th train step; at most S+1."
-    )
-    deadline_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
-    )
-    max_drops: int = Field(4, ge=0, le=1_000_000, description="Times a step may drop stragglers before it waits.")
-    infrastructure_attempts: int = Field(
-        5, ge=1, le=1000, description="Attempts a group has against infrastructure failures."
-    )
-    data_attempts: int = Field(
-        2, ge=1, le=1000, description="Attempts a group has against its own data or reward failing."
-    )
-    policies: PoliciesSection = Field(default_factory=PoliciesSection, description="Who decides.")
-
-    @model_validator(mode="after")
-    def _laws(self) -> Self:
-        batch, stale = self.train_batch_size, self.max_staleness_steps
-        # The object is still being made: a 0 stands for a figure that follows from others, which is what is kept.
-        object.__setattr__(self, "policy_mini_batch_size", self.policy_mini_batch_size or batch)
-        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or batch * (stale + 1))
-        if batch % self.policy_mini_batch_size:
-            mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
-            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{_divisor(batch, mini)} would hold")
-        return self
 
 
 class DurabilitySection(Section):
@@ -271,6 +218,8 @@ class Config(Section):
             scoring_tasks=self.trainer_settings().scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
+            async_ratio=s.async_ratio,
+            over_sample=s.over_sample,
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
@@ -299,9 +248,3 @@ class Config(Section):
     def dump_yaml(self) -> str:
         """The configuration with every default written out; loads back to an equal one."""
         return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
-
-
-def _divisor(number: int, near: int) -> int:
-    """The divisor of `number` closest to `near`; the smaller of two."""
-    pairs = ((low, number // low) for low in range(1, int(number**0.5) + 1) if number % low == 0)
-    return min((d for pair in pairs for d in pair), key=lambda d: (abs(d - near), d))

@@ -40,9 +40,11 @@ def prefix_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incar
 
 def _figures(group: TrajectoryGroup) -> dict[str, Any]:
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
+    unfinished = sum(not rollout[-1].finished for rollout in group.rollouts)
     return {
         "group": group.group,
         "tokens": group.tokens,
         "oldest_version": oldest,
         "newest_version": newest,
+        "unfinished": unfinished,
     }

@@ -1,10 +1,12 @@
 """What may vary in a run: protocols, the registry and the built-in policies, one file per decision."""
 
-from engine.policies import admission, batching, deadline, dispatch, filter, retry, sync
-from engine.policies.registry import DEFAULTS, PolicySet, names, register
+from engine.policies import admission, batching, deadline, dispatch, filter, resume, retry, sync, validation
+from engine.policies.registry import API_VERSION, DEFAULTS, ON_ERROR, PolicySet, names, register
 
 __all__ = [
+    "API_VERSION",
     "DEFAULTS",
+    "ON_ERROR",
     "PolicySet",
     "admission",
     "batching",
@@ -13,6 +15,8 @@ __all__ = [
     "filter",
     "names",
     "register",
+    "resume",
     "retry",
     "sync",
+    "validation",
 ]

@@ -59,6 +59,10 @@ class Freshest:
         return select_in_order(candidates, view.requirements(), size)
 
 
+TAKEN_OR_WAITING = ("queued", "generated", "batched")
+"""States of a live group for which strict order does not wait; in all others it is under way."""
+
+
 @register("batching", "strict-order")
 class StrictOrder:
     """In the order drawn: a step waits until no group drawn before its batch is unfinished."""
@@ -72,6 +76,6 @@ class StrictOrder:
         for group in view.groups():
             if group.id > newest:
                 return chosen
-            if group.state in ("generating", "aborted", "resumed"):
+            if group.state not in TAKEN_OR_WAITING:
                 return None
         return chosen

@@ -3,7 +3,14 @@ nothing.
 
 Implemented by the files beside this one and by users; asked by `scheduling/`, which validates every answer against
 the laws before it
-acts on it. An answer depends on the view and the arguments alone: no clock, no randomness, no memory (law 8).
+acts on it. An answer depends on the view, the arguments and the policy's declared `memory` alone: no clock, no
+randomness, no memory elsewhere (law 8). A class that declares
+
+    memory: dict[str, Any]
+
+gets an empty one for each run (or keeps what its `__init__` put there): plain values that msgpack can hold. It belongs
+to the scheduler: part of the state hash, put back where an answer was refused, rebuilt by replay and so kept over a
+resume.
 """
 
 from collections.abc import Sequence
@@ -56,3 +63,22 @@ class FilterPolicy(Protocol):
 class RetryPolicy(Protocol):
     def retry(self, view: View, group: GroupView, cause: str) -> bool:
         """Whether a group whose attempt failed for `cause` (`infrastructure` or `data`) gets another one."""
+
+
+class ResumePolicy(Protocol):
+    def key(self, view: View, group: GroupView) -> tuple[float, ...]:
+        """Numbers that order parked groups: the smallest resumes first, of equal ones the group drawn first. Asked once
+        each time a group is parked, with the group as it is then; law 3 says on which replicas it may resume."""
+
+
+class ValidationPolicy(Protocol):
+    def due(self, view: View, version: Version, steps_before: int, steps: int) -> bool:
+        """Whether to measure a version that was published with `steps` train steps in it, after one with
+        `steps_before`; version 0, the initial weights, comes with 0 and 0. The last version is measured where
+        `view.limits.validation.at_end` says so, whatever was answered."""
+
+
+class StatePolicy(Protocol):
+    def enters(self, view: View, group: GroupView) -> bool:
+        """Whether a group whose last token is there (or that has just left the added state before this one) passes
+        through the added state (`policies.add_state`)."""

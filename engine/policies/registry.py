@@ -18,11 +18,19 @@ from engine.policies.protocols import (
     DeadlinePolicy,
     DispatchPolicy,
     FilterPolicy,
+    ResumePolicy,
     RetryPolicy,
     SyncPolicy,
+    ValidationPolicy,
 )
 
 Kind = TypeVar("Kind", bound=type)
+
+API_VERSION = 1
+"""What a policy may rely on: the protocols, and every field of `View` and `GroupView`. Raised when one of these goes or
+changes its meaning, never when one comes."""
+ON_ERROR = ("stop", "builtin")
+"""What follows where a policy raises or breaks a law: the run stops, or the decision's default is asked instead."""
 
 DEFAULTS: dict[str, str] = {
     "admission": "bounds",
@@ -32,6 +40,8 @@ DEFAULTS: dict[str, str] = {
     "sync": "together",
     "filter": "none",
     "retry": "budgets",
+    "resume": "deadline",
+    "validation": "every",
 }
 METHODS: dict[str, str] = {
     "admission": "admit",
@@ -41,17 +51,21 @@ METHODS: dict[str, str] = {
     "sync": "pause",
     "filter": "keep",
     "retry": "retry",
+    "resume": "key",
+    "validation": "due",
 }
 _REGISTERED: dict[str, dict[str, type[Any]]] = {decision: {} for decision in DEFAULTS}
 
 
-def register(decision: str, name: str) -> Callable[[Kind], Kind]:
-    """Class decorator: offer a policy for a decision under a name. The class is built without arguments.
+def register(decision: str, name: str, *, api: int = API_VERSION) -> Callable[[Kind], Kind]:
+    """Class decorator: offer a policy for a decision under a name. The class is built without arguments, for each run.
 
-    Raises `ConfigError` for an unknown decision, a name already taken or a class without the decision's method.
+    `api` is the version of the policy API that it was written for. Raises `ConfigError` for another version than this
+    engine has, an unknown decision, a name already taken or a class without the decision's method.
     """
 
     def add(cls: Kind) -> Kind:
+        require_api(api, f"policy {name!r}")
         if decision not in _REGISTERED:
             raise ConfigError("policies.register", decision, "is not a decision", f"one of {', '.join(_REGISTERED)}")
         if name in _REGISTERED[decision]:
@@ -66,6 +80,13 @@ def register(decision: str, name: str) -> Callable[[Kind], Kind]:
         return cls
 
     return add
+
+
+def require_api(api: int, what: str) -> None:
+    """Raises: `ConfigError` for an extension that was written for another policy API than this one."""
+    if api != API_VERSION:
+        law = f"the {what} was written for another policy API than this engine has, {API_VERSION}"
+        raise ConfigError("policies.register", api, law, f"api={API_VERSION}, once it is adapted")
 
 
 def names(decision: str) -> list[str]:
@@ -93,12 +114,27 @@ class PolicySet:
     sync: SyncPolicy
     filter: FilterPolicy
     retry: RetryPolicy
+    resume: ResumePolicy
+    validation: ValidationPolicy
     names: Mapping[str, str]
-    """What each was built from, for the header of a record."""
+    """What each was built from, for the header of a record; and `on_error`, where it is not `stop`."""
+
+    @property
+    def on_error(self) -> str:
+        """What follows where a policy raises or breaks a law: one of `ON_ERROR`."""
+        return self.names.get("on_error", ON_ERROR[0])
 
     @classmethod
     def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
-        """Build the named policies, defaults for the rest. Raises `ConfigError` for unknown decisions and names."""
+        """Build the named policies, defaults for the rest; `on_error` may be among the names.
+
+        Raises `ConfigError` for unknown decisions and names.
+        """
+        chosen = dict(chosen)
+        on_error = chosen.pop("on_error", ON_ERROR[0])
+        if on_error not in ON_ERROR:
+            law = "is no answer to a policy's error"
+            raise ConfigError("scheduler.policies.on_error", on_error, law, f"one of {', '.join(ON_ERROR)}")
         known = [f.name for f in fields(cls) if f.name != "names"]
         for decision in chosen:
             if decision not in known:
@@ -106,4 +142,5 @@ class PolicySet:
                 hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
                 raise ConfigError(f"scheduler.policies.{decision}", chosen[decision], "is not a decision", hint)
         resolved = {**DEFAULTS, **chosen}
-        return cls(**{decision: _build(decision, name) for decision, name in resolved.items()}, names=resolved)
+        built = {decision: _build(decision, name) for decision, name in resolved.items()}
+        return cls(**built, names=resolved if on_error == ON_ERROR[0] else {**resolved, "on_error": on_error})

@@ -10,9 +10,9 @@ so that it could not be compared on replay; an int where a float belongs is writ
 Strict both ways: what `encode_*` accepts, `decode_*` gives back equal; an unknown tag, a missing or surplus field,
 another type or an excess is a `CodecError`.
 
-How the format may change: a tag is never used twice, fields are added only at the end, and either raises
-`frames.FORMAT_VERSION`. A reader of several versions then keeps, per older version, the number of fields each tag had
-and the values the later ones take; within one version a missing field is an error, never a default.
+How the format may change: a tag is never used twice, fields are added only at the end and with a default, and either
+raises `frames.FORMAT_VERSION`. A field with a default may be absent, as it is in older records; every other one is
+always there.
 """
 
 from typing import Any, TypeVar

@@ -6,7 +6,7 @@ event of a run pays it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from math import isfinite
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -83,6 +83,9 @@ class Shape(Generic[T]):
         for field in self.fields:
             if hints[field] not in KINDS:
                 raise TypeError(f"{self.name}.{field}: the record has no form for {hints[field]}")
+        given = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+        self.added = {name: given[name] for name in self.fields if given[name] is not MISSING}
+        """Fields that came later, with what they are in a record from before: the last ones of the class."""
         self.kinds = tuple(KINDS[hints[field]] for field in self.fields)
         self.tag: int = cls.tag  # type: ignore[attr-defined]
         self.plain: Callable[[T], Values] = self._made(self._plain_source())
@@ -177,8 +180,11 @@ class Shape(Generic[T]):
 
     def _build_with_care(self, plain: list[Any], *outer: Any) -> T:
         """Say what is wrong with what was read, or build it where nothing is."""
-        if len(plain) != len(self.fields) + 1:
+        absent = len(self.fields) + 1 - len(plain)
+        if not 0 <= absent <= len(self.added):
             raise CodecError(f"{self.name} has {len(self.fields)} fields, not {len(plain) - 1}")
+        if absent:
+            plain = [*plain, *[self.added[name] for name in self.fields[-absent:]]]
         given = dict(zip(self.outer, outer, strict=True))
         for field, kind, value in zip(self.fields, self.kinds, plain[1:], strict=True):
             if type(value) is not kind.wire:

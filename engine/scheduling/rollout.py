@@ -5,11 +5,14 @@ only through
 `State`'s operations.
 """
 
+from math import isfinite
+from typing import Any
+
 from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
 from engine.events import NO_VERSION, GroupAborted, GroupFailed, GroupGenerated, PrefixStored, PromptsDrawn
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
-from engine.policies.registry import PolicySet
-from engine.scheduling.orders import Orders, ask, refuse
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.orders import Orders
 from engine.states.group import Group
 from engine.states.invariants import require
 from engine.states.replica import Replica
@@ -23,9 +26,9 @@ REASON_LENGTH = 1000
 class RolloutScheduling:
     """Keeps slots busy within the laws."""
 
-    def __init__(self, state: State, policies: PolicySet, orders: Orders, view: View) -> None:
+    def __init__(self, state: State, decisions: Decisions, orders: Orders, view: View) -> None:
         self.state = state
-        self.policies = policies
+        self.decisions = decisions
         self.orders = orders
         self.view = view
 
@@ -54,7 +57,7 @@ class RolloutScheduling:
         group.failed_on = -1
         group.reward_mean = event.reward_mean
         group.ready_at = event.at
-        keep = ask(self.policies, "filter", lambda: self.policies.filter.keep(self.view, event), (bool,))
+        keep = self.decisions.ask("filter", (event,), (bool,))
         self.state.unseat(group)
         self.state.fire_group(group, "generate")
         if not keep:
@@ -67,12 +70,13 @@ class RolloutScheduling:
         if event.tokens:
             self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
             group.kept = True
+            group.unfinished = event.unfinished
         unasked = self.state.fleet.replicas[event.replica].state == "ready"
         self.state.unseat(group)
         if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
             return
-        self.state.fire_group(group, "abort")
+        self._park(group)
         if group.truncate and not group.kept:
             self.release(group, "drop")
 
@@ -82,6 +86,7 @@ class RolloutScheduling:
             return
         self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
         group.kept = True
+        group.unfinished = event.unfinished
         self.state.touch(group)
 
     def on_group_failed(self, event: GroupFailed) -> None:
@@ -90,7 +95,7 @@ class RolloutScheduling:
             return
         if event.cause == "data" and group.kept:
             group.kept = False
-            group.tokens = 0
+            group.tokens = group.unfinished = 0
             group.oldest_version = group.newest_version = NO_VERSION
         group.failed_on = event.replica
         self.state.unseat(group)
@@ -135,14 +140,18 @@ class RolloutScheduling:
             group.data_failures += 1
         else:
             group.infrastructure_failures += 1
-        snapshot = view_group(group)
-        again = ask(self.policies, "retry", lambda: self.policies.retry.retry(self.view, snapshot, cause), (bool,))
-        self.state.fire_group(group, "abort")
+        again = self.decisions.ask("retry", (view_group(group), cause), (bool,))
+        self._park(group)
         if not again:
             self.release(group, "fail")
             self.state.failed_in_a_row += 1
         elif group.truncate and not group.kept:
             self.release(group, "drop")
+
+    def _park(self, group: Group) -> None:
+        """Cut a group short: it keeps its place, and waits among the others in the order of the resume policy."""
+        key = self.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
+        self.state.fire_group(group, "abort", key)
 
     def release(self, group: Group, trigger: str) -> None:
         """End a group that will not be trained on; its place is free at once."""
@@ -227,9 +236,8 @@ class RolloutScheduling:
         legal = min(state.capacity, len(state.waiting))
         if legal <= 0:
             return
-        count = ask(self.policies, "admission", lambda: self.policies.admission.admit(self.view, legal), (int,))
-        if not 0 <= count <= legal:
-            raise refuse(self.policies, "admission", count, f"it must be an integer from 0 to {legal}")
+        law = f"it must be an integer from 0 to {legal}"
+        count = self.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
         for _ in range(count):
             oldest = self._oldest_admissible()
             group = state.groups[state.waiting[0]]
@@ -261,20 +269,20 @@ class RolloutScheduling:
 
     def _dispatch(self, group: Group, oldest: Version) -> Replica | None:
         state = self.state
-        id = ask(
-            self.policies,
-            "dispatch",
-            lambda: self.policies.dispatch.choose(self.view, oldest, group.id),
-            (int, type(None)),
-        )
-        if id is None:
-            return None
-        replica = state.fleet.replicas.get(id)
-        if replica is None or replica.state != "ready" or replica.free_slots < 1 or replica.version < oldest:
-            raise refuse(
-                self.policies, "dispatch", id, f"it must be ready, have a free slot and version {oldest} or newer"
-            )
-        return replica
+
+        def unlawful(id: ReplicaId | None) -> str:
+            replica = None if id is None else state.fleet.replicas.get(id)
+            if id is None or (
+                replica is not None
+                and replica.state == "ready"
+                and replica.free_slots > 0
+                and replica.version >= oldest
+            ):
+                return ""
+            return f"it must be ready, have a free slot and version {oldest} or newer"
+
+        id = self.decisions.ask("dispatch", (oldest, group.id), (int, type(None)), unlawful)
+        return None if id is None else state.fleet.replicas[id]
 
     def _draw(self) -> None:
         """Ask for prompts while fewer wait than could start now; ahead by a batch, never beyond what the run needs."""
@@ -286,7 +294,13 @@ class RolloutScheduling:
             return
         want = room + limits.train_batch_size - waiting
         if limits.max_steps is not None:
-            want = min(want, limits.max_steps * limits.train_batch_size - state.held - waiting)
+            most = limits.max_steps * limits.train_batch_size + state.surplus_left
+            want = min(want, most - state.held - waiting)
         if want > 0:
             state.asked = want
             self.orders.add(DrawPrompts(count=want, cause=self.orders.cause))
+
+
+def _unlawful_key(key: tuple[Any, ...]) -> str:
+    numbers = all(type(part) in (int, float) and isfinite(part) for part in key)
+    return "" if key and numbers else "it must be a tuple of numbers"

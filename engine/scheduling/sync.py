@@ -7,8 +7,8 @@ go on. Any failure on the way puts it back to generating with its old weights.
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireWeights, StageWeights
 from engine.events import ReplicaJoined, ReplicaLost, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
-from engine.policies.registry import PolicySet
-from engine.scheduling.orders import Orders, ask, refuse
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.invariants import require
 from engine.states.replica import Replica
@@ -23,10 +23,10 @@ class SyncScheduling:
     """Brings every replica to the newest version."""
 
     def __init__(
-        self, state: State, policies: PolicySet, orders: Orders, view: View, rollout: RolloutScheduling
+        self, state: State, decisions: Decisions, orders: Orders, view: View, rollout: RolloutScheduling
     ) -> None:
         self.state = state
-        self.policies = policies
+        self.decisions = decisions
         self.orders = orders
         self.view = view
         self.rollout = rollout
@@ -213,16 +213,15 @@ class SyncScheduling:
         if not staged:
             return
         busy = sum(1 for r, _ in behind if r.state in IN_SYNC and not r.validator)
-        chosen = ask(
-            self.policies, "sync", lambda: tuple(self.policies.sync.pause(self.view, tuple(staged), busy)), (tuple,)
+        law = f"it must be some of {staged}, and not none while no replica is in a sync"
+        chosen = self.decisions.ask(
+            "sync",
+            (tuple(staged), busy),
+            (tuple,),
+            lambda ids: (
+                law if any(id not in staged for id in ids) or len(set(ids)) < len(ids) or not (ids or busy) else ""
+            ),
         )
-        if any(id not in staged for id in chosen) or len(set(chosen)) < len(chosen) or not (chosen or busy):
-            raise refuse(
-                self.policies,
-                "sync",
-                chosen,
-                f"it must be some of {staged}, and not none while no replica is in a sync",
-            )
         for id in chosen:
             self._pause_one(self.state.fleet.replicas[id])
 

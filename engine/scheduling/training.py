@@ -20,17 +20,20 @@ from engine.events import (
 )
 from engine.ids import GroupId
 from engine.policies.deadline import DECISIONS
-from engine.policies.registry import PolicySet
-from engine.scheduling.orders import Orders, ask, refuse
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.group import Group
 from engine.states.invariants import check_batch, check_room, require
-from engine.states.state import State
+from engine.states.machine import Phase
+from engine.states.state import PHASES, State
 from engine.states.step import Step
 from engine.states.version import WeightsVersion
 from engine.states.view import View, view_group
 
+UNTAKEN = (Phase.RUNNING, Phase.PARKED, Phase.READY)
+"""Phases of started groups that no step has taken."""
 TIMER_SLACK_S = 0.001
 """A timer this much early is in time: clocks and sums of floats are no more exact than that."""
 
@@ -42,14 +45,14 @@ class TrainingScheduling:
     def __init__(
         self,
         state: State,
-        policies: PolicySet,
+        decisions: Decisions,
         orders: Orders,
         view: View,
         rollout: RolloutScheduling,
         pools: PoolScheduling,
     ) -> None:
         self.state = state
-        self.policies = policies
+        self.decisions = decisions
         self.orders = orders
         self.view = view
         self.rollout = rollout
@@ -73,9 +76,11 @@ class TrainingScheduling:
         closing = state.no_more_prompts and not state.ledger.running and not state.ledger.parked
         if ready >= full or (ready and (closing or step.short)):
             size = min(ready, full)
-            chosen = ask(self.policies, "batching", lambda: self._select(size), (tuple, type(None)))
+            chosen = self.decisions.ask(
+                "batching", (size,), (tuple, type(None)), lambda chosen: self._unlawful(chosen, size)
+            )
             if chosen is not None:
-                self._form(step, chosen, size)
+                self._form(step, chosen)
 
     def _wants_batch(self) -> bool:
         """Whether a task of the next step could begin now."""
@@ -85,13 +90,8 @@ class TrainingScheduling:
             return not state.publishing
         return len(formed) == 1 and self.pools.scores_ahead(formed[0])
 
-    def _select(self, size: int) -> tuple[GroupId, ...] | None:
-        chosen = self.policies.batching.select(self.view, size)
-        return None if chosen is None else tuple(chosen)
-
-    def _form(self, step: Step, chosen: tuple[GroupId, ...], size: int) -> None:
+    def _form(self, step: Step, chosen: tuple[GroupId, ...]) -> None:
         state = self.state
-        self._require_legal(chosen, size)
         groups = [state.groups[id] for id in chosen]
         staleness = tuple(state.staleness(group, step.id) for group in groups)
         check_batch(state, step.id, staleness, chosen)
@@ -102,24 +102,35 @@ class TrainingScheduling:
             self.orders.add(CancelTimer(timer=step.timer, cause=self.orders.cause))
             step.timer = None
         state.fire_step(step, "form")
+        if state.deadlines.surplus:
+            self._drop_surplus(step)
         state.steps_batched += 1
         state.next_step(state.steps_batched)
         check_room(state)
         step.attempt = 1
 
-    def _require_legal(self, chosen: tuple[GroupId, ...], size: int) -> None:
+    def _drop_surplus(self, step: Step) -> None:
+        """Groups that this was the last step for: with over-sampling as many may be left as were started beyond the
+        bound. Unready ones go first, those that started last before the others."""
         state = self.state
+        if not state.deadlines.due(step.id):
+            return
+        left = [g for g in state.groups.values() if g.deadline <= step.id and PHASES[g.state] in UNTAKEN]
+        for group in sorted(left, key=lambda g: (g.state == "generated", -g.id)):
+            self.rollout.drop(group)
+
+    def _unlawful(self, chosen: tuple[GroupId, ...] | None, size: int) -> str:
+        """The law that a batch breaks; empty where it breaks none."""
+        state = self.state
+        if chosen is None:
+            return ""
         if len(chosen) != size or len(set(chosen)) != size or any(id not in state.ready for id in chosen):
-            raise refuse(self.policies, "batching", chosen[:8], f"it must be {size} different ready groups")
+            return f"it must be {size} different ready groups"
         for deadline, must, _ in self.view.requirements():
             taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
             if taken < must:
-                raise refuse(
-                    self.policies,
-                    "batching",
-                    chosen[:8],
-                    f"step {state.steps_batched} must take {must} groups due by step {deadline}",
-                )
+                return f"step {state.steps_batched} must take {must} groups due by step {deadline}"
+        return ""
 
     # stragglers
 
@@ -130,7 +141,7 @@ class TrainingScheduling:
         needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
         if not needs:
             return []
-        unready = [g for g in state.groups.values() if g.state in ("generating", "resumed", "aborted")]
+        unready = [g for g in state.groups.values() if PHASES[g.state] in (Phase.RUNNING, Phase.PARKED)]
         chosen: dict[GroupId, Group] = {}
         for deadline, missing in needs:
             due = (g for g in unready if g.deadline <= deadline and g.id not in chosen)
@@ -141,7 +152,7 @@ class TrainingScheduling:
         """Set the deadline policy's timer as soon as only stragglers keep the next batch from forming."""
         state = self.state
         step = state.steps.get(state.steps_batched)
-        if not self.policies.deadline.acts or step is None or step.state != "collecting":
+        if not self.decisions.policies.deadline.acts or step is None or step.state != "collecting":
             return
         if step.timer is not None or step.acts >= state.limits.max_drops:
             return
@@ -177,9 +188,8 @@ class TrainingScheduling:
             self._set_timer(step, patience - (state.now - min(group.started_at for group in stragglers)))
             return
         snapshots = tuple(view_group(group) for group in late)
-        decision = ask(self.policies, "deadline", lambda: self.policies.deadline.decide(self.view, snapshots), (str,))
-        if decision not in DECISIONS:
-            raise refuse(self.policies, "deadline", decision, f"it must be one of {', '.join(DECISIONS)}")
+        law = f"it must be one of {', '.join(DECISIONS)}"
+        decision = self.decisions.ask("deadline", (snapshots,), (str,), lambda said: "" if said in DECISIONS else law)
         if decision == "wait":
             self._set_timer(step, patience)
             return
@@ -249,6 +259,7 @@ class TrainingScheduling:
             return
         state = self.state
         state.fire_step(step, "trained")
+        state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
         for id in step.groups:
             state.fire_group(state.groups[id], "consume")
             self.orders.discard(id)

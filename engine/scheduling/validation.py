@@ -7,6 +7,7 @@ installs. Whatever becomes of it, the training run goes on.
 from engine.commands import MeasureRows, StopMeasuring
 from engine.events import RowsFailed, RowsMeasured
 from engine.ids import Version
+from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.states.limits import ValidationLimits
 from engine.states.replica import Replica
@@ -20,8 +21,9 @@ REASON_LENGTH = 1000
 class ValidationScheduling:
     """One run is served at a time: the oldest. Those due meanwhile wait, and the newest of them supersedes the rest."""
 
-    def __init__(self, state: State, orders: Orders) -> None:
+    def __init__(self, state: State, decisions: Decisions, orders: Orders) -> None:
         self.state = state
+        self.decisions = decisions
         self.books = state.validations
         self.orders = orders
         self.limits: ValidationLimits | None = state.limits.validation
@@ -129,11 +131,8 @@ class ValidationScheduling:
         while books.considered < self.state.latest_version:
             version = books.considered = books.considered + 1
             self.state.disturb()
-            if version == 0:
-                due = limits.at_start
-            else:
-                due = bool(limits.every) and steps_in[version] // limits.every > steps_in[version - 1] // limits.every
-            if due:
+            before = steps_in[max(version - 1, 0)]
+            if self.decisions.ask("validation", (version, before, steps_in[version]), (bool,)):
                 self._queue(version, limits)
 
     def _queue(self, version: Version, limits: ValidationLimits) -> None:

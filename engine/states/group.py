@@ -72,6 +72,7 @@ class Group:
         "state",
         "tokens",
         "truncate",
+        "unfinished",
     )  # fmt: skip
 
     def __init__(self, id: GroupId) -> None:
@@ -86,6 +87,8 @@ class Group:
         self.newest_version: Version = NO_VERSION
         """Newest version any kept token can have; it resumes only on a replica at least as new."""
         self.tokens = 0
+        self.unfinished = 0
+        """Trajectories of what is stored that have not ended; 0 while nothing is stored."""
         self.kept = False
         """An earlier attempt left finished trajectories or prefixes in the trajectory store."""
         self.truncate = False
@@ -104,11 +107,12 @@ class Group:
 
     def identity(self) -> tuple[int, ...]:
         """Every field that decides what happens next, as integers: what the state hash is made of."""
-        return (
+        numbers = (
             self.id, STATE_NUMBER[self.state], self.attempt, self.replica, self.admitted_version, self.deadline,
             self.oldest_version, self.newest_version, self.tokens, self.kept, self.truncate,
             self.infrastructure_failures, self.data_failures, self.failed_on, self.ready_number,
         )  # fmt: skip
+        return (*numbers, self.unfinished) if self.unfinished else numbers
 
     def figures(self) -> tuple[float, float, float]:
         """The fields that are no integers; hashed as well, since policies see them."""

@@ -35,15 +35,15 @@ def check_event(state: State) -> None:
 
 
 def check_room(state: State) -> None:
-    """The invariant that makes the staleness bound hard: U(d) ≤ (d − t + 1)·B for every deadline d ≥ t, and none
+    """The invariant that makes the staleness bound hard: U(d) ≤ (d − t + 1)·B + X for every deadline d ≥ t, and none
     below t."""
-    step, batch = state.steps_batched, state.limits.train_batch_size
+    step, batch, surplus = state.steps_batched, state.limits.train_batch_size, state.deadlines.surplus
     for deadline, started, _ready in state.deadlines.cumulative():
         require(deadline >= step, "law 4: a group is left behind its deadline", deadline=deadline, step=step)
         require(
-            started <= (deadline - step + 1) * batch,
+            started <= (deadline - step + 1) * batch + surplus,
             "law 4: more groups are due by a step than the steps until then can take",
-            deadline=deadline, step=step, started=started, batch=batch,
+            deadline=deadline, step=step, started=started, batch=batch, surplus=surplus,
         )  # fmt: skip
 
 

@@ -69,11 +69,15 @@ class Ledger:
 
 
 class Deadlines:
-    """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4)."""
+    """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4).
 
-    __slots__ = ("_order", "_ready", "_started")
+    `surplus` is X: groups that may be due by a step beyond those it can take, since they are dropped with it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_order", "_ready", "_started", "surplus")
+
+    def __init__(self, surplus: int = 0) -> None:
+        self.surplus = surplus
         self._order: list[int] = []
         self._started: dict[int, int] = {}
         self._ready: dict[int, int] = {}
@@ -109,10 +113,11 @@ class Deadlines:
     def requirements(self, step: int, batch: int) -> list[tuple[int, int, int]]:
         """(d, least number of groups with deadline ≤ d that the step must take, how many are ready), where that is
         above 0."""
+        spare = self.surplus
         return [
-            (deadline, started - (deadline - step) * batch, ready)
+            (deadline, started - (deadline - step) * batch - spare, ready)
             for deadline, started, ready in self.cumulative()
-            if started > (deadline - step) * batch
+            if started > (deadline - step) * batch + spare
         ]
 
     def needs(self, step: int, batch: int) -> list[tuple[int, int]]:
@@ -123,11 +128,15 @@ class Deadlines:
         """
         needs, acted = [], 0
         for deadline, started, ready in self.cumulative():
-            missing = started - (deadline - step) * batch - ready - acted
+            missing = started - (deadline - step) * batch - self.surplus - ready - acted
             if missing > 0:
                 needs.append((deadline, missing))
                 acted += missing
         return needs
+
+    def due(self, step: int) -> int:
+        """U(step): started, untaken groups that no later step may take."""
+        return sum(self._started[deadline] for deadline in self._order if deadline <= step)
 
     def by_deadline(self) -> dict[int, tuple[int, int]]:
         """deadline → (started, ready) groups."""

@@ -5,6 +5,7 @@ Built by the config layer or by a library user; recorded in the header of a sche
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import floor, isfinite
 from typing import Any
 
 from engine.errors import ConfigError
@@ -75,6 +76,15 @@ class AddedState:
     concurrency: int
     """Groups worked on at once in this state; the others wait in it, first come first served."""
 
+    def __post_init__(self) -> None:
+        if type(self.concurrency) is not int or self.concurrency < 1:
+            field = f"scheduler.states.{self.name}.concurrency"
+            raise ConfigError(field, self.concurrency, "must be at least 1", "1 would hold")
+
+
+ROUNDING = 1e-9
+"""A share of a batch that is this little short of a whole group is one: 0.29 · 100 is no integer in floats."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -116,6 +126,19 @@ class Limits:
     """Groups started beyond what the bound needs, in batches; those not wanted once a batch is full are dropped."""
     added_states: tuple[AddedState, ...] = ()
     """What a group passes through between its last token and `generated`, in order."""
+
+    @property
+    def surplus(self) -> int:
+        """X: groups that may be started beyond what the bound needs, floor(over_sample · B)."""
+        return floor(self.over_sample * self.train_batch_size + ROUNDING)
+
+    @property
+    def ahead(self) -> int:
+        """Groups that may be held on the version that the next step begins with, X aside: (S + 1) · B, or with an
+        `async_ratio` a floor((1 + a) · B)."""
+        if self.async_ratio is None:
+            return (self.max_staleness_steps + 1) * self.train_batch_size
+        return floor((1 + self.async_ratio) * self.train_batch_size + ROUNDING)
 
     def validators(self) -> range:
         """Replicas that are there for validations alone."""
@@ -161,13 +184,14 @@ class Limits:
                 f"S >= sync_every - 1, else no version can come in time (sync_every = {k})",
                 f"{k - 1} would hold",
             )
-        if not b <= k_max <= b * (s + 1):
-            raise ConfigError(
-                "scheduler.max_concurrent_groups",
-                k_max,
-                f"B <= K <= B * (S + 1) with B = {b}, S = {s}",
-                f"any value from {b} to {b * (s + 1)} would hold",
-            )
+        self._check_ahead()
+        most = self.ahead + self.surplus
+        if not b <= k_max <= most:
+            law = f"B <= K <= B * (S + 1) with B = {b}, S = {s}"
+            if most != b * (s + 1):
+                law = f"B <= K <= (1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus} with B = {b}"
+            hint = f"any value from {b} to {most} would hold"
+            raise ConfigError("scheduler.max_concurrent_groups", k_max, law, hint)
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError("run.max_steps", self.max_steps, "must be at least 1", "leave it out to use every prompt")
         if self.sync_mode not in SYNC_MODES:
@@ -199,6 +223,27 @@ class Limits:
         if self.train_after_sync and training is not None and training.shared:
             law = "where training shares its pool with replicas they sleep until it is done: it would wait for ever"
             raise ConfigError("scheduler.train_after_sync", True, law, "false would hold")
+
+    def _check_ahead(self) -> None:
+        """What may be held beyond one batch: as fractions of it, both finite."""
+        s, k = self.max_staleness_steps, self.sync_every
+        for field in ("async_ratio", "over_sample"):
+            value = getattr(self, field)
+            if (value is not None or field == "over_sample") and (
+                type(value) not in (int, float) or not isfinite(value) or value < 0
+            ):
+                fix = f"{s if field == 'async_ratio' else 0.0} would hold"
+                raise ConfigError(f"scheduler.{field}", value, "must be a number of batches, not negative", fix)
+        ratio = self.async_ratio
+        if ratio is not None and not k - 1 <= ratio <= s:
+            law = (
+                f"sync_every - 1 <= async_ratio <= S with sync_every = {k}, S = {s}: with less no version can come in "
+                "time, and more would be staler than allowed"
+            )
+            raise ConfigError("scheduler.async_ratio", ratio, law, f"any value from {k - 1} to {s} would hold")
+        names = [state.name for state in self.added_states]
+        if len(set(names)) < len(names):
+            raise ConfigError("scheduler.states", names, "names a state twice", "name each once")
 
     def to_plain(self) -> dict[str, Any]:
         """For the header of a record."""

@@ -28,6 +28,9 @@ from engine.states.version import VERSION, WeightsVersion
 Observer = Callable[[str, Any, str, str], None]
 """Called as (machine, record, source state, trigger) after every change of state."""
 
+Key = tuple[float, ...]
+"""Numbers by which parked groups are ordered: the smallest resumes first."""
+
 PHASES = GROUP.phases or {}
 
 
@@ -36,14 +39,15 @@ class State:
 
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
+        self._ahead = limits.ahead
         self.groups: dict[GroupId, Group] = {}
         """Live groups: those that no step has trained on and that were not released."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
-        self.parked: dict[Version, list[tuple[int, GroupId]]] = {}
-        """Heaps of (deadline, group) by the version they resume from; entries of groups no longer parked are
-        skipped."""
+        self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
+        """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
+        groups no longer parked are skipped."""
         self.pools = Pools(limits)
         self.steps: dict[StepId, Step] = {}
         """Those whose batch is formed and that are not finished, and the one that comes next."""
@@ -54,7 +58,7 @@ class State:
         """Train steps in each version ever published."""
         self.latest_version: Version = 0
         self.ledger = Ledger()
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(limits.surplus)
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
@@ -76,6 +80,13 @@ class State:
         """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
         self.now = 0.0
+        self.step_reward: float | None = None
+        """Mean reward of the groups of the last step trained."""
+        self.policy_errors = 0
+        """Decisions of built-in policies in place of one that raised or broke a law."""
+        self.last_policy_error = ""
+        self.policy_books = 0
+        """What policies remember adds to the state hash; 0 where none remembers anything."""
         self._group_machine = SharedMachine(GROUP, observe)
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
@@ -100,8 +111,8 @@ class State:
             self.waiting.append(id)
         self.ledger.draw(count)
 
-    def fire_group(self, group: Group, trigger: str) -> None:
-        """The only way a group changes state."""
+    def fire_group(self, group: Group, trigger: str, key: Key = ()) -> None:
+        """The only way a group changes state. `key` orders it among those parked, where it is."""
         source = PHASES[group.state]
         self._group_machine.fire(group, trigger)
         target = PHASES[group.state]
@@ -118,7 +129,7 @@ class State:
             self.next_ready += 1
             self.deadlines.ready(group.deadline)
         elif target is Phase.PARKED:
-            heappush(self.parked.setdefault(group.resumes_from, []), (group.deadline, group.id))
+            heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
         elif target is Phase.RELEASED and source is not Phase.WAITING:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
@@ -137,7 +148,7 @@ class State:
         self.waiting = deque(self.groups)
         self.ready = {}
         self.parked = {}
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         for pool in self.pools.leases:
             if pool.task:
@@ -166,8 +177,8 @@ class State:
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
-        """The parked group with the earliest deadline that may resume on a replica at version `newest`."""
-        best: tuple[int, GroupId] | None = None
+        """The parked group with the smallest key that may resume on a replica at version `newest`."""
+        best: tuple[Key, GroupId] | None = None
         for version in sorted(self.parked):
             heap = self.parked[version]
             while heap and not self._is_parked(heap[0][1], version):
@@ -238,11 +249,18 @@ class State:
 
     def places(self, version: Version) -> int:
         """How many places there are for groups admitted on `version`; never more than the run needs."""
-        limits = self.limits
-        places = (limits.max_staleness_steps + 1 + self.steps_in[version]) * limits.train_batch_size
+        limits, steps = self.limits, self.steps_in[version]
+        places = self._ahead + steps * limits.train_batch_size
         if limits.max_steps is not None:
             places = min(places, limits.max_steps * limits.train_batch_size)
+        if self.deadlines.surplus and steps + limits.max_staleness_steps >= self.steps_batched:
+            places += self.surplus_left
         return places
+
+    @property
+    def surplus_left(self) -> int:
+        """X while a step is to come, and 0 after the last."""
+        return 0 if self.steps_batched == self.limits.max_steps else self.deadlines.surplus
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""
@@ -295,12 +313,12 @@ class State:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
             self._others = self._digest_others()
-        return (self._sum + self._frame_digest(self._others)) & MASK
+        return (self._sum + self._frame_digest(self._others) + self.policy_books) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        return (groups + self._frame_digest(self._digest_others())) & MASK
+        return (groups + self._frame_digest(self._digest_others()) + self.policy_books) & MASK
 
     def _frame_digest(self, others: int) -> int:
         return others + digest(

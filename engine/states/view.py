@@ -30,6 +30,8 @@ class GroupView(NamedTuple):
     started_at: float
     ready_at: float
     reward_mean: float
+    unfinished: int
+    """Trajectories that have not ended, of what is stored; 0 while nothing is."""
 
 
 class ReplicaView(NamedTuple):
@@ -70,7 +72,7 @@ def view_group(group: Group) -> GroupView:
     return GroupView(
         group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
         group.newest_version, group.tokens, group.infrastructure_failures, group.data_failures, group.started_at,
-        group.ready_at, group.reward_mean,
+        group.ready_at, group.reward_mean, group.unfinished,
     )  # fmt: skip
 
 
@@ -136,6 +138,25 @@ class View:
     def held(self) -> int:
         """Places taken, in the sense of law 3."""
         return self._state.held
+
+    @property
+    def exhausted(self) -> bool:
+        """The source has no more prompts, and none is on its way: those that wait are the last."""
+        return self._state.exhausted and not self._state.asked
+
+    @property
+    def step_reward(self) -> float | None:
+        """Mean over the groups of the last step trained of their mean rewards; None before the first."""
+        return self._state.step_reward
+
+    @property
+    def policy_errors(self) -> int:
+        """Decisions of a built-in policy in place of one that raised or broke a law (`on_error: builtin`)."""
+        return self._state.policy_errors
+
+    @property
+    def last_policy_error(self) -> str:
+        return self._state.last_policy_error
 
     @property
     def no_more_prompts(self) -> bool:

@@ -44,8 +44,7 @@ def with_policy(decision, method, answer, **others):
     run = small(**others)
     policy = type("Own", (), {method: answer, "acts": True})()
     policies = replace(run.scheduler.policies, **{decision: policy})
-    for part in (run.scheduler, run.scheduler.rollout, run.scheduler.training, run.scheduler.sync):
-        part.policies = policies
+    run.scheduler.decisions.use(policies)
     return run
 
 
@@ -92,7 +91,7 @@ def test_a_batch_that_leaves_a_deadline_behind_is_refused():
     run = small()
     a_step(run)  # 2, 3 are due by step 1; 4, 5 by step 2
     policy = type("Own", (), {"select": lambda self, v, n: list(v.ready_ids())[:n]})()
-    run.scheduler.training.policies = replace(run.scheduler.policies, batching=policy)
+    run.scheduler.decisions.use(replace(run.scheduler.policies, batching=policy))
     with pytest.raises(PolicyError, match="must take 2 groups due by step 1"):
         run.finish(4, 5)
 
@@ -100,7 +99,7 @@ def test_a_batch_that_leaves_a_deadline_behind_is_refused():
 def test_an_unknown_deadline_decision_is_refused():
     run = straggling("drop")
     policy = type("Own", (), {"acts": True, "decide": lambda self, v, s: "dorp"})()
-    run.scheduler.training.policies = replace(run.scheduler.policies, deadline=policy)
+    run.scheduler.decisions.use(replace(run.scheduler.policies, deadline=policy))
     with pytest.raises(PolicyError, match="must be one of"):
         run.fire()
 

@@ -1,5 +1,7 @@
 """Every law after every event, whatever happens in whatever order; progress from every state; replay identical."""
 
+from math import floor
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -31,11 +33,18 @@ def limits(draw: st.DrawFn) -> Limits:
     staleness = draw(st.integers(0, 3))
     pools = draw(st.sampled_from(LAYOUTS))
     shared = any(pool.shared and "train" in pool.tasks for pool in pools)
+    sync_every = draw(st.integers(1, staleness + 1))
+    ratio = draw(st.none() | st.floats(sync_every - 1, staleness))
+    over_sample = draw(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.5]))
+    ahead = staleness + 1 if ratio is None else 1 + ratio
+    most = floor(ahead * batch + 1e-9) + floor(over_sample * batch)
     return Limits(
         train_batch_size=batch,
         max_staleness_steps=staleness,
-        max_concurrent_groups=draw(st.integers(batch, batch * (staleness + 1))),
-        sync_every=draw(st.integers(1, staleness + 1)),
+        max_concurrent_groups=draw(st.integers(batch, most)),
+        sync_every=sync_every,
+        async_ratio=ratio,
+        over_sample=over_sample,
         max_steps=draw(st.none() | st.integers(1, 6)),
         sync_mode=draw(st.sampled_from(SYNC_MODES)),
         scoring_tasks=draw(st.sampled_from([(), ("old_logprobs",), ("ref_logprobs", "old_logprobs")])),

@@ -1,0 +1,96 @@
+"""The section `scheduler` of a config: batch sizes, concurrency, staleness, and who decides.
+
+Read by `schema.py`. The laws between these figures are those of `states.limits.Limits`.
+"""
+
+from math import floor
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from engine.config.section import Section
+from engine.errors import ConfigError
+from engine.policies import DEFAULTS
+from engine.states.limits import ROUNDING
+
+REGISTERED = r"^[a-z][a-z0-9_-]*$"
+"""Names that policies and backends are registered under."""
+
+
+class PoliciesSection(Section):
+    """Each decision's policy, by the name it is registered under."""
+
+    admission: str = Field(DEFAULTS["admission"], pattern=REGISTERED, description="How many groups may start.")
+    dispatch: str = Field(DEFAULTS["dispatch"], pattern=REGISTERED, description="Which replica a group starts on.")
+    batching: str = Field(DEFAULTS["batching"], pattern=REGISTERED, description="Which ready groups a step takes.")
+    deadline: str = Field(
+        DEFAULTS["deadline"], pattern=REGISTERED, description="What becomes of groups that hold a step."
+    )
+    sync: str | None = Field(
+        None, pattern=REGISTERED, description="Which replicas install when; null: rollout.sync_order."
+    )
+    filter: str = Field(DEFAULTS["filter"], pattern=REGISTERED, description="Which groups are not worth training on.")
+    retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="What follows a failed attempt.")
+    resume: str = Field(DEFAULTS["resume"], pattern=REGISTERED, description="Which interrupted group goes on first.")
+    validation: str = Field(DEFAULTS["validation"], pattern=REGISTERED, description="Which versions are measured.")
+    on_error: Literal["stop", "builtin"] = Field(
+        "stop", description="After a policy's error: stop the run, or ask the decision's default policy instead."
+    )
+
+
+class SchedulerSection(Section):
+    """Batch sizes, concurrency and staleness: B, S, K and k of the laws."""
+
+    train_batch_size: int = Field(8, ge=1, le=1_000_000, description="B: prompt groups a train step consumes.")
+    policy_mini_batch_size: int = Field(0, ge=0, description="Groups an optimizer update sees; divides B; 0: B.")
+    samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
+    max_staleness_steps: int = Field(
+        1, ge=0, le=10_000, description="S: train steps a group's oldest token may lag, at most."
+    )
+    max_concurrent_groups: int = Field(
+        0,
+        ge=0,
+        description="K: groups running at once, from B to B·(S+1) or what the next two make it; 0: the most.",
+    )
+    async_ratio: float | None = Field(
+        None, ge=0, le=10_000, description="Groups held beyond one batch, in batches, from k-1 to S; null: S."
+    )
+    over_sample: float = Field(
+        0.0, ge=0, le=100, description="Groups started beyond that, in batches; a full batch drops what it leaves over."
+    )
+    sync_every: int = Field(
+        1, ge=1, le=10_000, description="k: publish weights after every k-th train step; at most S+1."
+    )
+    deadline_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
+    )
+    max_drops: int = Field(4, ge=0, le=1_000_000, description="Times a step may drop stragglers before it waits.")
+    infrastructure_attempts: int = Field(
+        5, ge=1, le=1000, description="Attempts a group has against infrastructure failures."
+    )
+    data_attempts: int = Field(
+        2, ge=1, le=1000, description="Attempts a group has against its own data or reward failing."
+    )
+    policies: PoliciesSection = Field(default_factory=PoliciesSection, description="Who decides.")
+
+    @model_validator(mode="after")
+    def _laws(self) -> Self:
+        batch = self.train_batch_size
+        # The object is still being made: a 0 stands for a figure that follows from others, which is what is kept.
+        object.__setattr__(self, "policy_mini_batch_size", self.policy_mini_batch_size or batch)
+        object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self._most())
+        if batch % self.policy_mini_batch_size:
+            mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
+            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{divisor(batch, mini)} would hold")
+        return self
+
+    def _most(self) -> int:
+        """The largest lawful K."""
+        ahead = self.max_staleness_steps if self.async_ratio is None else self.async_ratio
+        return sum(floor(share * self.train_batch_size + ROUNDING) for share in (1 + ahead, self.over_sample))
+
+
+def divisor(number: int, near: int) -> int:
+    """The divisor of `number` closest to `near`; the smaller of two."""
+    pairs = ((low, number // low) for low in range(1, int(number**0.5) + 1) if number % low == 0)
+    return min((d for pair in pairs for d in pair), key=lambda d: (abs(d - near), d))

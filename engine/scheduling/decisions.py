@@ -1,0 +1,181 @@
+"""How a policy is asked: decide, validate, apply. What it raises or decides against a law changes nothing.
+
+Called by the other modules of this package for every decision of a run. An answer is used only once it was found
+lawful. Otherwise the policy's memory is put back as it was, and either the run ends with a `PolicyError` that names the
+policy and what it saw (`on_error: stop`), or the decision's built-in policy is asked instead (`builtin`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from engine.errors import EngineError, PolicyError
+from engine.policies.registry import DEFAULTS, METHODS, PolicySet
+from engine.states.digest import MASK, digest
+from engine.states.state import State
+from engine.states.view import View
+
+SEQUENCES = ("batching", "sync", "resume")
+"""Decisions that are answered with several things; any iterable will do."""
+SHOWN = 200
+"""Characters of an answer that go into an error."""
+Unlawful = Callable[[Any], str]
+"""The law that an answer breaks; empty where it breaks none."""
+_pack = msgpack.Packer(use_bin_type=True, strict_types=True).pack
+
+
+class Decisions:
+    """The policies of one run, what they remember, and what was wrong with them."""
+
+    def __init__(self, policies: PolicySet, state: State, view: View) -> None:
+        self.state = state
+        self.view = view
+        self.rescuing = False
+        """The built-in policies decide everything: those of the run have started nothing where they had to."""
+        self._builtin = PolicySet.from_names({})
+        self._remembering: dict[str, Any] = {}
+        """Policies with a memory, by decision."""
+        self._packed: dict[str, bytes] = {}
+        """Each memory as it was after the last lawful answer."""
+        self.use(policies)
+
+    def use(self, policies: PolicySet) -> None:
+        """Take these policies from now on, with memories of their own."""
+        self.policies = policies
+        self._methods = {decision: _method(policies, decision) for decision in DEFAULTS}
+        for decision in DEFAULTS:
+            self.remember(decision, getattr(policies, decision))
+
+    def add(self, decision: str, policy: Any, method: Callable[..., Any]) -> None:
+        """A decision that only runs with an extension have: whether groups enter an added state."""
+        self._methods[decision] = method
+        self.remember(decision, policy)
+
+    def remember(self, decision: str, policy: Any) -> None:
+        """Give a policy that declares a memory one that is empty, or what it was made with."""
+        if not has_memory(policy):
+            return
+        if not isinstance(getattr(policy, "memory", None), dict):
+            policy.memory = {}
+        self._remembering[decision] = policy
+        self._keep(decision)
+
+    def ask(
+        self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None = None
+    ) -> Any:
+        """Put a question to a policy. The answer is of one of `kinds` exactly, and breaks no law.
+
+        Raises: `PolicyError`, which names the policy, for whatever it raised and for an answer that is neither.
+        """
+        if self.rescuing:
+            return self._instead(decision, given, kinds, unlawful)
+        try:
+            answer = self._methods[decision](self.view, *given)
+            if decision in SEQUENCES and answer is not None:
+                answer = tuple(answer)
+            if type(answer) not in kinds:
+                raise _Refused(answer, f"it must answer with {' or '.join(kind.__name__ for kind in kinds)}")
+            if unlawful is not None and (law := unlawful(answer)):
+                raise _Refused(answer, law)
+            if self._remembering and decision in self._remembering:
+                self._keep(decision)
+        except Exception as error:
+            told = self._told(decision, error)
+            self._forget(decision)
+            if self.policies.on_error == "stop":
+                raise told from error
+            self.note(told)
+            return self._instead(decision, given, kinds, unlawful)
+        return answer
+
+    def note(self, error: EngineError) -> None:
+        """Count what was wrong with a policy whose built-in stands in."""
+        self.state.policy_errors += 1
+        self.state.last_policy_error = str(error)
+        self._count()
+
+    def seen(self) -> str:
+        """What every policy sees at the moment, in a few figures."""
+        view = self.view
+        counts = ", ".join(f"{count} {phase}" for phase, count in view.phase_counts().items())
+        return f"step {view.step}, version {view.latest_version}, {counts}, {view.capacity()} could start"
+
+    def _instead(
+        self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None
+    ) -> Any:
+        """The answer of the decision's built-in policy; a group enters every added state.
+
+        Raises: `PolicyError` where even that is against a law.
+        """
+        if decision not in DEFAULTS:
+            return True
+        answer = _method(self._builtin, decision)(self.view, *given)
+        if decision in SEQUENCES and answer is not None:
+            answer = tuple(answer)
+        law = "" if unlawful is None else unlawful(answer)
+        if law or type(answer) not in kinds:
+            raise PolicyError(f"the built-in {decision} policy decided {answer!r}: {law}", decision=decision)
+        return answer
+
+    def _told(self, decision: str, error: Exception) -> PolicyError:
+        if isinstance(error, PolicyError):
+            return error
+        name = self.policies.names.get(decision, decision)
+        if isinstance(error, _Refused):
+            shown = repr(error.answer)
+            shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+            did, answer = f"decided {shown}: {error.law}", shown
+        else:
+            did, answer = f"raised {type(error).__name__}: {error}", ""
+        seen = self.seen()
+        return PolicyError(
+            f"the {decision} policy {name!r} {did}; it saw {seen}", decision=decision, policy=name, answer=answer,
+            view=seen,
+        )  # fmt: skip
+
+    # memories
+
+    def _keep(self, decision: str) -> None:
+        """Take over what a policy remembers after an answer. Raises: TypeError, ValueError for what is not plain."""
+        packed = _pack(self._remembering[decision].memory)
+        if packed != self._packed.get(decision):
+            if type(_unpack(packed)) is not dict:
+                raise TypeError("its memory is no dict")
+            self._packed[decision] = packed
+            self._count()
+
+    def _forget(self, decision: str) -> None:
+        """Put a memory back to what it was before the question."""
+        if decision in self._remembering:
+            self._remembering[decision].memory = _unpack(self._packed[decision])
+
+    def _count(self) -> None:
+        """What policies remember, and what was wrong with them, is part of the state and so of its hash."""
+        books = digest((self.state.policy_errors,)) if self.state.policy_errors else 0
+        for decision, packed in self._packed.items():
+            books += digest((*decision.encode(), -1, *packed))
+        self.state.policy_books = books & MASK
+
+
+class _Refused(Exception):
+    """An answer that cannot be used."""
+
+    def __init__(self, answer: Any, law: str) -> None:
+        super().__init__(law)
+        self.answer = answer
+        self.law = law
+
+
+def has_memory(policy: Any) -> bool:
+    """Whether a policy's class declares `memory: dict[str, Any]`."""
+    return any("memory" in getattr(cls, "__annotations__", ()) for cls in type(policy).__mro__)
+
+
+def _method(policies: PolicySet, decision: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(getattr(policies, decision), METHODS[decision])
+    return method
+
+
+def _unpack(packed: bytes) -> Any:
+    return msgpack.unpackb(packed, raw=False, strict_map_key=True)

@@ -1,0 +1,303 @@
+"""Policies: the order of resumption, whole batches, which versions are measured, errors, memories; worked out by
+hand."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine import policies
+from engine.commands import ResumeGroup, StartGroup
+from engine.errors import ConfigError, PolicyError
+from engine.events import GroupAborted, GroupFailed, ReplicaLost, ReplicaPaused, WeightsInstalled, WeightsStaged
+from engine.ids import Version
+from engine.policies import registry
+from engine.schedule.codec import decode_event, encode_event
+from engine.schedule.frames import Header
+from engine.schedule.packing import CodecError, pack
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.recovery import recover
+from engine.schedule.replayer import replay
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits, ValidationLimits
+from engine.states.view import GroupView, View
+from tests.core.scripted import Scripted
+from tests.core.test_scenarios import small
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is known to that test alone."""
+    before = {decision: dict(known) for decision, known in registry._REGISTERED.items()}
+    yield
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
+
+
+# which parked group resumes first
+
+
+def parked(order: str) -> list[int]:
+    """Three groups are aborted with (tokens, trajectories unfinished) = (10, 3), (30, 2), (20, 2), a fourth with
+    nothing; the order in which they resume."""
+    figures = {"train_batch_size": 2, "max_staleness_steps": 2, "max_concurrent_groups": 6, "sync_mode": "abort"}
+    run = Scripted(policies={"resume": order}, **figures)
+    run.finish(4, 5)
+    run.train()
+    run.publish()
+    run.tell(WeightsStaged(replica=0, incarnation=1, attempt=1, version=1))
+    for id, (tokens, unfinished) in enumerate([(10, 3), (30, 2), (20, 2), (0, 0)]):
+        version = 0 if tokens else -1
+        run.tell(
+            GroupAborted(
+                group=id, attempt=1, replica=0, incarnation=1, tokens=tokens, oldest_version=version,
+                newest_version=version, unfinished=unfinished,
+            )
+        )  # fmt: skip
+    run.tell(ReplicaPaused(replica=0, incarnation=1, attempt=1))
+    new = run.tell(WeightsInstalled(replica=0, incarnation=1, attempt=1, version=1))
+    return [order.group for order in new if isinstance(order, StartGroup | ResumeGroup) and order.group < 4]
+
+
+@pytest.mark.parametrize(
+    ("order", "resumed"),
+    [
+        ("deadline", [0, 1, 2, 3]),
+        ("fewest-unfinished", [1, 2, 0, 3]),
+        ("longest", [1, 2, 0, 3]),
+        ("stalest", [0, 1, 2, 3]),
+        ("partial-rollout", [1, 2, 0, 3]),
+    ],
+)
+def test_the_resume_policy_orders_parked_groups(order: str, resumed: list[int]) -> None:
+    assert parked(order) == resumed
+
+
+def test_partial_rollout_looks_at_length_then_at_staleness_among_equals() -> None:
+    view: Any = None
+
+    def group(unfinished: int, tokens: int, oldest: Version) -> GroupView:
+        blank = dict.fromkeys(GroupView._fields, 0)
+        return GroupView(**{**blank, "unfinished": unfinished, "tokens": tokens, "oldest_version": oldest})  # type: ignore[arg-type]
+
+    key = policies.PolicySet.from_names({"resume": "partial-rollout"}).resume.key
+    ranked = [group(1, 5, 3), group(2, 9, 1), group(2, 9, 2), group(2, 8, 0), group(0, 0, -1)]
+    assert sorted(reversed(ranked), key=lambda g: key(view, g)) == ranked
+
+
+def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
+    run = small()
+    group = run.state.groups[0]
+    place = {"group": 0, "replica": 0, "incarnation": 1}
+    run.tell(GroupAborted(**place, attempt=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2))
+    assert run.view.group(0) is not None and group.unfinished == 2
+    run.tell(GroupFailed(**place, attempt=2, cause="data", reason="x"))
+    assert group.unfinished == 0
+
+
+def test_an_older_record_says_nothing_of_unfinished_trajectories() -> None:
+    event = GroupAborted(
+        group=1, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=3
+    )
+    assert decode_event(encode_event(event)) == event
+    older = decode_event(pack([4, 1, 1, 0, 1, 4, 0, 0]))
+    assert isinstance(older, GroupAborted) and older.unfinished == 0
+    with pytest.raises(CodecError, match="GroupAborted has 8 fields, not 6"):
+        decode_event(pack([4, 1, 1, 0, 1, 4, 0]))
+
+
+# whole batches
+
+
+def whole(**others: Any) -> Scripted:
+    """B = 2, S = 1, K = 4, batch by batch."""
+    return small(policies={"admission": "whole-batches", **others.pop("policies", {})}, **others)
+
+
+def test_a_batch_is_begun_only_where_all_of_it_may_start() -> None:
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, policies={"admission": "whole-batches"}
+    )
+    assert run.running() == [0, 1], "K leaves room for one more, which would be half a batch"
+    run.finish(0)
+    assert run.running() == [1, 2, 3]
+    run.finish(2)
+    assert run.running() == [1, 3], "one place under K"
+
+
+def test_a_batch_begun_is_filled_as_slots_come_free_and_after_a_filter() -> None:
+    run = whole(slots=3)
+    assert run.running() == [0, 1, 2], "the second batch has only one slot so far"
+    run.finish(0)
+    assert run.running() == [1, 2, 3]
+    run = whole(policies={"filter": "zero-variance"})
+    run.finish(1, spread=0.0)
+    assert run.running() == [0, 2, 3, 4], "its place is filled at once: its batch is begun"
+
+
+def test_the_last_batch_may_be_short() -> None:
+    run = whole(prompts=3)
+    assert run.running() == [0, 1, 2]
+
+
+# which versions are measured
+
+
+def test_a_validation_policy_says_which_versions_are_measured(registered: None) -> None:
+    asked = []
+
+    @policies.register("validation", "odd")
+    class Odd:
+        def due(self, view: View, version: Version, steps_before: int, steps: int) -> bool:
+            asked.append((version, steps_before, steps))
+            return version % 2 == 1
+
+    limits = ValidationLimits(rows=4, at_start=True, at_end=False)
+    run = small(policies={"validation": "odd"}, sync_every=2, validation=limits)
+    for _ in range(4):
+        run.finish(*run.running()[:2])
+        run.train()
+        if run.state.publishing:
+            run.publish()
+            run.install()
+    assert asked == [(0, 0, 0), (1, 0, 2), (2, 2, 4)]
+    assert [v.version for v in run.view.validations()] == [1]
+
+
+# errors
+
+
+class Greedy:
+    """One more than is legal."""
+
+    def admit(self, view: View, legal: int) -> int:
+        return legal + 1
+
+
+def test_an_error_names_the_policy_and_what_it_saw(registered: None) -> None:
+    policies.register("admission", "greedy")(Greedy)
+    with pytest.raises(PolicyError, match=r"'greedy' decided 5: .* from 0 to 4; it saw step 0, version 0, 6 waiting"):
+        small(policies={"admission": "greedy"})
+
+
+def test_the_built_in_decides_in_place_of_a_policy_in_error_and_that_is_counted(registered: None) -> None:
+    policies.register("admission", "greedy")(Greedy)
+    run = small(policies={"admission": "greedy", "on_error": "builtin"})
+    assert run.running() == [0, 1, 2, 3]
+    assert run.view.policy_errors == 2, "it was asked before the replica joined, too"
+    assert "'greedy' decided 5" in run.view.last_policy_error
+    plain = small()
+    assert run.state.hash != plain.state.hash, "what went wrong is part of the state"
+
+
+def test_policies_that_start_nothing_are_stood_in_for(registered: None) -> None:
+    @policies.register("admission", "never")
+    class Never:
+        def admit(self, view: View, legal: int) -> int:
+            return 0
+
+    run = small(policies={"admission": "never", "on_error": "builtin"})
+    assert run.running() == [0, 1, 2, 3]
+    assert "start nothing" in run.view.last_policy_error
+    with pytest.raises(PolicyError, match="start nothing"):
+        small(policies={"admission": "never"})
+
+
+@pytest.mark.parametrize("answer", [(), (float("nan"),), ("soon",), (True,), 3])
+def test_a_resume_key_is_a_tuple_of_numbers(registered: None, answer: Any) -> None:
+    policies.register("resume", "odd")(type("Odd", (), {"key": lambda self, view, group: answer}))
+    run = small(policies={"resume": "odd"})
+    with pytest.raises(PolicyError, match="the resume policy 'odd'"):
+        run.abort(0)
+    assert run.state.groups[0].state == "generating", "nothing was changed"
+
+
+def test_what_follows_an_error_is_a_word_of_two() -> None:
+    with pytest.raises(ConfigError, match=r"on_error = 'ignore': .*one of stop, builtin"):
+        policies.PolicySet.from_names({"on_error": "ignore"})
+
+
+def test_a_policy_written_for_another_api_is_refused() -> None:
+    with pytest.raises(ConfigError, match="written for another policy API than this engine has, 1"):
+        policies.register("filter", "later", api=2)(object)
+
+
+# memory
+
+
+class Widening:
+    """Admits one more group at a time than the last time, and says so in its memory."""
+
+    memory: dict[str, Any]
+
+    def admit(self, view: View, legal: int) -> int:
+        self.memory["asked"] = self.memory.get("asked", 0) + 1
+        self.memory["seen"] = [view.step, view.running]
+        if self.memory["asked"] == 3:
+            raise ValueError("at the third question")
+        return min(legal, self.memory["asked"])
+
+
+def test_memory_is_fresh_for_each_run_and_put_back_after_an_error(registered: None) -> None:
+    policies.register("admission", "widening")(Widening)
+    run = small(policies={"admission": "widening", "on_error": "builtin"})
+    assert _memory(run) == {"asked": 2, "seen": [0, 0]}, "asked before and after the replica joined"
+    assert run.running() == [0, 1]
+    run.tell(ReplicaLost(replica=7, incarnation=0, returns=False, reason="any event"))
+    assert run.running() == [0, 1, 2, 3], "the built-in admits what is legal"
+    assert _memory(run) == {"asked": 2, "seen": [0, 0]}
+    assert run.view.policy_errors == 1
+    assert _memory(small(policies={"admission": "widening"})) == {"asked": 2, "seen": [0, 0]}
+
+
+def _memory(run: Scripted, decision: str = "admission") -> dict[str, Any]:
+    memory: dict[str, Any] = getattr(run.scheduler.policies, decision).memory
+    return memory
+
+
+@pytest.mark.parametrize("kept", [{"x": (1, 2)}, {"x": object()}, {1: 2}, 7])
+def test_memory_holds_plain_values_alone(registered: None, kept: Any) -> None:
+    class Hoarding:
+        memory: dict[str, Any]
+
+        def admit(self, view: View, legal: int) -> int:
+            self.memory = kept
+            return legal
+
+    policies.register("admission", "hoarding")(Hoarding)
+    with pytest.raises(PolicyError, match="the admission policy 'hoarding' raised"):
+        small(policies={"admission": "hoarding"})
+
+
+class Remembering:
+    """Keeps every second group; which one is next is all it remembers."""
+
+    memory: dict[str, Any]
+
+    def keep(self, view: View, outcome: Any) -> bool:
+        self.memory["kept"] = not self.memory.get("kept", False)
+        return bool(self.memory["kept"])
+
+
+def test_memory_is_hashed_replayed_and_kept_over_a_resume(registered: None) -> None:
+    policies.register("filter", "second")(Remembering)
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort")
+    chosen = policies.PolicySet.from_names({"filter": "second"})
+    recorder = MemoryRecorder(Header(run="memory", limits=limits.to_plain(), policies=dict(chosen.names)))
+    faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.05)
+    world = World(Setting(limits=limits, prompts=41, seed=3, faults=faults), chosen, recorder)
+    world.run()
+    report = replay(read(recorder))
+    assert report.divergence is None and report.events == world.driver.events_handled
+    recovered = recover(read(recorder))
+    again = recovered.scheduler.policies.filter
+    assert again is not chosen.filter
+    assert (
+        again.memory == chosen.filter.memory == {"kept": world.scheduler.state.ledger.consumed % 1 == 1} or again.memory
+    )  # type: ignore[attr-defined]
+    before = recovered.scheduler.state_hash
+    recovered.scheduler.decisions._forget("filter")
+    again.memory["kept"] = not again.memory["kept"]  # type: ignore[attr-defined]
+    recovered.scheduler.decisions._keep("filter")
+    assert recovered.scheduler.state_hash != before
