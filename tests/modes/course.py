@@ -15,6 +15,7 @@ from engine.commands import (
     PauseReplica,
     PublishWeights,
     ResumeGroup,
+    ResumeReplica,
     ScoreBatch,
     StartGroup,
     TrainStep,
@@ -88,9 +89,10 @@ class Course:
         self.scored: list[tuple[int, int, StepId, str]] = []
         """(ordered at, done at, step, task)."""
         self.entered: list[tuple[int, GroupId, str]] = []
-        self.most_running = 0
-        self.running_after: list[int] = []
-        """Groups that hold a slot, after each event and what it led to."""
+        self.left_empty: dict[GroupId, int] = {}
+        """Slots that stayed empty on the replica where a group was generated, unless that was on its way to sleep."""
+        self._slots: dict[ReplicaId, int] = {}
+        self._paused: set[ReplicaId] = set()
         self._running: dict[GroupId, ReplicaId] = {}
         self._attempts: dict[GroupId, int] = {}
         self._versions: dict[ReplicaId, Version] = {}
@@ -102,8 +104,14 @@ class Course:
             self._happened(at, event)
             for command in commands:
                 self._ordered(at, command)
-            self.running_after.append(len(self._running))
-            self.most_running = max(self.most_running, len(self._running))
+            if self.ready_at and next(reversed(self.ready_at.values())) == at:
+                self._look_at_slot(event)
+
+    def _look_at_slot(self, event: Event) -> None:
+        """A group was generated, and everything that follows was ordered: was its slot taken?"""
+        if isinstance(event, GroupGenerated) and event.replica not in self._paused:
+            held = sum(replica == event.replica for replica in self._running.values())
+            self.left_empty[event.group] = self._slots[event.replica] - held
 
     # facts
 
@@ -111,7 +119,9 @@ class Course:
         match event:
             case ReplicaJoined():
                 self._versions[event.replica] = event.version
+                self._slots[event.replica] = event.slots
                 self._to_sleep.discard(event.replica)
+                self._paused.discard(event.replica)
             case WeightsInstalled():
                 self._versions[event.replica] = event.version
                 self.installed.append((at, event.replica, event.version))
@@ -156,7 +166,10 @@ class Course:
                 self._seat(command)
             case AbortGroup():
                 self._running.pop(command.group, None)
+            case ResumeReplica():
+                self._paused.discard(command.replica)
             case PauseReplica():
+                self._paused.add(command.replica)
                 (self._to_sleep.add if command.mode == "sleep" else self._to_sleep.discard)(command.replica)
             case TrainStep():
                 self.steps[command.step] = Trained(command.groups, command.staleness, at)

@@ -4,6 +4,9 @@ Each raises AssertionError where the record does not keep to it. They hold where
 and no validation holds a replica back from newer weights; "at most" holds always.
 """
 
+from itertools import pairwise
+
+from engine.ids import GroupId
 from tests.modes.course import Course
 
 
@@ -20,19 +23,25 @@ def is_one_step_off(course: Course) -> None:
     assert len(course.steps) > 2
     for step in course.steps:
         assert set(course.staleness(step)) == {min(step, 1)}, f"step {step}: {course.staleness(step)}"
-    starts_whole_batches(course, len(course.steps[0].groups))
-    takes_batches_in_order(course)
-    assert any(set(course.steps[step].beside) & set(course.steps[step + 1].groups) for step in list(course.steps)[:-1])
+    for batch in whole_batches(course):
+        versions = {course.begun[group].version for group in batch}
+        assert len(versions) == 1, f"the batch of group {batch[0]} began on versions {sorted(versions)}"
+    assert any(course.steps[step].beside & set(course.steps[step + 1].groups) for step in list(course.steps)[:-1])
 
 
 def is_generate_ahead(course: Course, ahead: int) -> None:
-    """Whole batches in order, each begun `ahead` train steps before its own at most, and some of them as early."""
-    batch = len(course.steps[0].groups)
-    starts_whole_batches(course, batch)
-    takes_batches_in_order(course)
-    early = {b.group // batch - course.steps_in[b.version] for b in course.begun.values()}
-    assert max(early) == ahead, f"batches were begun {sorted(early)} steps early"
-    assert max(course.every_staleness()) == ahead
+    """Whole batches in order, begun so many train steps before their own at most; none is trained when older."""
+    assert max(course.every_staleness()) <= ahead - 1
+    assert max(steps_early(course)) <= ahead - 1
+    assert any(course.steps[step].beside & set(course.steps[step + 1].groups) for step in list(course.steps)[:-1])
+
+
+def steps_early(course: Course) -> list[int]:
+    """By batch: train steps between the weights it began on and its own step."""
+    return [
+        number - min(course.steps_in[course.begun[group].version] for group in batch)
+        for number, batch in enumerate(whole_batches(course))
+    ]
 
 
 def is_fully_async(course: Course, staleness: int) -> None:
@@ -42,42 +51,55 @@ def is_fully_async(course: Course, staleness: int) -> None:
     takes_ready_first(course)
 
 
-def is_partial_rollout(course: Course, batch: int, slots: int) -> None:
-    """Whatever runs when a batch is full is interrupted, sleeps through training, and goes on from its prefixes."""
+def is_partial_rollout(course: Course, staleness: int) -> None:
+    """What runs when a batch is full is interrupted, sleeps through training, and goes on from what it has."""
+    assert max(course.every_staleness()) <= staleness
     for step, trained in course.steps.items():
         assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
-    interrupted = [cut for cut in course.cut if cut.asleep and cut.tokens]
-    assert interrupted, "no group was interrupted with tokens"
+    trained_groups = {group for batch in course.batches for group in batch}
     resumed = {group for _, group in course.resumed}
-    last = course.steps[max(course.steps)].ordered
-    assert {cut.group for cut in interrupted if cut.at < last} & resumed, "no interrupted group went on"
-    trained_groups = {group for batch_of in course.batches for group in batch_of}
-    assert {cut.group for cut in interrupted} & trained_groups, "no interrupted group was trained on"
-    assert all(cut.group in resumed for cut in interrupted if cut.group in trained_groups)
-    kept_busy(course, batch, slots)
+    assert all(cut.asleep for cut in course.cut)
+    assert {cut.group for cut in course.cut if cut.tokens} & trained_groups <= resumed, (
+        "an interrupted group began anew"
+    )
+    kept_busy(course, len(course.steps[0].groups))
 
 
-def is_stream(course: Course, steps: int) -> None:
-    """Every version but the last holds exactly so many train steps more than the one before it."""
+def interrupted(course: Course) -> set[GroupId]:
+    """Groups that were cut short with tokens, went on, and were trained on with tokens from before and after."""
+    mixed = {group for group, end in course.generated.items() if end.oldest_version < end.newest_version}
+    trained_groups = {group for batch in course.batches for group in batch}
+    return (
+        {cut.group for cut in course.cut if cut.tokens}
+        & {group for _, group in course.resumed}
+        & mixed
+        & trained_groups
+    )
+
+
+def is_stream(course: Course, steps: int, ahead: int) -> None:
+    """Every version but the last holds so many train steps more than the one before it, and when a group begins at most
+    `ahead` groups have begun, itself included, that the steps of its weights have not consumed."""
     versions = sorted(course.steps_in)
     held = [course.steps_in[v] - course.steps_in[v - 1] for v in versions[1:]]
     assert len(held) > 1
     assert set(held[:-1]) == {steps}, held
     assert 1 <= held[-1] <= steps
+    batch = len(course.steps[0].groups)
+    in_order = sorted(course.begun.values(), key=lambda begun: (begun.at, begun.group))
+    beyond = [number - course.steps_in[begun.version] * batch for number, begun in enumerate(in_order, start=1)]
+    assert max(beyond) <= ahead, beyond
 
 
-def starts_whole_batches(course: Course, batch: int) -> None:
-    """Groups start `batch` at a time, all of them on one version."""
-    begun = sorted(course.begun.values(), key=lambda b: b.group)
-    for first in range(0, len(begun) - len(begun) % batch, batch):
-        versions = {b.version for b in begun[first : first + batch]}
-        assert len(versions) == 1, f"the batch from group {first} on started on versions {sorted(versions)}"
-
-
-def takes_batches_in_order(course: Course) -> None:
-    """Step after step the groups in the order of their draws, none left out."""
-    taken = [group for batch in course.batches for group in sorted(batch)]
-    assert taken == sorted(taken) == list(range(len(taken)))
+def whole_batches(course: Course) -> list[tuple[GroupId, ...]]:
+    """The batches in order, where each was begun only once the one before it was generated, and trained as it was."""
+    batches = [tuple(sorted(batch)) for batch in course.batches]
+    taken = [group for batch in batches for group in batch]
+    assert taken == list(range(len(taken))), "batches are trained in the order of their draws"
+    for before, batch in pairwise(batches):
+        ended = max(course.ready_at[group] for group in before)
+        assert all(course.begun[group].at >= ended for group in batch), f"the batch of group {batch[0]} began too early"
+    return batches
 
 
 def takes_ready_first(course: Course) -> None:
@@ -92,13 +114,16 @@ def takes_ready_first(course: Course) -> None:
             assert all(older), f"step {step} passed over group {left}, which was ready before {passed}"
 
 
-def kept_busy(course: Course, batch: int, slots: int) -> None:
-    """Whenever a group ends and the batch is not full, another one takes its slot in the same breath."""
-    full = 0
-    for group, at in course.ready_at.items():
-        formed = sum(1 for trained in course.steps.values() if trained.ordered <= at)
-        ready = sum(1 for other in course.ready_at.values() if other <= at) - formed * batch
-        if ready < batch and formed < len(course.steps):
-            assert course.running_after[at] == slots, f"a slot stayed empty when group {group} ended"
-            full += 1
-    assert full, "no group ended before its batch was full"
+def kept_busy(course: Course, batch: int) -> None:
+    """Whenever a group ends and the batch is not full, the slot is taken in the same breath; but for the end of the
+    run, when nothing is started any more."""
+    last = max(begun.at for begun in course.begun.values())
+    looked_at = 0
+    for group, slots in course.left_empty.items():
+        at = course.ready_at[group]
+        formed = sum(trained.ordered <= at for trained in course.steps.values())
+        ready = sum(other <= at for other in course.ready_at.values()) - formed * batch
+        if ready < batch and at <= last:
+            assert slots == 0, f"{slots} slots stayed empty when group {group} ended"
+            looked_at += 1
+    assert looked_at, "no group ended before its batch was full"

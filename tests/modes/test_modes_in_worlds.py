@@ -11,7 +11,7 @@ from engine.schedule.recorder import MemoryRecorder
 from engine.simulation.world import Faults, Setting, World
 from tests.modes import definitions
 from tests.modes.course import Course, course_of
-from tests.modes.test_presets import CONFIGS
+from tests.modes.test_presets import CONFIGS, STREAMS, variants
 
 STEPS = 8
 
@@ -68,3 +68,9 @@ def test_bounds_hold_under_faults(times: dict[str, float], preset: str) -> None:
     course = course_in_world(preset, times, *small, faults=FAULTS)
     staleness = load_config(CONFIGS / f"{preset}.yaml").scheduler.max_staleness_steps
     assert max(course.every_staleness(), default=0) <= staleness
+
+
+@given(times=TIMES, mode=st.sampled_from(sorted(STREAMS)))
+@settings(max_examples=30)
+def test_stream(times: dict[str, float], mode: str) -> None:
+    STREAMS[mode](course_in_world("stream", times, *variants("stream")[mode]))

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 BATCH = 4
+STEPS = 6
 
 SMALL = [
     *(f"model.arithmetic.{name}={value}" for name, value in SMALLEST.items()),
     "run.seed=3",
-    "run.max_steps=6",
+    f"run.max_steps={STEPS}",
     f"scheduler.train_batch_size={BATCH}",
     "scheduler.samples_per_prompt=2",
     "rollout.max_tokens=150",
@@ -78,6 +80,28 @@ def test_fully_async_minibatches(made: Path) -> None:
     small = ["scheduler.policy_mini_batch_size=1", f"scheduler.max_concurrent_groups={BATCH}"]
     course, run_dir = run("fully_async_minibatches", made, *small)
     definitions.is_fully_async(course, staleness=1)
-    definitions.is_stream(course, steps=1)
+    definitions.is_stream(course, steps=1, ahead=8)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["optimizer_steps"] for row in lines if "step" in row] == [4] * 6
+    assert [row["optimizer_steps"] for row in lines if "step" in row] == [4] * STEPS
+
+
+STREAMS: dict[str, Callable[[Course], None]] = {
+    "on-policy pipeline": definitions.is_synchronous,
+    "stream off-policy": lambda course: definitions.is_stream(course, steps=4, ahead=16),
+    "async stream": lambda course: definitions.is_stream(course, steps=4, ahead=20),
+    "async stream with partial rollout": lambda course: definitions.is_stream(course, steps=4, ahead=20),
+}
+"""verl's four modes, by the name that the preset's comment gives to each."""
+
+
+def test_every_mode_that_the_stream_preset_lists_is_tested() -> None:
+    assert set(variants("stream")) == set(STREAMS)
+
+
+@pytest.mark.parametrize("mode", STREAMS)
+def test_stream(made: Path, mode: str) -> None:
+    overrides = [*variants("stream")[mode], "run.max_steps=9"]
+    course, _ = run("stream", made, *overrides)
+    STREAMS[mode](course)
+    assert max(course.every_staleness()) <= configured("stream", made, *overrides).scheduler.max_staleness_steps
+    assert not course.cut or mode == "async stream with partial rollout"
