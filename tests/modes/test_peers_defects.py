@@ -9,6 +9,7 @@ checkpoints half written (training/test_trainer_checkpoints).
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -20,10 +21,10 @@ from engine.hosts.prompts import CountedPrompts
 from engine.schedule.frames import Header
 from engine.schedule.recorder import MemoryRecorder
 from engine.simulation.world import Setting, World
-from engine.states.limits import Limits, ValidationLimits
+from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.tasks.dataset import Dataset, PromptSource
 from tests.core.scripted import Scripted
-from tests.modes.course import course_of
+from tests.modes.course import Course, course_of
 
 
 class Interrupted(Scripted):
@@ -153,3 +154,52 @@ def test_the_end_of_the_data_ends_the_run_with_everything_trained(
     course = course_of(recorder)
     assert sorted(group for taken in course.batches for group in taken) == list(range(prompts))
     assert max(course.steps_in.values()) == len(course.steps), "the last step is published"
+
+
+LAYOUTS = {
+    "one group": (("old_logprobs", "ref_logprobs", "train"), ("rollout",)),
+    "reference apart": (("old_logprobs", "train"), ("ref_logprobs",), ("rollout",)),
+    "all apart": (("old_logprobs",), ("train",), ("ref_logprobs",), ("rollout",)),
+}
+"""dots.rl's task groups."""
+
+
+def scored_in(layout: Sequence[Sequence[str]], seed: int, train_s: float, steps: int = 6) -> Course:
+    """A run whose every batch is scored by both, in a world."""
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=4, max_steps=steps,
+        scoring_tasks=("ref_logprobs", "old_logprobs"),
+        pools=tuple(Pool(tasks=tuple(tasks), replicas=(0, 1) if "rollout" in tasks else ()) for tasks in layout),
+    )  # fmt: skip
+    recorder = MemoryRecorder(Header(run="scored", limits=limits.to_plain()))
+    world = World(Setting(limits=limits, prompts=100, seed=seed, train_s=train_s), recorder=recorder)
+    assert world.run().outcome == "finished"
+    return course_of(recorder)
+
+
+@given(layout=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 2**31), train_s=st.sampled_from([0.5, 10.0, 100.0]))
+@settings(max_examples=30)
+def test_a_scorer_apart_from_the_trainer_scores_every_step(layout: str, seed: int, train_s: float) -> None:
+    """dots.rl stops at its second step where log-probs have nodes of their own. They wait for the weights of the step
+    before, and everything is scored before its step is trained."""
+    course = scored_in(LAYOUTS[layout], seed, train_s)
+    assert len(course.steps) == 6
+    for step, trained in course.steps.items():
+        scored = {task: (ordered, done) for ordered, done, of, task in course.scored if of == step}
+        assert scored.keys() == {"ref_logprobs", "old_logprobs"}
+        assert all(done <= trained.ordered for _, done in scored.values())
+        assert step == 0 or scored["old_logprobs"][0] >= course.steps[step - 1].done
+
+
+def test_the_reference_scores_the_next_batch_before_this_one_is_trained() -> None:
+    """Only where it has a pool of its own: with the trainer's it takes turns with it."""
+    beside = {}
+    for name, layout in LAYOUTS.items():
+        course = scored_in(layout, seed=3, train_s=60.0)
+        beside[name] = [
+            of
+            for ordered, _, of, task in course.scored
+            if task == "ref_logprobs" and of and ordered < course.steps[of - 1].done
+        ]
+    assert beside["one group"] == []
+    assert beside["reference apart"] and beside["all apart"]
