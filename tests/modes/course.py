@@ -38,6 +38,8 @@ from engine.ids import GroupId, ReplicaId, StepId, Version
 from engine.schedule import Handled, read
 from engine.schedule.recorder import MemoryRecorder
 
+Key = tuple[int, int, Version]
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -80,6 +82,10 @@ class Course:
         self.ready_at: dict[GroupId, int] = {}
         self.cut: list[Cut] = []
         self.resumed: list[tuple[int, GroupId]] = []
+        self.preferred: list[tuple[Key, Key]] = []
+        """Of every group that goes on: unfinished trajectories, tokens (negative), oldest version; and the least that
+        any parked group had then."""
+        self._parked: dict[GroupId, Key] = {}
         self.failed: set[GroupId] = set()
         self.steps: dict[StepId, Trained] = {}
         self.steps_in: dict[Version, int] = {0: 0}
@@ -134,6 +140,7 @@ class Course:
                 self.ready_at[event.group] = at
             case GroupAborted() if self._leaves(event):
                 self.cut.append(Cut(event.group, at, event.tokens, event.replica in self._to_sleep))
+                self._parked[event.group] = (event.unfinished, -event.tokens, event.oldest_version)
             case GroupFailed() if self._leaves(event):
                 self.failed.add(event.group)
             case WeightsPublished():
@@ -163,6 +170,9 @@ class Course:
                 self._seat(command)
             case ResumeGroup():
                 self.resumed.append((at, command.group))
+                if command.group in self._parked:
+                    kept = [key for key in self._parked.values() if key[1]]
+                    self.preferred.append((self._parked[command.group], min(kept)))
                 self._seat(command)
             case AbortGroup():
                 self._running.pop(command.group, None)
@@ -183,6 +193,7 @@ class Course:
                 self.entered.append((at, command.group, command.state))
 
     def _seat(self, command: StartGroup | ResumeGroup) -> None:
+        self._parked.pop(command.group, None)
         self._running[command.group] = command.replica
         self._attempts[command.group] = command.attempt
         if self._training is not None:

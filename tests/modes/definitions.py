@@ -62,6 +62,7 @@ def is_partial_rollout(course: Course, staleness: int) -> None:
     assert {cut.group for cut in course.cut if cut.tokens} & trained_groups <= resumed, (
         "an interrupted group began anew"
     )
+    assert all(key == least for key, least in course.preferred), "another group should have gone on first"
     kept_busy(course, len(course.steps[0].groups))
 
 
