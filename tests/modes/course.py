@@ -145,7 +145,7 @@ class Course:
                 self.failed.add(event.group)
             case WeightsPublished():
                 self.steps_in[event.version] = self._publishing[event.version]
-            case BatchScored():
+            case BatchScored() if (event.step, event.task) in self._scoring:
                 ordered = self._scoring.pop((event.step, event.task))
                 self.scored.append((ordered, at, event.step, event.task))
             case StepTrained() if self._training == event.step:

@@ -38,6 +38,17 @@ SMALL = [
 """What makes any preset quick: the smallest model and batches of four. Length alone makes advantages, for its answers
 are all wrong; validation holds no replica on the way."""
 
+SIZES = {
+    "sync": [],
+    "one_step_off": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "generate_ahead": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "fully_async": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", f"scheduler.max_concurrent_groups={BATCH}"],
+    "partial_rollout": ["rollout.slots=4", f"scheduler.max_concurrent_groups={2 * BATCH}"],
+    "stream": [],
+}
+"""What follows from batches of four, by preset."""
+
 
 def variants(preset: str) -> dict[str, list[str]]:
     """Overrides that a preset's comment lists, by the words before them: `#   NAME: --set a.b=c --set ...`."""
@@ -52,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(preset: str, made: Path, *overrides: str) -> Config:
-    return load_config(CONFIGS / f"{preset}.yaml", [*SMALL, f"run.dir={made}", *overrides])
+    return load_config(CONFIGS / f"{preset}.yaml", [*SMALL, *SIZES[preset], f"run.dir={made}", *overrides])
 
 
 def run(preset: str, made: Path, *overrides: str) -> tuple[Course, Path]:
@@ -71,14 +82,49 @@ def run(preset: str, made: Path, *overrides: str) -> tuple[Course, Path]:
     return course, run_dir
 
 
+def test_sync(made: Path) -> None:
+    course, _ = run("sync", made)
+    definitions.is_synchronous(course)
+    assert len(course.sleeps) == 2 * STEPS, "both replicas sleep for every step"
+
+
+def test_one_step_off(made: Path) -> None:
+    course, _ = run("one_step_off", made)
+    definitions.is_one_step_off(course)
+
+
+LAYOUTS = ["one group", "reference apart", "all apart"]
+"""dots.rl's task groups, by the names that the preset's comment gives to them."""
+
+
+def test_every_layout_that_the_preset_lists_is_tested() -> None:
+    assert list(variants("generate_ahead")) == LAYOUTS
+    shipped = configured("generate_ahead", CONFIGS)
+    assert configured("generate_ahead", CONFIGS, *variants("generate_ahead")["reference apart"]) == shipped
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generate_ahead(made: Path, layout: str) -> None:
+    course, _ = run("generate_ahead", made, *variants("generate_ahead")[layout])
+    definitions.is_generate_ahead(course, ahead=3)
+    assert {(step, task) for _, _, step, task in course.scored} == {
+        (step, task) for step in range(STEPS) for task in ("old_logprobs", "ref_logprobs")
+    }
+
+
+def test_partial_rollout(made: Path) -> None:
+    course, _ = run("partial_rollout", made)
+    definitions.is_partial_rollout(course, staleness=3)
+    assert definitions.interrupted(course), "no group went through an interruption"
+
+
 def test_fully_async(made: Path) -> None:
-    course, _ = run("fully_async", made, f"scheduler.max_concurrent_groups={BATCH}")
+    course, _ = run("fully_async", made)
     definitions.is_fully_async(course, staleness=2)
 
 
 def test_fully_async_minibatches(made: Path) -> None:
-    small = ["scheduler.policy_mini_batch_size=1", f"scheduler.max_concurrent_groups={BATCH}"]
-    course, run_dir = run("fully_async_minibatches", made, *small)
+    course, run_dir = run("fully_async_minibatches", made)
     definitions.is_fully_async(course, staleness=1)
     definitions.is_stream(course, steps=1, ahead=8)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -96,6 +142,13 @@ STREAMS: dict[str, Callable[[Course], None]] = {
 
 def test_every_mode_that_the_stream_preset_lists_is_tested() -> None:
     assert set(variants("stream")) == set(STREAMS)
+    shipped = configured("stream", CONFIGS)
+    assert configured("stream", CONFIGS, *variants("stream")["async stream with partial rollout"]) == shipped
+
+
+def test_every_preset_is_tested() -> None:
+    others = {"quickstart", "vllm_cpu"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} - others == set(SIZES)
 
 
 @pytest.mark.parametrize("mode", STREAMS)
