@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--at", type=_event_number, metavar="N", help="show the state at event N, the event, its commands"
     )
     replay.add_argument("--group", type=int, metavar="G", help="with --at: the whole story of a prompt group")
+    replay.add_argument("--extensions", action="store_true", help="import the extensions that the run's config names")
     replay.set_defaults(run=_replay)
 
     top = commands.add_parser("top", help="watch a run that is going on, from another terminal; q leaves it")
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     states = commands.add_parser("states", help="draw the state machines")
+    states.add_argument("config", nargs="?", metavar="CONFIG", help="with the added states of this run")
     states.add_argument("--format", choices=("mermaid", "table", "both"), default="both", help="default: both")
     states.set_defaults(run=_states)
     return parser
@@ -142,9 +144,20 @@ def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
 
     config, lines = _read_config(arguments)
-    for line in (*lines, *check_inputs(config)):
+    for line in (*lines, *_proof(config), *check_inputs(config)):
         print(line)
     return DONE
+
+
+def _proof(config: "Config") -> list[str]:
+    """What small worlds say of policies and states that are not the engine's own. Raises: `ConfigError`."""
+    from engine.simulation.proof import own_policies, prove
+
+    named = config.policies().names
+    own = [*own_policies(named), *(f"state {name}" for name in config.scheduler.states)]
+    if not own:
+        return []
+    return [f"ok: {prove(config.limits(), named)} simulated runs keep every law under {', '.join(own)}"]
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
@@ -166,6 +179,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.group is not None and arguments.at is None:
         raise ConfigError("--group", arguments.group, "is a story up to an event", "give the event with --at N")
     directory = open_run(arguments.directory).path
+    _load_recorded_extensions(directory, named=arguments.extensions)
     if arguments.at is not None:
         print(at_text(directory, arguments.at, arguments.group))
         return DONE
@@ -174,13 +188,30 @@ def _replay(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
+    """The extensions of installed packages; those that a record names only where its reader wishes, since an import
+    runs code and a record is data."""
+    from engine.config import load_extensions, load_extensions_of
+
+    load_extensions()
+    if named:
+        from engine.schedule import read
+
+        load_extensions_of(read(directory / "schedule").header.config)
+
+
 # -- engine states -----------------------------------------------------------------------------------------------------
 
 
 def _states(arguments: argparse.Namespace) -> int:
     from engine.inspect import machines_text
 
-    print(machines_text(arguments.format))
+    added: tuple[str, ...] = ()
+    if arguments.config is not None:
+        from engine.config import load_config
+
+        added = load_config(arguments.config).scheduler.states
+    print(machines_text(arguments.format, added))
     return DONE
 
 

@@ -29,6 +29,8 @@ from engine.events import (
     RowsMeasured,
     RunResumed,
     RunStarted,
+    StateFailed,
+    StateLeft,
     StepFailed,
     StepTrained,
     StopRequested,
@@ -44,6 +46,7 @@ from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
+from engine.scheduling.stages import StageScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
 from engine.scheduling.validation import ValidationScheduling
@@ -52,7 +55,7 @@ from engine.states.limits import Limits
 from engine.states.state import Observer, State
 from engine.states.view import View
 
-GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored)
+GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, StateLeft, StateFailed)
 """Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
 
 
@@ -69,7 +72,8 @@ class Scheduler:
         self._orders = Orders()
         policies = policies if policies is not None else PolicySet.from_names({})
         self.decisions = Decisions(policies, self.state, self.view)
-        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view)
+        self.stages = StageScheduling(self.state, self.decisions, self._orders)
+        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages)
         self.pools = PoolScheduling(self.state, self._orders)
         self.training = TrainingScheduling(
             self.state, self.decisions, self._orders, self.view, self.rollout, self.pools
@@ -85,6 +89,8 @@ class Scheduler:
             GroupAborted: self.rollout.on_group_aborted,
             GroupFailed: self.rollout.on_group_failed,
             PrefixStored: self.rollout.on_prefix_stored,
+            StateLeft: self.rollout.on_state_left,
+            StateFailed: self.rollout.on_state_failed,
             ReplicaJoined: self.sync.on_replica_joined,
             ReplicaLost: self.sync.on_replica_lost,
             WeightsStaged: self.sync.on_weights_staged,
@@ -139,6 +145,8 @@ class Scheduler:
             if state.validations.sendable:
                 self.validation.send()
             self.rollout.advance()
+            if state.stages.waiting:
+                self.stages.advance()
             self.training.watch()
             self._finish_when_done()
         if self._stop is not None and state.validations.runs:
@@ -221,7 +229,7 @@ class Scheduler:
     def _nothing_moves(self) -> PolicyError | None:
         """The error of policies that start nothing, where nothing is under way; or the end of the run."""
         state = self.state
-        if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out:
+        if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out or state.stages.out:
             return None
         if self.sync.none_left:
             self._stop = FinishRun(outcome="failed", reason=self.sync.none_left, cause=self._orders.cause)

@@ -26,6 +26,7 @@ from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
+from engine.config import load_extensions_of
 from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, StopRequested
@@ -97,6 +98,7 @@ class SchedulerActor:
         plan, loop = self._plan, asyncio.get_running_loop()
         prepare_process("scheduler", plan.run_dir)
         prompts = await asyncio.to_thread(contained, plan.make_prompts)
+        await asyncio.to_thread(contained, load_extensions_of, plan.config)
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         if plan.resume and plan.run_dir is not None:
@@ -191,9 +193,9 @@ class SchedulerActor:
             self._metrics.report(step, said)
             self._fleet.trainer.reported(said)
         batch = unpack_events(events)
-        if source == "trainer":
+        if not source.startswith("rollout-"):
             for event in batch:
-                self._fleet.trainer.answered(event)
+                self._fleet.answered(source, event)
         for first in range(0, len(batch), SLICE):
             self._deliver(*batch[first : first + SLICE])
             took = time.perf_counter() - arrived

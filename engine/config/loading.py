@@ -1,7 +1,7 @@
 """From a YAML file and overrides to a `Config`; from what a user got wrong to a `ConfigError` that says how to mend it.
 
-Called by the CLI. Reads the configuration file and nothing else: whether data exist and rewards import is found out by
-those who use them. A pydantic or YAML error never leaves this module.
+Called by the CLI. Reads the configuration file, and imports the extensions that it names: whether data exist and
+rewards import is found out by those who use them. A pydantic or YAML error never leaves this module.
 """
 
 import difflib
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from engine.config.extensions import load_extensions_of
 from engine.config.schema import Config
 from engine.errors import ConfigError
 
@@ -25,11 +26,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(Path(path))
     for override in overrides:
         _override(tree, override)
+    run = tree.get("run")
+    if isinstance(run, dict) and run.get("extensions"):
+        run.setdefault("extensions_dir", str(Path(path).resolve().parent))
     return parse_config(tree)
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """A Config from plain data, e.g. of a record's header. Raises: ConfigError."""
+    """A Config from plain data, e.g. of a record's header, once its extensions are imported. Raises: ConfigError."""
+    load_extensions_of(tree)
     try:
         # An empty section (`validation:` with nothing under it) is one with all its defaults.
         return Config.model_validate({key: {} if value is None else value for key, value in tree.items()})

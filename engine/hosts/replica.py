@@ -30,6 +30,7 @@ from engine.hosts.checks import check_generated
 from engine.hosts.measuring import HeldOut, Measuring
 from engine.hosts.reasons import reason_of
 from engine.hosts.reports import aborted_event, generated_event, prefix_event
+from engine.hosts.sleeping import Sleeping
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
@@ -95,6 +96,7 @@ class ReplicaHost:
         self._running: dict[GroupId, Attempt] = {}
         self._attempts: OrderedDict[GroupId, int] = OrderedDict()
         self._pause_mode: str | None = None
+        self._sleeping = Sleeping(generator)
         self._last_sync: asyncio.Task[None] | None = None
         self._sync_attempts: dict[type[Command], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,7 +200,7 @@ class ReplicaHost:
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
         behind = kept is not None and kept[1] > self.version  # stored by a replica that died before it could say so
-        if behind or self._pause_mode in ("abort", "wait"):
+        if behind or self._pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
@@ -300,8 +302,9 @@ class ReplicaHost:
     async def _pause(self, command: PauseReplica) -> None:
         self._pause_mode = command.mode
         await self._measuring.ended()
+        sleeps = command.mode == "sleep"
         try:
-            await self.generator.pause(command.mode)
+            await self.generator.pause("abort" if sleeps else command.mode)
         except Exception as error:
             self._sync_failed(command, "pausing", error)
             return
@@ -309,12 +312,19 @@ class ReplicaHost:
             running = [attempt.task for attempt in self._running.values()]
             if running:
                 await asyncio.wait(running)
+        if sleeps:
+            try:
+                await self._sleeping.begin()
+            except Exception as error:
+                self._sync_failed(command, "falling asleep", error)
+                return
         self._emit(ReplicaPaused(attempt=command.attempt, **self._who))
 
     async def _install(self, command: InstallWeights) -> None:
         try:
             if command.version < self.version:
                 raise EngineError(f"version {command.version} is older than {self.version}, which is installed")
+            await self._sleeping.end()
             if command.version > self.version:
                 await self.generator.install(command.version)
         except Exception as error:
@@ -326,6 +336,7 @@ class ReplicaHost:
     async def _resume(self, command: ResumeReplica) -> None:
         self._pause_mode = None
         try:
+            await self._sleeping.end()
             await self.generator.resume()
         except Exception as error:
             log.exception("replica %d cannot be resumed", self.replica)

@@ -3,7 +3,7 @@
 Used by `engine states`.
 """
 
-from engine.states.group import GROUP
+from engine.states.group import GROUP, group_table
 from engine.states.machine import Table
 from engine.states.pool import POOL
 from engine.states.replica import REPLICA
@@ -14,10 +14,10 @@ from engine.states.version import VERSION
 MACHINES = (GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL)
 
 
-def machines_text(format: str) -> str:
-    """Every machine, as `mermaid`, as `table` or as `both`."""
+def machines_text(format: str, added: tuple[str, ...] = ()) -> str:
+    """Every machine, as `mermaid`, as `table` or as `both`; groups with these added states."""
     parts: list[str] = []
-    for table in MACHINES:
+    for table in (group_table(added), *MACHINES[1:]):
         parts.append(f"## {table.name}\n")
         if format != "table":
             parts.append(f"```mermaid\n{mermaid(table)}\n```\n")

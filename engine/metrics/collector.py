@@ -25,6 +25,7 @@ from engine.events import (
     ReplicaLost,
     RowsFailed,
     RowsMeasured,
+    StateFailed,
     StepFailed,
     SyncFailed,
     WeightsInstalled,
@@ -149,6 +150,7 @@ class RunMetrics:
         self._journal = journal
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn
+        self._live = (*LIVE_GROUP_STATES, *self.state.stages.by_name)
         self._groups_before = self._group_counts()
         self._finished_at: deque[float] = deque(maxlen=11)
         self._token_samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
@@ -156,6 +158,7 @@ class RunMetrics:
             GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.aborted,
             GroupFailed: self._group_failed,
+            StateFailed: self._state_failed,
             ReplicaJoined: lambda event: self.replicas.joined(event.replica),
             ReplicaLost: self._replica_lost,
             WeightsInstalled: self.replicas.installed,
@@ -223,9 +226,7 @@ class RunMetrics:
     def groups_by_state(self) -> dict[str, int]:
         """Groups that have not ended, by state. Safe to call from another thread: reads counters, never the records."""
         drawn = self.state.ledger.drawn - self._drawn_before
-        counts = {
-            state: self._groups_before[state] + self.transitions.net("group", state) for state in LIVE_GROUP_STATES
-        }
+        counts = {state: self._groups_before[state] + self.transitions.net("group", state) for state in self._live}
         counts["queued"] += drawn
         return {state: max(0, count) for state, count in counts.items()}
 
@@ -263,7 +264,7 @@ class RunMetrics:
     def _group_counts(self) -> dict[str, int]:
         """By state at this moment, less what `transitions` has counted already."""
         counts = Counter(group.state for group in self.state.groups.values())
-        return {state: counts[state] - self.transitions.net("group", state) for state in LIVE_GROUP_STATES}
+        return {state: counts[state] - self.transitions.net("group", state) for state in self._live}
 
     def _group_generated(self, event: GroupGenerated) -> None:
         self.tokens_generated += event.tokens
@@ -280,6 +281,11 @@ class RunMetrics:
         self.failed_group[cause] = event.group
         self.replicas.failed(event)
         self._retry(cause, f"group {event.group}: {event.reason}")
+
+    def _state_failed(self, event: StateFailed) -> None:
+        cause = "group_data" if event.cause == "data" else "group_infrastructure"
+        self.failed_group[cause] = event.group
+        self._retry(cause, f"group {event.group}, {event.state}: {event.reason}")
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         self.replicas.lost(event)

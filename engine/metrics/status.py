@@ -150,8 +150,10 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         versions_kept=len(state.versions),
         admission_limit=idle.admission_limit,
         groups_ended={state: metrics.transitions.entered("group", state) for state in GROUP.terminal},
-        failures={cause: count for cause, count in metrics.retries.items() if count},
-        last_failure=metrics.last_failure,
+        failures={
+            cause: count for cause, count in {**metrics.retries, "policy": metrics.state.policy_errors}.items() if count
+        },
+        last_failure=metrics.last_failure or metrics.state.last_policy_error,
         tokens_generated=metrics.tokens_generated,
         tokens_trained=metrics.tokens_trained,
         tokens_per_s=metrics.tokens_per_s(now),

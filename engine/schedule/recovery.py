@@ -18,9 +18,10 @@ from engine.schedule.reader import Record
 from engine.schedule.replayer import ReplayReport, replay
 from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
+from engine.states.group import PHASES
 from engine.states.limits import Limits
 from engine.states.machine import Phase
-from engine.states.state import PHASES, Observer
+from engine.states.state import Observer
 
 
 class Recovered:

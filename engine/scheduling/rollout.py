@@ -9,10 +9,20 @@ from math import isfinite
 from typing import Any
 
 from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
-from engine.events import NO_VERSION, GroupAborted, GroupFailed, GroupGenerated, PrefixStored, PromptsDrawn
+from engine.events import (
+    NO_VERSION,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    PrefixStored,
+    PromptsDrawn,
+    StateFailed,
+    StateLeft,
+)
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
+from engine.scheduling.stages import StageScheduling
 from engine.states.group import Group
 from engine.states.invariants import require
 from engine.states.replica import Replica
@@ -26,8 +36,9 @@ REASON_LENGTH = 1000
 class RolloutScheduling:
     """Keeps slots busy within the laws."""
 
-    def __init__(self, state: State, decisions: Decisions, orders: Orders, view: View) -> None:
+    def __init__(self, state: State, decisions: Decisions, orders: Orders, view: View, stages: StageScheduling) -> None:
         self.state = state
+        self.stages = stages
         self.decisions = decisions
         self.orders = orders
         self.view = view
@@ -53,12 +64,28 @@ class RolloutScheduling:
         if replica.failed_groups:
             replica.failed_groups = 0
             self.state.disturb()
-        self.state.failed_in_a_row = 0
         group.failed_on = -1
         group.reward_mean = event.reward_mean
+        if not self.state.stages.by_name or not self.stages.enter(group):
+            self._settle(group, event)
+
+    def on_state_left(self, event: StateLeft) -> None:
+        outcome = self.stages.left(event)
+        if outcome is not None:
+            self._settle(self.state.groups[event.group], outcome)
+
+    def on_state_failed(self, event: StateFailed) -> None:
+        spent = self.stages.failed(event)
+        if spent is not None:
+            self._give_up(spent)
+
+    def _settle(self, group: Group, event: GroupGenerated) -> None:
+        """A group has its tokens, and whatever added states make of them: it is ready, or not worth training on."""
+        self.state.failed_in_a_row = 0
         group.ready_at = event.at
         keep = self.decisions.ask("filter", (event,), (bool,))
-        self.state.unseat(group)
+        if group.replica >= 0:
+            self.state.unseat(group)
         self.state.fire_group(group, "generate")
         if not keep:
             self.release(group, "filter")
@@ -143,10 +170,14 @@ class RolloutScheduling:
         again = self.decisions.ask("retry", (view_group(group), cause), (bool,))
         self._park(group)
         if not again:
-            self.release(group, "fail")
-            self.state.failed_in_a_row += 1
+            self._give_up(group)
         elif group.truncate and not group.kept:
             self.release(group, "drop")
+
+    def _give_up(self, group: Group) -> None:
+        """A retry budget is spent."""
+        self.release(group, "fail")
+        self.state.failed_in_a_row += 1
 
     def _park(self, group: Group) -> None:
         """Cut a group short: it keeps its place, and waits among the others in the order of the resume policy."""

@@ -24,10 +24,10 @@ from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
-from engine.states.group import Group
+from engine.states.group import PHASES, Group
 from engine.states.invariants import check_batch, check_room, require
 from engine.states.machine import Phase
-from engine.states.state import PHASES, State
+from engine.states.state import State
 from engine.states.step import Step
 from engine.states.version import WeightsVersion
 from engine.states.view import View, view_group
@@ -205,6 +205,8 @@ class TrainingScheduling:
     def _truncate(self, stragglers: Sequence[Group]) -> None:
         state = self.state
         for group in stragglers:
+            if group.state in state.stages.by_name:
+                continue  # all its tokens are there: nothing is left to cut
             group.truncate = True
             state.touch(group)
             if group.replica >= 0:

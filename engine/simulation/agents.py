@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from engine.commands import (
     AbortGroup,
     Command,
+    EnterState,
     InstallWeights,
     MeasureRows,
     PauseReplica,
@@ -40,6 +41,8 @@ from engine.events import (
     ReplicaPaused,
     RowsFailed,
     RowsMeasured,
+    StateFailed,
+    StateLeft,
     StepFailed,
     StepTrained,
     SyncFailed,
@@ -76,6 +79,11 @@ class SimGroup:
     @property
     def tokens(self) -> int:
         return sum(n for n, _ in self.spans)
+
+    @property
+    def unfinished(self) -> int:
+        """Of two trajectories, one is done when half the tokens are there."""
+        return 1 + (2 * self.tokens < self.target)
 
     def sample(self, tokens: int, version: Version) -> None:
         """Sample up to `tokens` more tokens."""
@@ -206,7 +214,7 @@ class SimReplica:
         self.emit(
             PrefixStored(
                 group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
-                oldest_version=oldest, newest_version=newest,
+                oldest_version=oldest, newest_version=newest, unfinished=group.unfinished,
             )
         )  # fmt: skip
 
@@ -278,9 +286,17 @@ class SimReplica:
         self.emit(
             GroupAborted(
                 group=id, attempt=group.attempt, replica=self.id, incarnation=self.incarnation, tokens=group.tokens,
-                oldest_version=oldest, newest_version=newest,
+                oldest_version=oldest, newest_version=newest, unfinished=group.unfinished,
             )
         )  # fmt: skip
+
+
+def state_answer(order: EnterState, cause: str = "", spread: float = 1.0) -> StateLeft | StateFailed:
+    """What comes of the work of an added state; `cause` names the budget that its failure costs."""
+    place = {"group": order.group, "attempt": order.attempt}
+    if cause:
+        return StateFailed(**place, state=order.state, cause=cause, reason="fault")
+    return StateLeft(**place, state=order.state, live=2, reward_mean=0.5, reward_spread=spread)
 
 
 class SimTrainer:

@@ -15,6 +15,7 @@ from engine.commands import (
     Command,
     DiscardGroups,
     DrawPrompts,
+    EnterState,
     FinishRun,
     MeasureRows,
     PublishWeights,
@@ -31,10 +32,10 @@ from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
 from engine.ids import GroupId, ReplicaId
-from engine.policies import PolicySet
+from engine.policies import DEFAULTS, PolicySet
 from engine.ports import Recorder
 from engine.scheduler import Scheduler
-from engine.simulation.agents import NEVER, SimGroup, SimReplica, SimStore, SimTrainer
+from engine.simulation.agents import NEVER, SimGroup, SimReplica, SimStore, SimTrainer, state_answer
 from engine.simulation.judge import Finding, Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
@@ -59,6 +60,8 @@ class Faults:
     fail_data: float = 0.0
     fail_sync: float = 0.0
     fail_trainer: float = 0.0
+    fail_state: float = 0.0
+    """The work of an added state comes to nothing."""
     fail_rows: float = 0.0
     """An attempt at measuring held-out rows fails."""
 
@@ -76,6 +79,8 @@ class Setting:
     latency_s: float = 0.1
     train_s: float = 20.0
     sync_s: float = 2.0
+    state_s: float = 5.0
+    """To do the work of an added state on a group."""
     measure_s: float = 5.0
     """To measure a chunk of held-out rows."""
     mean_tokens: float = 20.0
@@ -111,6 +116,7 @@ class World:
         self.store = SimStore(self._length)
         self.judge = Judge(setting.limits, self.store)
         self.scheduler = Scheduler(setting.limits, policies, observe=self.judge.changed)
+        self.judge.regular = self.scheduler.policies.names["validation"] == DEFAULTS["validation"]
         self.check = check
         self.driver = Driver(self.scheduler, self, recorder or _NoRecord(), self, self._observe)
         self.replicas: dict[ReplicaId, SimReplica] = {}
@@ -200,6 +206,8 @@ class World:
                     self._kill(command.replica, command.incarnation)
                 case DiscardGroups():
                     self.store.discard(command.groups)
+                case EnterState():
+                    self._work(command)
                 case FinishRun() | RetireWeights():
                     pass
                 case _:
@@ -210,6 +218,12 @@ class World:
         first, self._drawn = self._drawn, self._drawn + count
         exhausted = self._drawn == self.setting.prompts
         self._after(0.0, lambda: self.driver.deliver(PromptsDrawn(first=first, count=count, exhausted=exhausted)))
+
+    def _work(self, order: EnterState) -> None:
+        """Do the work of an added state; the result is on its way then, whatever has become of the group."""
+        failed = self._chance(self.setting.faults.fail_state)
+        answer = state_answer(order, self.random.choice(("infrastructure", "data")) if failed else "")
+        self._after(self.setting.state_s * self.random.uniform(0.5, 1.5), lambda: self._send(-2, answer))
 
     def _set_timer(self, command: SetTimer) -> None:
         self._timers.add(command.timer)

@@ -4,9 +4,12 @@ The table is the law of what may happen to a group; the record is what the sched
 `scheduling/`.
 """
 
+from functools import lru_cache
+from hashlib import blake2b
+
 from engine.events import NO_VERSION
 from engine.ids import GroupId, ReplicaId, Version
-from engine.states.machine import Phase, Table, transitions
+from engine.states.machine import Phase, Table, Transition, transitions
 
 GROUP = Table(
     name="group",
@@ -130,3 +133,35 @@ class Group:
 
 
 STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(GROUP.states)}
+PHASES: dict[str, Phase] = dict(GROUP.phases or {})
+"""Of every state of groups, those that were added included."""
+BETWEEN = ("generated", "batched")
+"""Where added states lie. To the machine they come before `generated`, since a step may take a group in `generated`."""
+ADDED_FROM = 1 << 16
+"""Numbers of added states begin here, and follow from their names: they are the same in every process."""
+
+
+@lru_cache
+def group_table(added: tuple[str, ...] = ()) -> Table:
+    """The table of groups that pass through added states, in their order; the same object for the same states."""
+    if not added:
+        return GROUP
+    rows = []
+    for row in GROUP.transitions:
+        also = added if row.trigger in ("generate", "drop", "fail") else ()
+        rows.append(Transition(trigger=row.trigger, sources=(*row.sources, *also), target=row.target, why=row.why))
+        if row.trigger == "resume":
+            rows += [
+                Transition(
+                    trigger=name, sources=("generating", "resumed", *added[:number]), target=name,
+                    why="an added state: its policy lets the group in",
+                )
+                for number, name in enumerate(added)
+            ]  # fmt: skip
+    for name in added:
+        PHASES[name] = Phase.PARKED
+        STATE_NUMBER[name] = ADDED_FROM + int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little")
+    return Table(
+        name=GROUP.name, states=(*GROUP.states, *added), transitions=tuple(rows), terminal=GROUP.terminal,
+        phases={state: PHASES[state] for state in (*GROUP.states, *added)},
+    )  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 
 from engine.errors import InvariantViolated
 from engine.states.digest import MASK
+from engine.states.group import PHASES
 from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
-from engine.states.state import PHASES, State
+from engine.states.state import State
 
 
 def require(holds: bool, law: str, **figures: Any) -> None:
@@ -105,9 +106,22 @@ def check_all(state: State) -> None:
     require(parked >= aborted, "law 7: a parked group is forgotten")
     require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
+    check_stages(state)
     check_validations(state)
     check_pools(state)
     require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")
+
+
+def check_stages(state: State) -> None:
+    """Every group in an added state waits there or is worked on, once, and no more are worked on than may be."""
+    stages = state.stages
+    for name, stage in stages.by_name.items():
+        there = {group.id for group in state.groups.values() if group.state == name}
+        require(not stage.waiting.keys() & stage.working.keys(), "law 1: a group is in a state twice", state=name)
+        require(there == {*stage.waiting, *stage.working}, "law 1: a group is lost in an added state", state=name)
+        require(len(stage.working) <= stage.concurrency, "law 2: a state works on more than it may", state=name)
+    require(stages.out == sum(len(s.working) for s in stages.by_name.values()), "law 2: added states are miscounted")
+    require(stages.waiting == sum(len(s.waiting) for s in stages.by_name.values()), "law 7: a group waits unseen")
 
 
 def check_pools(state: State) -> None:

@@ -85,12 +85,12 @@ class _TableMachine(Machine):
     transition_cls = _Row
 
 
-_BUILT: dict[str, tuple[Table, Machine]] = {}
+_BUILT: dict[tuple[str, ...], tuple[Table, Machine]] = {}
 
 
 def _machine(table: Table) -> Machine:
     """The one `transitions` machine of a table in this process; building one costs a millisecond."""
-    built = _BUILT.get(table.name)
+    built = _BUILT.get((table.name, *table.states))
     if built is None or built[0] is not table:
         machine = _TableMachine(
             model=None,
@@ -102,7 +102,7 @@ def _machine(table: Table) -> Machine:
             auto_transitions=False,
             send_event=False,
         )
-        built = _BUILT[table.name] = (table, machine)
+        built = _BUILT[(table.name, *table.states)] = (table, machine)
     return built[1]
 
 

@@ -15,12 +15,13 @@ from engine.events import NO_VERSION
 from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
-from engine.states.group import GROUP, Group
+from engine.states.group import PHASES, Group, group_table
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.machine import Phase, SharedMachine
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.replica import REPLICA, Replica
+from engine.states.stages import Stages
 from engine.states.step import STEP, Step
 from engine.states.validation import VALIDATION, Validation, Validations
 from engine.states.version import VERSION, WeightsVersion
@@ -30,8 +31,6 @@ Observer = Callable[[str, Any, str, str], None]
 
 Key = tuple[float, ...]
 """Numbers by which parked groups are ordered: the smallest resumes first."""
-
-PHASES = GROUP.phases or {}
 
 
 class State:
@@ -52,6 +51,7 @@ class State:
         self.steps: dict[StepId, Step] = {}
         """Those whose batch is formed and that are not finished, and the one that comes next."""
         self.next_step(0)
+        self.stages = Stages(self.limits.added_states)
         self.fleet = Fleet()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
@@ -87,7 +87,7 @@ class State:
         self.last_policy_error = ""
         self.policy_books = 0
         """What policies remember adds to the state hash; 0 where none remembers anything."""
-        self._group_machine = SharedMachine(GROUP, observe)
+        self._group_machine = SharedMachine(group_table(tuple(self.stages.by_name)), observe)
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
@@ -113,13 +113,17 @@ class State:
 
     def fire_group(self, group: Group, trigger: str, key: Key = ()) -> None:
         """The only way a group changes state. `key` orders it among those parked, where it is."""
-        source = PHASES[group.state]
+        before = group.state
+        source = PHASES[before]
         self._group_machine.fire(group, trigger)
         target = PHASES[group.state]
         self._touched.append(group)
         self.ledger.move(source, target)
         if source is Phase.PARKED:
-            self._forget_parked(group)
+            if before == "aborted":
+                self._forget_parked(group)
+            else:
+                self.stages.leave(before, group.id)
         if source is Phase.READY:
             del self.ready[group.id]
             self.deadlines.leave(group.deadline, ready=True)
@@ -128,6 +132,8 @@ class State:
             group.ready_number = self.next_ready
             self.next_ready += 1
             self.deadlines.ready(group.deadline)
+        elif target is Phase.PARKED and group.state != "aborted":
+            self.stages.enter(group.state, group.id)
         elif target is Phase.PARKED:
             heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
         elif target is Phase.RELEASED and source is not Phase.WAITING:
@@ -148,6 +154,7 @@ class State:
         self.waiting = deque(self.groups)
         self.ready = {}
         self.parked = {}
+        self.stages.clear()
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         for pool in self.pools.leases:

@@ -13,6 +13,7 @@ from engine.commands import (
     Command,
     DiscardGroups,
     DrawPrompts,
+    EnterState,
     FinishRun,
     PublishWeights,
     RetireWeights,
@@ -30,7 +31,7 @@ from engine.schedule.reader import read
 from engine.schedule.recorder import MemoryRecorder
 from engine.schedule.recovery import recover
 from engine.scheduler import Scheduler
-from engine.simulation.agents import SimReplica, SimStore, SimTrainer
+from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_answer
 from engine.simulation.judge import Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
@@ -61,6 +62,8 @@ class Adversary:
         """Of the pools in which nothing is trained."""
         self.draws: list[DrawPrompts] = []
         self.timers: list[SetTimer] = []
+        self.judged: list[EnterState] = []
+        """Work of added states under way; it may end in any order."""
         self.past: list[Event] = []
         """What may be said again."""
         self.history: list[Event] = []
@@ -100,6 +103,8 @@ class Adversary:
                         self.kill(command.replica, returns=True)
                 case DiscardGroups():
                     self.store.discard(command.groups)
+                case EnterState():
+                    self.judged.append(command)
                 case FinishRun() | RetireWeights():
                     pass
                 case _:
@@ -150,6 +155,7 @@ class Adversary:
         self.dead.clear()
         self.draws.clear()
         self.timers.clear()
+        self.judged.clear()
         self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
         self.past.clear()  # nobody is left who could say any of it again
         for id in range(replicas):
@@ -177,6 +183,10 @@ class Adversary:
 
     def fire(self) -> None:
         self.deliver(TimerFired(timer=self.timers.pop(0).timer))
+
+    def leave(self, index: int, cause: str = "") -> None:
+        """The work of an added state ends, or fails for `cause`."""
+        self._post(2000)(state_answer(self.judged.pop(index % len(self.judged)), cause))
 
     def sources(self) -> list[int]:
         return [source for source, waiting in self.up.items() if waiting]
@@ -230,6 +240,9 @@ class Adversary:
             acted = True
         for worker in self.working():
             worker.do()
+            acted = True
+        if self.judged:
+            self.leave(0)
             acted = True
         if self.draws and self.driver.outcome is None:
             self.draw()

@@ -11,6 +11,7 @@ from engine.schedule.reader import read
 from engine.schedule.replayer import replay
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
 from tests.core.adversary import Adversary
+from tests.core.judging_states import CHECKING, JUDGING
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (),
@@ -53,6 +54,7 @@ def limits(draw: st.DrawFn) -> Limits:
         data_attempts=draw(st.integers(1, 2)),
         checkpoint_every=draw(st.integers(0, 2)),
         validation=draw(st.none() | validations()),
+        added_states=draw(st.sampled_from([(), (), (JUDGING,), (JUDGING, CHECKING)])),
         pools=pools,
         train_after_sync=not shared and draw(st.booleans()),
     )
@@ -148,6 +150,11 @@ class AnyOrder(RuleBasedStateMachine):
         measuring = self.world.measuring()
         replica, chunk = measuring[choice % len(measuring)]
         replica.measure(chunk, succeed)
+
+    @rule(choice=ANY, cause=st.sampled_from(["", "", "", "infrastructure", "data"]))
+    @precondition(lambda self: self.world.judged)
+    def leave(self, choice: int, cause: str) -> None:
+        self.world.leave(choice, cause)
 
     @rule(choice=ANY, succeed=st.sampled_from([True, True, True, False]))
     @precondition(lambda self: self.world.working())

@@ -31,6 +31,7 @@ ROUGH = Faults(
     fail_data=0.03,
     fail_sync=0.1,
     fail_trainer=0.05,
+    fail_state=0.05,
     fail_rows=0.1,
 )
 

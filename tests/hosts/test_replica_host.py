@@ -190,7 +190,7 @@ def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() 
         first.generator.tick(2)
         (stored,) = await first.until(1)
         assert stored == PrefixStored(
-            group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0
+            group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2
         )
         first.generator.tick(1)  # what is not stored dies with the replica
         second.resume()
@@ -267,7 +267,7 @@ def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new()
         behind.resume()
         (event,) = await behind.until(1)
         assert event == GroupAborted(
-            group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1
+            group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
         )
         assert behind.generator.works == []
         await ahead.host.close()

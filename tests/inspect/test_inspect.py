@@ -16,6 +16,7 @@ from engine.schedule import Handled, Header, Record, Recorder, read, replay
 from engine.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool
+from tests.core.judging_states import CHECKING
 from tests.core.scripted import Scripted
 
 LIMITS = Limits(
@@ -203,6 +204,20 @@ def test_long_answers_are_cut(tmp_path: Path) -> None:
     )
     text = str(state_at(read(tmp_path), n))
     assert "… 64 commands in all" in text and len(text.splitlines()) < 120
+
+
+def test_the_story_of_a_group_tells_of_added_states(tmp_path: Path) -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, added_states=(CHECKING,))
+    policies = PolicySet.from_names({})
+    recorder = Recorder(tmp_path / "schedule", Header(run="r", limits=limits.to_plain(), policies=dict(policies.names)))
+    world = World(Setting(limits=limits, prompts=8, faults=Faults(fail_state=0.4), seed=2), policies, recorder)
+    world.run()
+    recorder.close()
+    assert replay_text(tmp_path)[1] == 0
+    story = "\n".join(at_text(tmp_path, world.driver.events_handled - 1, group) for group in range(8))
+    assert "generating → checking (checking)" in story and "checking → generated (generate)" in story
+    assert re.search(r"StateFailed.*<- EnterState of #\d+", story)
+    assert re.search(r"StateLeft.*<- EnterState of #\d+", story)
 
 
 def test_the_text_says_who_has_a_pool() -> None:

@@ -1,0 +1,67 @@
+"""Extensions of the user: modules that register policies and add states when they are imported.
+
+Installed packages offer theirs under the entry point group `step_engine.extensions`; a config names those of its own in
+`run.extensions`. Called whenever a config is read, in every process that builds a scheduler. Each is imported once a
+process.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+
+GROUP = "step_engine.extensions"
+"""Entry points of this group name a module, or a function without arguments in one."""
+
+_loaded: set[str] = set()
+
+
+def load_extensions(modules: Iterable[str] = (), directory: str | None = None) -> None:
+    """Import what packages and the config bring; `directory` is searched for the config's modules besides the path.
+
+    Raises: `ConfigError`, which names the package or module and what is wrong with it.
+    """
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        if point.value not in _loaded:
+            _load_point(point)
+            _loaded.add(point.value)
+    for name in modules:
+        if directory is not None and directory not in sys.path:
+            sys.path.append(directory)
+        _import(name)
+
+
+def load_extensions_of(config: Mapping[str, Any]) -> None:
+    """The extensions that a configuration as plain data asks for. Raises: `ConfigError`."""
+    run = config.get("run")
+    run = run if isinstance(run, Mapping) else {}
+    names, directory = run.get("extensions") or (), run.get("extensions_dir")
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        load_extensions(names, directory if isinstance(directory, str) else None)
+
+
+def _load_point(point: EntryPoint) -> None:
+    package = point.dist.name if point.dist is not None else "a package"
+    try:
+        loaded = point.load()
+        if callable(loaded):
+            loaded()
+    except Exception as error:
+        law = f"the extension {point.name!r} of {package} is broken: {_reason(error)}"
+        raise ConfigError("extensions", point.value, law, f"uninstall {package}, or mend it") from error
+
+
+def _import(name: str) -> None:
+    try:
+        import_module(name)
+    except Exception as error:
+        sys.modules.pop(name, None)
+        law = f"cannot be imported: {_reason(error)}"
+        raise ConfigError("run.extensions", name, law, "a module on the path or beside the config") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

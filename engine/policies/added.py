@@ -1,0 +1,132 @@
+"""States of the user's own between a group's last token and `generated`, by name.
+
+    policies.add_state(
+        machine="group", state="judging", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=4
+    )
+
+What is added is checked here, against the laws that every state must keep; a run says in `scheduler.states` which of
+them it uses. Used by the config layer and by the scheduler's builder.
+"""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.policies.protocols import StatePolicy
+from engine.policies.registry import API_VERSION, require_api
+from engine.states.group import BETWEEN, GROUP, group_table
+from engine.states.limits import AddedState
+from engine.states.machine import Phase, Table
+
+FIELD = "policies.add_state"
+NAME = re.compile(r"[a-z][a-z0-9_-]*")
+WHY_NOT = {
+    "waiting": "a waiting group holds no place, and this one has tokens that age: law 4 would not count it",
+    "running": "a running group holds a slot, and this one has left its own: law 2 would count a slot nobody uses",
+    "ready": "a ready group may be taken by a step, and this one is not finished: a step would train on it unjudged",
+    "batched": "a batched group belongs to a step, and a formed batch never changes",
+    "consumed": "a consumed group has ended",
+    "released": "a released group has ended",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Added:
+    policy: Any
+    concurrency: int
+
+
+_ADDED: dict[str, _Added] = {}
+
+
+def add_state(
+    *, machine: str, state: str, phase: str, between: tuple[str, str], policy: Any, concurrency: int,
+    api: int = API_VERSION,
+) -> None:  # fmt: skip
+    """Offer a state that groups pass through before a step may take them.
+
+    Args: `policy` is a class, built without arguments for each run, whose `enters(view, group)` says which groups do;
+    `concurrency` bounds the groups worked on at once, unless a run says otherwise.
+    Raises: `ConfigError`, which names the law that the state would break.
+    """
+    require_api(api, f"state {state!r}")
+    if machine != GROUP.name:
+        raise ConfigError(f"{FIELD}.machine", machine, "only prompt groups take states of one's own", "group")
+    if phase != Phase.PARKED.name.lower():
+        law = f"law 1 counts it with its phase: {WHY_NOT.get(phase, 'there is no such phase')}"
+        raise ConfigError(f"{FIELD}.phase", phase, law, "parked: it keeps its place and has no slot")
+    if tuple(between) != BETWEEN:
+        law = "a state of one's own lies between a group's last token and the step that takes it"
+        raise ConfigError(f"{FIELD}.between", between, law, f"{BETWEEN}")
+    triggers = {transition.trigger for transition in GROUP.transitions}
+    if not isinstance(state, str) or not NAME.fullmatch(state):
+        law = "must be a word of small letters, digits, - and _"
+        raise ConfigError(f"{FIELD}.state", state, law, "judging would hold")
+    if state in GROUP.states or state in triggers or state in _ADDED:
+        raise ConfigError(f"{FIELD}.state", state, "the name is taken by a state or trigger of groups", "another name")
+    if not isinstance(policy, type) or not callable(getattr(policy, "enters", None)):
+        raise ConfigError(f"{FIELD}.policy", policy, "must be a class with a method enters()", "see StatePolicy")
+    AddedState(name=state, concurrency=concurrency)
+    check_table(group_table((state,)))
+    _ADDED[state] = _Added(policy=policy, concurrency=concurrency)
+
+
+def check_table(table: Table) -> None:
+    """Every state is reached from the first and leads to an end; the ledger knows each one's phase.
+
+    Raises: `ConfigError`.
+    """
+    sources = {state: {t.target for t in table.transitions if state in t.sources} for state in table.states}
+    reached = {table.initial}
+    while more := {target for state in table.states if state in reached for target in sources[state]} - reached:
+        reached |= more
+    ending = set(table.terminal)
+    while more := {state for state in table.states if sources[state] & ending} - ending:
+        ending |= more
+    for state in table.states:
+        if state not in reached:
+            raise ConfigError(FIELD, state, "law 7: nothing leads to this state")
+        if state not in ending:
+            raise ConfigError(FIELD, state, "law 7: a trap, from which nothing leads to an end")
+        if table.phases is not None and state not in table.phases:
+            raise ConfigError(FIELD, state, "law 1: no phase, so that the ledger cannot count it")
+
+
+def state_names() -> list[str]:
+    """Every state that was added."""
+    return sorted(_ADDED)
+
+
+def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
+    """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added."""
+    return tuple(AddedState(name=name, concurrency=_find(name).concurrency) for name in names)
+
+
+def build_state(name: str) -> StatePolicy:
+    """The policy of a state, for one run. Raises: `ConfigError` for one that nobody added."""
+    policy: StatePolicy = _find(name).policy()
+    return policy
+
+
+def _find(name: str) -> _Added:
+    found = _ADDED.get(name)
+    if found is None:
+        near = get_close_matches(name, _ADDED, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(state_names())}"
+        raise ConfigError("scheduler.states", name, "no state of that name was added", hint)
+    return found
+
+
+class Rewarding:
+    """Every group: its reward is worked out once its tokens are there."""
+
+    def enters(self, view: Any, group: Any) -> bool:
+        return True
+
+
+add_state(
+    machine="group", state="rewarding", phase="parked", between=("generated", "batched"), policy=Rewarding,
+    concurrency=1,
+)  # fmt: skip

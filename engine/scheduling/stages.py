@@ -1,0 +1,95 @@
+"""Added states: which groups enter them, whose work is ordered when, and what follows from its end.
+
+Called by `scheduler.py` for each event about such work, by `rollout.py` for each group whose last token is there, and
+once after every event to order what may be worked on. Changes state only through `State`'s operations.
+"""
+
+from engine.commands import EnterState
+from engine.events import GroupGenerated, StateFailed, StateLeft, stamp
+from engine.policies.added import build_state
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.orders import Orders
+from engine.states.group import Group
+from engine.states.state import State
+from engine.states.view import view_group
+
+
+class StageScheduling:
+    """Takes groups through the added states of a run, in their order, first come first served."""
+
+    def __init__(self, state: State, decisions: Decisions, orders: Orders) -> None:
+        """Raises: `ConfigError` for a state that nobody has added."""
+        self.state = state
+        self.decisions = decisions
+        self.orders = orders
+        for name in state.stages.by_name:
+            policy = build_state(name)
+            decisions.add(f"state {name}", policy, policy.enters)
+
+    def enter(self, group: Group, after: int = -1) -> bool:
+        """Let a group into the next state that it is to pass through, counted from behind the `after`-th; False where
+        there is none."""
+        for stage in self.state.stages.by_name.values():
+            if stage.number > after and self.decisions.ask(f"state {stage.name}", (view_group(group),), (bool,)):
+                if group.replica >= 0:
+                    self.state.unseat(group)
+                self.state.fire_group(group, stage.name)
+                return True
+        return False
+
+    def left(self, event: StateLeft) -> GroupGenerated | None:
+        """A group's work is done: it goes on to the next state. Where none is left: what came of the group."""
+        group = self._current(event)
+        if group is None:
+            return None
+        group.reward_mean = event.reward_mean
+        self.state.touch(group)
+        if self.enter(group, self.state.stages.by_name[event.state].number):
+            return None
+        outcome = GroupGenerated(
+            group=group.id, attempt=group.attempt, replica=-1, incarnation=-1, tokens=group.tokens,
+            oldest_version=group.oldest_version, newest_version=group.newest_version, live=event.live,
+            reward_mean=event.reward_mean, reward_spread=event.reward_spread,
+        )  # fmt: skip
+        stamp(outcome, event.id, event.at)
+        return outcome
+
+    def failed(self, event: StateFailed) -> Group | None:
+        """The work on a group came to nothing, and costs it an attempt. The group, if that was its last."""
+        group = self._current(event)
+        if group is None:
+            return None
+        self.state.last_failure = event.reason
+        if event.cause == "data":
+            group.data_failures += 1
+        else:
+            group.infrastructure_failures += 1
+        if not self.decisions.ask("retry", (view_group(group), event.cause), (bool,)):
+            return group
+        self.state.stages.again(event.state, group.id)
+        self.state.touch(group)
+        return None
+
+    def _current(self, event: StateLeft | StateFailed) -> Group | None:
+        """The group that an answer is about; None, counted, for the echo of an order already over."""
+        group = self.state.groups.get(event.group)
+        stage = self.state.stages.by_name.get(event.state)
+        current = group is not None and (group.state, group.attempt) == (event.state, event.attempt)
+        if current and stage is not None and event.group in stage.working:
+            return group
+        self.state.stale_echoes += 1
+        return None
+
+    def advance(self) -> None:
+        """Order the work of every state while it may have more under way."""
+        state = self.state
+        if not state.started or state.outcome is not None:
+            return
+        for stage in state.stages.by_name.values():
+            while stage.waiting and len(stage.working) < stage.concurrency:
+                group = state.groups[state.stages.work(stage)]
+                group.attempt += 1
+                state.touch(group)
+                self.orders.add(
+                    EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=self.orders.cause)
+                )

@@ -1,0 +1,103 @@
+"""Is an extension lawful? Small worlds with the run's policies and states, every law on, before the run itself.
+
+Called by `engine check`. A policy that breaks a law, raises, lets a run wedge, or decides otherwise on replay is found
+here with the seed that shows it, as far as a few dozen seeded runs can show it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.policies import PolicySet
+from engine.schedule.frames import Header
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.replayer import replay
+from engine.simulation.judge import Finding
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import ROUNDING, Limits
+
+WORLDS = 24
+EVENTS = 20_000
+"""Of one world, at most: the longest lawful one takes a tenth."""
+ROUGH = Faults(
+    lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05,
+    fail_state=0.05, fail_rows=0.1,
+)  # fmt: skip
+
+
+def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> int:
+    """Run small worlds under these policies, every other one with faults. Returns how many.
+
+    Raises: `ConfigError` with the first finding, its seed and the law.
+    """
+    small = scaled_down(limits)
+    named = {**policies, "on_error": "stop"}
+    for seed in range(worlds):
+        problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH)
+        if problem:
+            own = ", ".join([*own_policies(policies), *(state.name for state in limits.added_states)])
+            law = f"not lawful, in a simulated run of {small.train_batch_size} groups a step: {problem}"
+            raise ConfigError("scheduler.policies", own or "built-in", law)
+    return worlds
+
+
+def own_policies(policies: Mapping[str, str]) -> list[str]:
+    """Of the named policies those that are not the engine's own, as `decision name`."""
+    chosen = PolicySet.from_names(policies)
+    return [
+        f"{decision} {name}"
+        for decision, name in chosen.names.items()
+        if decision != "on_error" and not type(getattr(chosen, decision)).__module__.startswith("engine.policies.")
+    ]
+
+
+def scaled_down(limits: Limits) -> Limits:
+    """The same figures in small: a step of at most four groups, ratios kept where the laws allow it."""
+    batch, staleness = min(limits.train_batch_size, 4), min(limits.max_staleness_steps, 3)
+    every = min(limits.sync_every, staleness + 1)
+    ratio = limits.async_ratio
+    share = limits.max_concurrent_groups / limits.train_batch_size
+    figures: dict[str, Any] = {
+        "train_batch_size": batch,
+        "max_staleness_steps": staleness,
+        "sync_every": every,
+        "async_ratio": None if ratio is None else min(max(ratio, every - 1), staleness),
+        "over_sample": min(limits.over_sample, 2.0),
+        "max_steps": min(limits.max_steps or 6, 6),
+        "added_states": tuple(replace(s, concurrency=min(s.concurrency, 3)) for s in limits.added_states),
+        "pools": (),
+        "train_after_sync": False,
+        "validation": None,
+    }
+    if limits.validation is not None:
+        own = 2 if limits.validation.own else None
+        rows, replicas = min(limits.validation.rows, 12), min(limits.validation.replicas, 2)
+        figures["validation"] = replace(limits.validation, rows=rows, replicas=replicas, own_from=own)
+    most = replace(limits, **figures, max_concurrent_groups=batch)
+    workers = min(max(batch, int(share * batch + ROUNDING)), most.ahead + most.surplus)
+    return replace(most, max_concurrent_groups=workers)
+
+
+def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Faults) -> str:
+    """What is wrong with one world; empty where nothing is."""
+    chosen = PolicySet.from_names(policies)
+    prompts = 12 + 7 * (seed % 8)
+    setting = Setting(
+        limits=limits, replicas=2, slots=1 + seed % 4, prompts=prompts, seed=seed, spread=(1.0, 0.5)[seed % 3 == 2],
+        faults=faults, prefix_every_tokens=(0, 5)[seed % 2],
+    )  # fmt: skip
+    recorder = MemoryRecorder(Header(run="proof", limits=limits.to_plain(), policies=dict(chosen.names)))
+    world = World(setting, chosen, recorder)
+    try:
+        outcome = world.run(events=EVENTS)
+    except Finding as finding:
+        return str(finding)
+    if outcome.outcome != "finished" and faults == Faults():
+        return f"it {outcome.outcome}, with nothing at fault: {outcome.reason} [seed {seed}]"
+    report = replay(read(recorder))
+    if report.divergence is not None:
+        where = str(report.divergence).splitlines()[0]
+        return f"law 8: replayed, it decides otherwise: clock, chance or a memory not declared; {where} [seed {seed}]"
+    return ""

@@ -1,0 +1,29 @@
+"""Two added states for the tests of the core: `judging`, which some groups enter, then `checking`, which all do."""
+
+from typing import Any
+
+from engine import policies
+from engine.states.view import GroupView, View
+
+
+class Some:
+    """Which groups enter depends on what was asked before."""
+
+    memory: dict[str, Any]
+
+    def enters(self, view: View, group: GroupView) -> bool:
+        self.memory["asked"] = self.memory.get("asked", 0) + 1
+        return bool((group.id + self.memory["asked"]) % 3)
+
+
+class Every:
+    def enters(self, view: View, group: GroupView) -> bool:
+        return True
+
+
+for name, concurrency, policy in (("judging", 2, Some), ("checking", 1, Every)):
+    policies.add_state(
+        machine="group", state=name, phase="parked", between=("generated", "batched"), policy=policy,
+        concurrency=concurrency,
+    )  # fmt: skip
+JUDGING, CHECKING = policies.added_states(("judging", "checking"))

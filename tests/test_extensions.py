@@ -1,0 +1,232 @@
+"""Extensions: modules beside a config and installed packages are imported; `engine check` proves them lawful first."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine import policies
+from engine.cli import main
+from engine.config import extensions, load_config, load_extensions, parse_config
+from engine.errors import ConfigError
+from engine.policies import PolicySet, added, registry
+from engine.simulation.proof import own_policies, prove, scaled_down
+from engine.states.limits import AddedState, Limits, ValidationLimits
+from engine.states.view import GroupView, ReplicaView, ValidationView, View
+from tests.core.scripted import Scripted
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PLAIN = "model:\n  make: arithmetic\nscheduler:\n  train_batch_size: 4\n  max_staleness_steps: 2\n"
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers, imports and puts on the path is known to that test alone."""
+    known = {decision: dict(names) for decision, names in registry._REGISTERED.items()}
+    states, modules, path = dict(added._ADDED), set(sys.modules), list(sys.path)
+    monkeypatch.setattr(extensions, "_loaded", set(extensions._loaded))
+    yield
+    for decision, names in known.items():
+        registry._REGISTERED[decision] = names
+    added._ADDED.clear()
+    added._ADDED.update(states)
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name in ("mine", "packaged", "custom_policy", "embed"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Path]:
+    """A config beside a module `mine` of this text."""
+
+    def write(module: str, chosen: str) -> Path:
+        (tmp_path / "mine.py").write_text(module, encoding="utf-8")
+        file = tmp_path / "run.yaml"
+        file.write_text(f"run:\n  extensions: [mine]\n  max_steps: 5\n{PLAIN}  {chosen}\n", encoding="utf-8")
+        return file
+
+    return write
+
+
+def a_policy(decision: str, method: str, body: str) -> str:
+    return (
+        "from engine import policies\ncalls = [0]\n\n"
+        f"@policies.register({decision!r}, 'mine')\nclass Mine:\n    acts = True\n    def {method}:\n        {body}\n"
+    )
+
+
+JUDGE = """
+from engine import policies
+
+class Judge:
+    def enters(self, view, group):
+        return group.tokens > 3
+
+policies.add_state(
+    machine="group", state="judged", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=5
+)
+"""
+
+
+def test_a_module_beside_the_config_is_imported_and_proved(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = a_policy("admission", "admit(self, view, legal)", "return min(legal, 3)")
+    file = config(module, "policies: {admission: mine}")
+    assert main(["check", str(file)]) == 0
+    assert "ok: 24 simulated runs keep every law under admission mine\n" in capsys.readouterr().out
+    loaded = load_config(file)
+    assert loaded.run.extensions_dir == str(file.parent)
+    assert parse_config(loaded.model_dump(mode="json")) == loaded, "so it is found again when the run is resumed"
+
+
+def test_an_added_state_is_named_in_the_config_and_drawn(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(JUDGE, "states: [judged]")
+    assert main(["check", str(file)]) == 0
+    assert "keep every law under state judged" in capsys.readouterr().out
+    assert load_config(file).limits().added_states == (AddedState(name="judged", concurrency=5),)
+    assert main(["states", str(file), "--format", "table"]) == 0
+    drawn = capsys.readouterr().out
+    assert "| judged     | parked   | generate | generated" in drawn
+    assert main(["states", "--format", "table"]) == 0
+    assert "judged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "chosen", "says"),
+    [
+        (a_policy("admission", "admit(self, view, legal)", "return legal + 1"), "admission", "it must be an integer"),
+        (a_policy("filter", "keep(self, view, outcome)", "return 1 // 0"), "filter", "raised ZeroDivisionError"),
+        (a_policy("admission", "admit(self, view, legal)", "return 0"), "admission", "the policies start nothing"),
+        (
+            a_policy("batching", "select(self, view, size)", "return list(view.ready_ids())[:size]"),
+            "batching",
+            "must take",
+        ),
+        (
+            a_policy("filter", "keep(self, view, outcome)", "calls[0] += 1; return calls[0] % 7 > 1"),
+            "filter",
+            "law 8: replayed, it decides otherwise",
+        ),
+    ],
+)
+def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str], module: str, chosen: str, says: str
+) -> None:
+    file = config(module, f"policies: {{{chosen}: mine, on_error: builtin}}")
+    assert main(["check", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"scheduler.policies = '{chosen} mine': not lawful" in said
+    assert says in said and "[seed " in said
+
+
+def test_a_module_that_cannot_be_imported_is_named(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(config("import nowhere_to_be_found", "states: []"))]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "run.extensions = 'mine': cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+        in said
+    )
+
+
+def install(place: Path, module: str, points: str = "own = packaged") -> None:
+    """A package as pip would leave it."""
+    (place / "packaged.py").write_text(module, encoding="utf-8")
+    (place / "packaged-1.0.dist-info").mkdir()
+    (place / "packaged-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: packaged\nVersion: 1.0\n")
+    (place / "packaged-1.0.dist-info" / "entry_points.txt").write_text(f"[step_engine.extensions]\n{points}\n")
+    sys.path.insert(0, str(place))
+
+
+def test_an_installed_package_is_imported_when_a_config_is_read(tmp_path: Path) -> None:
+    install(tmp_path, a_policy("admission", "admit(self, view, legal)", "return legal"))
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{PLAIN}  policies: {{admission: mine}}\n", encoding="utf-8")
+    assert own_policies(load_config(file).policies().names) == ["admission mine"]
+    load_extensions()  # once is enough
+
+
+def test_an_entry_point_may_be_a_function(tmp_path: Path) -> None:
+    install(
+        tmp_path, f"def begin():\n{'    '.join(['', *JUDGE.strip().splitlines(keepends=True)])}", "own = packaged:begin"
+    )
+    load_extensions()
+    assert "judged" in added.state_names()
+
+
+def test_a_broken_package_is_named_with_the_reason(tmp_path: Path) -> None:
+    install(tmp_path, "raise RuntimeError('out of order')")
+    says = "the extension 'own' of packaged is broken: RuntimeError: out of order; uninstall packaged, or mend it"
+    with pytest.raises(ConfigError, match=says):
+        load_extensions()
+
+
+# scaling a run down
+
+
+def test_a_run_is_scaled_down_within_the_laws() -> None:
+    limits = Limits(
+        train_batch_size=1024, max_staleness_steps=9, max_concurrent_groups=4096, sync_every=6, async_ratio=7.5,
+        over_sample=0.5, max_steps=500, added_states=(AddedState(name="rewarding", concurrency=64),),
+        validation=ValidationLimits(rows=999, replicas=7, own_from=31, every=3),
+    )  # fmt: skip
+    small = scaled_down(limits)
+    assert (small.train_batch_size, small.max_staleness_steps, small.sync_every) == (4, 3, 4)
+    assert (small.async_ratio, small.over_sample, small.max_steps) == (3, 0.5, 6)
+    assert small.max_concurrent_groups == 16, "four batches, as before"
+    assert small.added_states == (AddedState(name="rewarding", concurrency=3),)
+    assert small.validation == replace(limits.validation, rows=12, replicas=2, own_from=2)  # type: ignore[type-var]
+    assert prove(limits, {}, worlds=2) == 2
+
+
+# the example
+
+
+def test_the_example_is_lawful(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(EXAMPLES / "custom_policy.yaml")]) == 0
+    assert "simulated runs keep every law under admission curriculum" in capsys.readouterr().out
+
+
+def test_the_example_widens_as_the_reward_rises() -> None:
+    load_extensions(["custom_policy"], str(EXAMPLES))
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=3, max_concurrent_groups=8, policies={"admission": "curriculum"}
+    )
+    widths = []
+    for reward in (0.2, 0.2, 0.31, 0.1, 0.42):
+        widths.append(len(run.running()))
+        for id in run.running()[:2]:
+            run.tell(replace(run.generated(id), reward_mean=reward))
+        run.train()
+        run.publish()
+        run.install()
+    widths.append(len(run.running()))
+    assert widths == [2, 2, 2, 4, 4, 6], "0.11 is two steps of 0.05, 0.22 four"
+
+
+def test_the_example_runs_in_one_process() -> None:
+    program = "import custom_policy; result = custom_policy.main(); assert result.steps == 20"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("finished: 20 train steps")
+
+
+def test_the_names_of_the_engines_own_policies_need_no_proof() -> None:
+    assert own_policies(PolicySet.from_names({"admission": "whole-batches", "on_error": "builtin"}).names) == []
+
+
+def test_the_page_names_every_decision_every_policy_and_every_field() -> None:
+    page = (EXAMPLES.parent / "docs" / "EXTENDING.md").read_text(encoding="utf-8")
+    fields = [name for name in dir(View) if not name.startswith("_")]
+    fields += [*GroupView._fields, *ReplicaView._fields, *ValidationView._fields]
+    chosen = [name for decision in policies.DEFAULTS for name in (decision, *registry._REGISTERED[decision])]
+    missing = [name for name in {*fields, *chosen} if f"`{name}`" not in page and f"`{name}(" not in page]
+    assert not missing
