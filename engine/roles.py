@@ -8,8 +8,8 @@ Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 
 rest (budget `infrastructure`, 5 by default). Either costs the group one attempt and never ends the run.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from engine.ids import GroupId, StepId, Version
@@ -94,6 +94,19 @@ class Fallible(Protocol):
         well."""
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """A generator (or a backend) that can give its memory back while others use its hardware. One that cannot is
+    paused all the same."""
+
+    async def sleep(self) -> None:
+        """Give back what generating needs. Called only when paused with nothing running; staging goes on. On error it
+        is as awake as before."""
+
+    async def wake(self) -> None:
+        """Take it again, with the weights it had; still paused. On error it sleeps on, and may be woken again."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """The groups of one train step, in the order the scheduler chose, with each group's staleness in train steps."""
@@ -101,6 +114,12 @@ class Batch:
     step: StepId
     groups: list[TrajectoryGroup]
     staleness: list[int]
+    scores: Mapping[str, "Scores"] = field(default_factory=dict)
+    """By scoring task, for `train`: those that a scorer of its own has made. The others are the trainer's to make."""
+
+
+Scores = Sequence[Sequence[Sequence[float]]]
+"""For each group and each of its trajectories: the log-prob of every token whose `loss_mask` is 1, in order."""
 
 
 class Trainer(Protocol):
@@ -118,3 +137,14 @@ class Trainer(Protocol):
 
     def save(self, directory: str, step: StepId) -> None:
         """Write a checkpoint of everything after `step` train steps into an empty directory."""
+
+
+class Scorer(Protocol):
+    """Scores batches on hardware of its own, while the trainer trains. Calls are blocking, one at a time."""
+
+    def score(self, batch: Batch, task: str) -> Scores:
+        """`old_logprobs`: under the weights loaded last, or those the run began with; `ref_logprobs`: under the
+        reference model."""
+
+    def load(self, weights: Any) -> None:
+        """Take what `Trainer.weights` gave. Called before a score under other weights than the last."""

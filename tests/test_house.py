@@ -172,10 +172,14 @@ def sizes_are_kept(source: Source) -> Iterator[str]:
 
 
 def nothing_sleeps(source: Source) -> Iterator[str]:
-    """Every wait ends by an event or a timer of its own."""
-    for node in ast.walk(source.tree):
+    """Every wait ends by an event or a timer of its own. (What replicas do is another sleep, and no module's.)"""
+    nodes = list(ast.walk(source.tree))
+    aliases = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules = {alias.asname or alias.name.split(".")[0] for alias in aliases}
+    for node in nodes:
         named = isinstance(node, ast.Name) and node.id == "sleep"
-        if named or (isinstance(node, ast.Attribute) and node.attr == "sleep"):
+        of_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+        if named or (of_module and node.attr == "sleep"):
             yield f"{source.path}:{node.lineno}: sleeps"
 
 
@@ -240,6 +244,7 @@ EVERYWHERE: list[tuple[Rule, str, str]] = [
     (sizes_are_kept, "engine/driver.py", "x = 1\n" * 401),
     (sizes_are_kept, "engine/driver.py", "def f():\n" + "    x = 1\n" * 70),
     (nothing_sleeps, "engine/driver.py", "import time\ntime.sleep(1)"),
+    (nothing_sleeps, "engine/driver.py", "import asyncio as loops\nloops.sleep(1)"),
     (nothing_sleeps, "engine/driver.py", "from asyncio import sleep\nasync def f():\n    await sleep(0)"),
     (names_say_something, "engine/utils.py", ""),
     (names_say_something, "engine/rollout/weight_manager.py", ""),
@@ -285,6 +290,11 @@ def test_ordered_loops_are_let_by() -> None:
         "seen: set[int] = set()\nfor x in sorted(seen): pass\nfor y in {1: 2}: pass\nok = 3 in seen and len(seen) > 1"
     )
     assert list(loops_are_ordered(Source("engine/scheduler.py", text))) == []
+
+
+def test_a_sleeping_replica_is_let_by() -> None:
+    text = "import time\nasync def f(replica):\n    await replica.sleep()\n    await replica.engine.sleep(level=1)"
+    assert list(nothing_sleeps(Source("engine/hosts/replica.py", text))) == []
 
 
 def test_the_layers_have_no_circle() -> None:

@@ -18,6 +18,7 @@ from engine.actors.plan import Plan, Restore
 from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
+from engine.actors.workers import Workers
 from engine.commands import Command
 from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
@@ -54,7 +55,7 @@ class ReplicaLink:
 
 
 class Fleet:
-    """The rollout actors and the trainer of one run."""
+    """The rollout actors, the trainer and the workers of one run."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.trainer = TrainerLink(plan, given, deliver, self.spawn)
+        self._workers = Workers(plan, given, deliver, self.spawn)
 
     async def open(self, restore: Restore | None = None) -> None:
         """Start every actor and wait until each is ready; the trainer begins where `restore` says.
@@ -89,7 +91,9 @@ class Fleet:
             self._links[replica] = self._start(replica, self._lived.get(replica, 0) + 1)
         try:
             await asyncio.gather(
-                *(link.actor.open.remote() for link in self._links.values()), self.trainer.open(restore)
+                *(link.actor.open.remote() for link in self._links.values()),
+                self.trainer.open(restore),
+                self._workers.open(),
             )
         except RayError as error:
             raise raised(error) from None
@@ -100,6 +104,7 @@ class Fleet:
             link.actor.join.remote()
             self.spawn(self._watch(link))
         self.trainer.watch()
+        self._workers.watch()
         for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
             self.spawn(self._watch_store(name, store))
 
@@ -114,7 +119,16 @@ class Fleet:
             self._ordered[command.replica] = link
 
     def order_trainer(self, command: Command) -> None:
-        self.trainer.order(command)
+        """Whatever the trainer does, or a worker where there is one for it."""
+        if not self._workers.take(command):
+            self.trainer.order(command)
+
+    def answered(self, source: str, event: Event) -> None:
+        """To be told of every event of an actor, before the scheduler is."""
+        if source == "trainer":
+            self.trainer.answered(event)
+        else:
+            self._workers.answered(source, event)
 
     def flush(self) -> int:
         """Send what was ordered, one call per actor; how many calls."""
@@ -122,7 +136,7 @@ class Fleet:
         for link in self._ordered.values():
             link.send()
         self._ordered.clear()
-        return calls + self.trainer.flush()
+        return calls + self.trainer.flush() + self._workers.flush()
 
     def stop_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
         """End one life of a replica, say so, and begin the next if one is left."""
@@ -215,6 +229,7 @@ class Fleet:
         for link in self._links.values():
             link.end()
         self.trainer.close()
+        self._workers.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

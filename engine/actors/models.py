@@ -5,7 +5,7 @@ starts; the functions behind it run in the actors, where torch is.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,24 @@ from engine.actors.senders import Wire
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport
 from engine.config import Config, check_backend
 from engine.config.inputs import model_directory, object_store_bytes
+from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
+from engine.hosts.added import Work, unchanged
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.metrics.endpoint import FOLDER
+from engine.roles import Scorer as RoleScorer
 from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.scoring import Scorer
 from engine.rollout.vllm_args import built_for_cpu, workers_of
+from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
 from engine.training.settings import TrainerSettings
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, TrajectoryGroup
 
 Progress = Callable[[float, str], None]
 
@@ -67,7 +72,10 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
         make_rollout=partial(make_rollout, config, inputs),
-        make_trainer=partial(make_trainer, inputs.model, with_reference(settings)),
+        make_trainer=partial(make_trainer, inputs.model, with_reference(settings), _apart(limits)),
+        make_work=partial(make_work, config, inputs),
+        state_timeout_s=config.reward.timeout_s,
+        make_scorer=partial(make_scorer, inputs.model, with_reference(settings)),
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, stop_ids_of),
         make_prompts=partial(make_prompts, config, inputs),
@@ -83,6 +91,8 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         keep_checkpoints=config.trainer.keep_checkpoints,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
+        scorer_threads=threads_of_scorers(config, limits.scorers()),
+        pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
         object_store_bytes=object_store_bytes(config, model_directory(config)),
         rollout_gpus=gpus_of(config.rollout),
         rollout_spread=config.rollout.engine_args.get("distributed_executor_backend") == "ray",
@@ -163,10 +173,21 @@ def make_prompts(config: Config, inputs: Inputs) -> Prompts:
     return CountedPrompts(source.total, source.prompt)
 
 
-def make_trainer(model: str, settings: Any) -> Trainer:
+def _apart(limits: Limits) -> tuple[str, ...]:
+    """Tasks that are scored on pools of their own."""
+    return tuple(task for tasks in limits.scorers() for task in tasks)
+
+
+def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) -> Trainer:
     from engine.training.trainer import ModelTrainer
 
-    return ModelTrainer(model, settings)
+    return ModelTrainer(model, settings, scored_apart=scored_apart)
+
+
+def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> RoleScorer:
+    from engine.training.scorer import ModelScorer
+
+    return ModelScorer(model, settings, tasks)
 
 
 def restore_trainer(trainer: Any, restore: Restore) -> None:
@@ -191,9 +212,26 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
     make = generator_maker(config)
     return Rollout(
-        generator=make(backend, tokenizer, reward, params),
-        evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params),
+        generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
+        evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params, False),
     )
+
+
+def make_work(config: Config, inputs: Inputs, state: str) -> Work:
+    """What is done in a state without work of its own: groups are rewarded, or only pass."""
+    states = [added for added in rewarding(config) if added.name == state]
+    if not states or inputs.reward is None:
+        return unchanged
+    from transformers import AutoTokenizer
+
+    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
+    scorer = Scorer(tokenizer, load_reward(inputs.reward), threads=at_once, timeout_s=config.reward.timeout_s)
+
+    async def reward(group: TrajectoryGroup) -> TrajectoryGroup:
+        await scorer.score(group)
+        return group
+
+    return reward
 
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

@@ -103,5 +103,23 @@ def with_gpus(plan: Plan) -> Plan:
         return dataclasses.replace(plan, trainer_gpus=left)
     if not gpus or plan.rollout_gpus or plan.trainer_gpus:
         return plan
-    share = min(1.0, int(1000 * gpus / (replicas + 1)) / 1000)
-    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share)
+    if any(plan.pool_shares):
+        return dataclasses.replace(plan, **_by_pool(plan, gpus))
+    share = min(1.0, int(1000 * gpus / (replicas + 1 + len(plan.limits.scorers()))) / 1000)
+    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share, scorer_gpus=share)
+
+
+def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
+    """GPUs of each kind of actor, by the shares of the pools they stand in; actors of one pool have equal parts of it,
+    and the smallest part is that of all of their kind. (Tested with nodes that say that they have GPUs.)"""
+    parts: dict[str, list[float]] = {"rollout_gpus": [], "trainer_gpus": [], "scorer_gpus": []}
+    limits = plan.limits
+    for pool, share in zip(limits.pools, plan.pool_shares, strict=False):
+        replicas = len(pool.replicas) + (len(limits.validators()) if pool.tasks == ("validation",) else 0)
+        scores = "train" not in pool.tasks and any(task in pool.tasks for task in limits.scoring_tasks)
+        standing = {"rollout_gpus": replicas, "trainer_gpus": int("train" in pool.tasks), "scorer_gpus": int(scores)}
+        actors = sum(standing.values())
+        for name, count in standing.items():
+            if count:
+                parts[name].append(min(1.0, int(1000 * gpus * share / actors) / 1000))
+    return {name: min(each) for name, each in parts.items() if each}

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.errors import ConfigError
+from engine.hosts.added import Work
 from engine.hosts.prompts import Prompts
+from engine.hosts.scorer import OF_TRAINED_WEIGHTS
 from engine.ids import ReplicaId
-from engine.roles import Generator, Trainer
+from engine.roles import Generator, Scorer, Trainer
 from engine.states.limits import Limits
 from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
     from engine.actors.gateway import GatewayParts
+
+
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,12 @@ class Plan:
     """For generators whose groups are agents; None: there is no gateway."""
     restore_trainer: Callable[[Trainer, Restore], None] | None = None
     """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
+    make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None
+    """Makes what scores these tasks on a pool of their own (`Limits.scorers`); None: the trainer scores."""
+    make_work: Callable[[str], Work] | None = None
+    """Makes what is done in an added state whose policy has no `work` of its own; None: groups only pass."""
+    state_timeout_s: float | None = None
+    """How long the work on one group may take."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
     resume: bool = False
@@ -81,9 +93,13 @@ class Plan:
     replica_restarts: int = 3
     """Times each replica may be started again."""
     trainer_restarts: int = 1
+    worker_restarts: int = 3
+    """Times each scorer, and the process of the added states, may be started again."""
     rollout_threads: int = 1
     trainer_threads: int = 0
     """CPU threads; 0: as many as there are cores."""
+    scorer_threads: Sequence[int] = ()
+    """Of each scorer, in the order of `Limits.scorers`; those not named have as many as the trainer."""
     object_store_bytes: int | None = 256 << 20
     """Of Ray's object store, where the run starts a cluster of its own; None: as much as may be."""
     rollout_gpus: float = 0.0
@@ -91,6 +107,10 @@ class Plan:
     rollout_spread: bool = False
     """Several GPUs of a replica may be on several nodes: vLLM's Ray executor takes them one by one."""
     trainer_gpus: float = 0.0
+    scorer_gpus: float = 0.0
+    """Of each."""
+    pool_shares: Sequence[float] = ()
+    """Of the cluster's GPUs, for each of `limits.pools`; empty: every actor has as much as any other."""
 
     def __post_init__(self) -> None:
         validation, given = self.limits.validation, len(self.held_out)
@@ -100,6 +120,16 @@ class Plan:
         if validation is not None and validation.own_from not in (None, self.replicas):
             law = f"replicas of validation's own come behind the {self.replicas} that generate"
             raise ConfigError("limits.validation.own_from", validation.own_from, law, f"{self.replicas} would hold")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a scorer needs the weights after every train step."""
+        return any(task in OF_TRAINED_WEIGHTS for tasks in self.limits.scorers() for task in tasks)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether replicas reward what they generate; else groups are rewarded in a state of its own."""
+        return all(state.name != REWARDING for state in self.limits.added_states)
 
     def lives(self) -> list[ReplicaId]:
         """Every replica to be started: those that generate, then those that only validate."""

@@ -193,9 +193,9 @@ class SchedulerActor:
             self._metrics.report(step, said)
             self._fleet.trainer.reported(said)
         batch = unpack_events(events)
-        if source == "trainer":
+        if not source.startswith("rollout-"):
             for event in batch:
-                self._fleet.trainer.answered(event)
+                self._fleet.answered(source, event)
         for first in range(0, len(batch), SLICE):
             self._deliver(*batch[first : first + SLICE])
             took = time.perf_counter() - arrived

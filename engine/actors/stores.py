@@ -15,9 +15,10 @@ from engine.actors.outbox import Batcher
 from engine.actors.senders import Senders, Wire
 from engine.actors.transports import Transport
 from engine.actors.wire import pack_group, unpack_group
+from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
 from engine.hosts.trajectories import StoreStats, TrajectoryStore
-from engine.hosts.weights import WeightsStore
-from engine.ids import GroupId, ReplicaId, Version
+from engine.hosts.weights import Trained, WeightsStore
+from engine.ids import GroupId, ReplicaId, StepId, Version
 from engine.rollout.sent_weights import Call, Turn
 from engine.trajectory import TrajectoryGroup
 
@@ -39,11 +40,20 @@ class TrajectoryStoreActor:
         for group, attempt, payload in groups:
             self._store.put(group, attempt, payload, len(payload))
 
+    async def replace(self, group: GroupId, attempt: int, payload: bytes) -> None:
+        self._store.replace(group, attempt, payload, len(payload))
+
     async def partial(self, group: GroupId) -> bytes | None:
         return self._store.partial(group)
 
     async def get(self, groups: list[GroupId]) -> list[bytes]:
         return self._store.get(groups)
+
+    async def put_scores(self, step: StepId, task: str, groups: list[GroupId], packed: list[bytes]) -> None:
+        self._store.put_scores(step, task, groups, packed)
+
+    async def scores(self, step: StepId, task: str, groups: list[GroupId]) -> list[bytes]:
+        return self._store.scores(step, task, groups)
 
     async def discard(self, groups: list[GroupId], attempt: int | None = None) -> None:
         self._store.discard(groups, attempt)
@@ -63,6 +73,10 @@ class RemoteTrajectories:
         with named():
             await self._puts.put((group.group, attempt, pack_group(group)))
 
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        with named():
+            await self._store.replace.remote(group.group, attempt, pack_group(group))
+
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         with named():
             packed = await self._store.partial.remote(group)
@@ -72,6 +86,17 @@ class RemoteTrajectories:
         with named():
             packed = await self._store.get.remote(list(groups))
         return await asyncio.to_thread(lambda: [unpack_group(one) for one in packed])
+
+    async def put_scores(
+        self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
+    ) -> None:
+        with named():
+            await self._store.put_scores.remote(step, task, list(groups), [pack_scores(rows) for rows in scores])
+
+    async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
+        with named():
+            packed = await self._store.scores.remote(step, task, list(groups))
+        return [unpack_scores(data) for data in packed]
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         with named():
@@ -90,11 +115,11 @@ class WeightsStoreActor:
         """Never answered: that the actor dies is known by this call."""
         await asyncio.Event().wait()
 
-    async def pull(self, version: Version, publisher: Any) -> None:
+    async def pull(self, version: Version | Trained, publisher: Any) -> None:
         """Have the weights of a version from the trainer; returns once they no longer need it."""
         self._store.put(version, await self._transport.keep(publisher.give.remote(version)))
 
-    async def get(self, version: Version, reader: ReplicaId | None) -> Any:
+    async def get(self, version: Version | Trained, reader: ReplicaId | None) -> Any:
         """What `Transport.take` makes weights of, for a replica or for a trainer."""
         return self._transport.give(self._store.get(version), reader)
 
@@ -111,16 +136,16 @@ class WeightsStoreActor:
 
 
 class RemoteWeights:
-    """The store actor from a replica, the `reader`, or the trainer. The trainer's actor must have `give`, which calls
-    `handed_out`."""
+    """The store actor from a replica, the `reader`, or from the trainer or a scorer. The trainer's actor must have
+    `give`, which calls `handed_out`."""
 
     def __init__(self, store: Any, transport: Transport, reader: ReplicaId | None = None) -> None:
         self._store = store
         self._transport = transport
         self._reader = reader
-        self._outgoing: dict[Version, Any] = {}
+        self._outgoing: dict[Version | Trained, Any] = {}
 
-    async def put(self, version: Version, weights: Any) -> None:
+    async def put(self, version: Version | Trained, weights: Any) -> None:
         self._outgoing[version] = await asyncio.to_thread(self._transport.pack, weights)
         try:
             with named():
@@ -128,10 +153,10 @@ class RemoteWeights:
         finally:
             del self._outgoing[version]
 
-    def handed_out(self, version: Version) -> Any:
+    def handed_out(self, version: Version | Trained) -> Any:
         """What the store is to be answered when it asks for a version."""
         return self._transport.hand_out(self._outgoing[version])
 
-    async def get(self, version: Version) -> Any:
+    async def get(self, version: Version | Trained) -> Any:
         with named():
             return await self._transport.take(self._store.get.remote(version, self._reader))

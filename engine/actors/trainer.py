@@ -18,6 +18,7 @@ from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import EngineError
 from engine.hosts.threads import contained
 from engine.hosts.trainer import TrainerHost
+from engine.hosts.weights import Trained
 from engine.ids import Incarnation, Version
 from engine.roles import Trainer
 
@@ -54,7 +55,7 @@ class TrainerActor:
             lambda sequence, events, figures: report("trainer", self._incarnation, sequence, events, figures),
             lost=self._break,
         )
-        self._host = TrainerHost(
+        host = TrainerHost(
             trainer=trainer,
             trajectories=RemoteTrajectories(self._stores[0]),
             weights=self._weights,
@@ -62,7 +63,12 @@ class TrainerActor:
             report=outbox.add_figures,
             checkpoints=None if plan.run_dir is None else plan.run_dir / "checkpoints",
             keep=plan.keep_checkpoints,
+            scored_apart=[task for tasks in plan.limits.scorers() for task in tasks],
+            hands_over=plan.hands_over,
         )
+        if restore is not None and restore.steps:
+            await host.hand_over(restore.steps)
+        self._host = host
         early, self._early = self._early, []
         for batch in early:
             self._carry(batch)
@@ -72,7 +78,7 @@ class TrainerActor:
         for batch in self._orders.take(sequence, orders):
             self._carry(batch)
 
-    async def give(self, version: Version) -> Any:
+    async def give(self, version: Version | Trained) -> Any:
         """Asked by the weights store: the weights being published."""
         return self._weights.handed_out(version)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from engine.config.deterministic import remarks
 from engine.config.machine import gpu_count
+from engine.config.pools import layout
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
@@ -38,6 +39,7 @@ def check_config(config: Config) -> list[str]:
         f"ok: {_concurrency(config.limits())}, K groups run at once",
         f"ok: {r.replicas} replicas of {r.slots} slots run {slots} groups, {trajectories} trajectories, at once",
         f"ok: policies: {named}",
+        *(f"ok: {line}" for line in layout(config)),
         *(f"note: {note}" for note in _surprises(config, slots)),
     ]
 

@@ -24,7 +24,7 @@ class Need(NamedTuple):
 
 NEEDS = (
     Need("rollout.backend", "torch", "it is the embedded sampler that decodes at fixed shapes"),
-    Need("rollout.threads", 1, "sums of several threads are cut by how many there are"),
+    Need("rollout.threads", 1, "sums of several threads are cut by how many there are", open=0),
     Need("rollout.device", "cpu", "it is promised on the CPU alone", open="auto"),
     Need("trainer.threads", 1, "sums of several threads are cut by how many there are"),
     Need("trainer.device", "cpu", "it is promised on the CPU alone", open="auto"),

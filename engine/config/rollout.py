@@ -19,7 +19,9 @@ class RolloutSection(Section):
     )
     replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
     slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
-    threads: int = Field(1, ge=1, le=1024, description="CPU threads of a replica.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads of a replica; 0: its part of its pool's share, or 1."
+    )
     deterministic: bool = Field(
         False,
         description="The torch backend decodes at fixed shapes, so that S = 0 equals a synchronous loop to the bit.",

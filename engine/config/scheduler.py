@@ -61,6 +61,9 @@ class SchedulerSection(Section):
     sync_every: int = Field(
         1, ge=1, le=10_000, description="k: publish weights after every k-th train step; at most S+1."
     )
+    train_after_sync: bool = Field(
+        False, description="Train a step only once every replica has the newest weights, as one step off does."
+    )
     deadline_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
     )

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
 from engine.config.deterministic import settled
+from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, divisor
 from engine.config.section import Section
@@ -185,6 +186,9 @@ class Config(Section):
         default_factory=SchedulerSection, description="Batches, concurrency, staleness."
     )
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="The rollout engines.")
+    pools: list[PoolSection] = Field(
+        default_factory=list, max_length=64, description="Which tasks share hardware; none: replicas, and the trainer."
+    )
     trainer: TrainerSection = Field(default_factory=TrainerSection, description="The train step.")
     validation: ValidationSection = Field(
         default_factory=ValidationSection, description="Measuring on held-out prompts."
@@ -197,6 +201,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         for name, section in settled(self).items():
+            object.__setattr__(self, name, section)
+        check_pools(self)
+        for name, section in settled_by_pools(self).items():
             object.__setattr__(self, name, section)
         self.limits()
         self.trainer_settings()
@@ -227,13 +234,15 @@ class Config(Section):
             scoring_tasks=self.trainer_settings().scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
-            async_ratio=s.async_ratio,
-            over_sample=s.over_sample,
-            added_states=added_states(s.states),
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
             validation=validation_limits(self.validation, s.samples_per_prompt, r.replicas) if self.held_out else None,
+            pools=limit_pools(self),
+            train_after_sync=s.train_after_sync,
+            async_ratio=s.async_ratio,
+            over_sample=s.over_sample,
+            added_states=(*rewarding(self), *added_states(s.states)),
         )
 
     @property

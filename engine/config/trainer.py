@@ -67,7 +67,9 @@ class TrainerSection(Section):
         "auto", description="bfloat16 autocast; auto: where a CUDA device has it."
     )
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0: as many as torch takes.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads of the trainer; 0: its pool's share, or as many as torch takes."
+    )
     checkpoint_every: int = Field(10, ge=0, description="Train steps between checkpoints, the last included; 0: none.")
     keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
 

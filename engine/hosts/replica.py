@@ -30,6 +30,7 @@ from engine.hosts.checks import check_generated
 from engine.hosts.measuring import HeldOut, Measuring
 from engine.hosts.reasons import reason_of
 from engine.hosts.reports import aborted_event, generated_event, prefix_event
+from engine.hosts.sleeping import Sleeping
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
@@ -63,7 +64,8 @@ class Attempt:
 
 
 class ReplicaHost:
-    """One replica in one of its lives. `emit` takes its events; `broken(reason)` is called when it cannot go on.
+    """One replica in one of its lives. `emit` takes its events; `broken(reason)` is called when it cannot go on; groups
+    that are not `rewarded` here are in an added state.
 
     Group commands are carried out as they come; those about weights one after the other, in their order.
     """
@@ -81,6 +83,7 @@ class ReplicaHost:
         broken: Callable[[str], None],
         prefix_every_tokens: int = 0,
         held_out: HeldOut | None = None,
+        rewarded: bool = True,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
@@ -88,6 +91,7 @@ class ReplicaHost:
         self.samples = samples
         self.prefix_every_tokens = prefix_every_tokens
         self.version: Version = 0
+        self._rewarded = rewarded
         self._trajectories = trajectories
         self._weights = weights
         self._emit = emit
@@ -95,6 +99,7 @@ class ReplicaHost:
         self._running: dict[GroupId, Attempt] = {}
         self._attempts: OrderedDict[GroupId, int] = OrderedDict()
         self._pause_mode: str | None = None
+        self._sleeping = Sleeping(generator)
         self._last_sync: asyncio.Task[None] | None = None
         self._sync_attempts: dict[type[Command], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,7 +203,7 @@ class ReplicaHost:
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
         behind = kept is not None and kept[1] > self.version  # stored by a replica that died before it could say so
-        if behind or self._pause_mode in ("abort", "wait"):
+        if behind or self._pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
@@ -221,7 +226,7 @@ class ReplicaHost:
                 await asyncio.wait([attempt.saving])
         if attempt.unwanted:
             return None
-        check_generated(work, generated, began, self.version)
+        check_generated(work, generated, began, self.version, rewarded=self._rewarded)
         return await self._keep(attempt, generated)
 
     async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
@@ -300,8 +305,9 @@ class ReplicaHost:
     async def _pause(self, command: PauseReplica) -> None:
         self._pause_mode = command.mode
         await self._measuring.ended()
+        sleeps = command.mode == "sleep"
         try:
-            await self.generator.pause(command.mode)
+            await self.generator.pause("abort" if sleeps else command.mode)
         except Exception as error:
             self._sync_failed(command, "pausing", error)
             return
@@ -309,12 +315,19 @@ class ReplicaHost:
             running = [attempt.task for attempt in self._running.values()]
             if running:
                 await asyncio.wait(running)
+        if sleeps:
+            try:
+                await self._sleeping.begin()
+            except Exception as error:
+                self._sync_failed(command, "falling asleep", error)
+                return
         self._emit(ReplicaPaused(attempt=command.attempt, **self._who))
 
     async def _install(self, command: InstallWeights) -> None:
         try:
             if command.version < self.version:
                 raise EngineError(f"version {command.version} is older than {self.version}, which is installed")
+            await self._sleeping.end()
             if command.version > self.version:
                 await self.generator.install(command.version)
         except Exception as error:
@@ -326,6 +339,7 @@ class ReplicaHost:
     async def _resume(self, command: ResumeReplica) -> None:
         self._pause_mode = None
         try:
+            await self._sleeping.end()
             await self.generator.resume()
         except Exception as error:
             log.exception("replica %d cannot be resumed", self.replica)

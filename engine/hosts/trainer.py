@@ -7,7 +7,7 @@ event loop stays free; it must never run two at once, or report a checkpoint tha
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from engine.hosts.checkpoints import save_checkpoint
 from engine.hosts.reasons import reason_of
 from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
-from engine.hosts.weights import Weights
+from engine.hosts.weights import Trained, Weights
 from engine.ids import StepId
 from engine.roles import Batch, Trainer
 
@@ -41,6 +41,8 @@ class TrainerHost:
     """Carries out the trainer's commands. `emit` takes events, `report(step, metrics)` what the trainer says of a step.
 
     `checkpoints` is the directory of `step-N` directories, of which the newest `keep` stay; None: none can be saved.
+    `scored_apart` are the scoring tasks that a scorer of its own does; with `hands_over` it needs the weights after
+    every train step.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class TrainerHost:
         report: Report,
         checkpoints: Path | None = None,
         keep: int = 2,
+        scored_apart: Sequence[str] = (),
+        hands_over: bool = False,
     ) -> None:
         self.trainer = trainer
         self._trajectories = trajectories
@@ -61,6 +65,8 @@ class TrainerHost:
         self._report = report
         self._checkpoints = checkpoints
         self._keep = keep
+        self._scored_apart = scored_apart
+        self._hands_over = hands_over
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._seen: set[tuple[object, ...]] = set()
         self._orders: asyncio.Queue[Command] = asyncio.Queue()
@@ -75,6 +81,11 @@ class TrainerHost:
         self._orders.put_nowait(command)
         if self._worker is None:
             self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Give scorers the present weights, which are those after `steps` train steps."""
+        if self._hands_over:
+            await self._weights.put(Trained(steps), await self._call(self.trainer.weights))
 
     async def close(self) -> None:
         """End when the call that runs has returned; nothing queued is begun, nothing is reported any more."""
@@ -113,15 +124,22 @@ class TrainerHost:
     async def _train(self, command: TrainStep) -> Event:
         try:
             groups = await self._trajectories.get(command.groups)
-            metrics = await self._call(
-                self.trainer.train, Batch(step=command.step, groups=groups, staleness=list(command.staleness))
-            )
+            scores = {
+                task: await self._trajectories.scores(command.step, task, command.groups) for task in self._scored_apart
+            }
+            batch = Batch(step=command.step, groups=groups, staleness=list(command.staleness), scores=scores)
+            metrics = await self._call(self.trainer.train, batch)
             if metrics is not None and not isinstance(metrics, Mapping):
                 raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
         except Exception as error:
             log.warning("train step %d failed", command.step, exc_info=error)
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
         self._report(command.step, metrics or {})
+        try:
+            await self.hand_over(command.step + 1)
+        except Exception:
+            # The step is trained all the same. The next one's scorer finds other weights, and says so.
+            log.exception("the weights after %d train steps cannot be handed over", command.step + 1)
         return StepTrained(step=command.step, attempt=command.attempt)
 
     async def _publish(self, command: PublishWeights) -> Event:

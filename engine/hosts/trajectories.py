@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine.errors import EngineError
-from engine.ids import GroupId
+from engine.hosts.scores import ScoreRow
+from engine.ids import GroupId, StepId
 from engine.trajectory import TrajectoryGroup
 
 Payload = TypeVar("Payload")
@@ -22,11 +23,22 @@ class Trajectories(Protocol):
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         """Keep a group; returns once it is kept. What a later attempt left there stays."""
 
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        """Put a group in the place of what is kept of it; one that was forgotten stays so."""
+
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         """What an earlier attempt left behind, for the caller to change as it likes; None if there is nothing."""
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
         """The groups of a batch, in order. Raises `EngineError` naming those that are not there."""
+
+    async def put_scores(
+        self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
+    ) -> None:
+        """Keep what a task of a step made of groups: for each, a row of log-probs for each of its trajectories."""
+
+    async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
+        """As put last for that step. Raises `EngineError` naming the groups that have none."""
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         """Forget groups; unknown ones are ignored. With `attempt`, what a later attempt left there stays."""
@@ -45,6 +57,7 @@ class TrajectoryStore(Generic[Payload]):
 
     def __init__(self) -> None:
         self._kept: dict[GroupId, tuple[int, Payload, int]] = {}
+        self._scores: dict[GroupId, dict[str, tuple[StepId, bytes]]] = {}
         self._bytes = 0
 
     def put(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
@@ -57,6 +70,10 @@ class TrajectoryStore(Generic[Payload]):
         self._kept[group] = (attempt, payload, bytes)
         self._bytes += bytes
         return True
+
+    def replace(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
+        """See `Trajectories.replace`."""
+        return group in self._kept and self.put(group, attempt, payload, bytes)
 
     def partial(self, group: GroupId) -> Payload | None:
         kept = self._kept.get(group)
@@ -71,6 +88,23 @@ class TrajectoryStore(Generic[Payload]):
             )
         return [self._kept[group][1] for group in groups]
 
+    def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
+        """Keep each group's packed scores as long as the group itself; of one that is gone nobody wants them."""
+        for group, data in zip(groups, packed, strict=True):
+            if group in self._kept:
+                self._forget_scores(group, task)
+                self._scores.setdefault(group, {})[task] = (step, data)
+                self._bytes += len(data)
+
+    def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[bytes]:
+        """Raises: `EngineError`, naming the groups that were not scored for that step."""
+        found = [self._scores.get(group, {}).get(task, (-1, b"")) for group in groups]
+        missing = [group for group, (scored, _) in zip(groups, found, strict=True) if scored != step]
+        if missing:
+            story = f"the trajectory store holds no {task} of step {step} for groups {missing[:8]}"
+            raise EngineError(f"{story} ({len(missing)} in all)", groups=missing)
+        return [data for _, data in found]
+
     def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         """See `Trajectories.discard`."""
         for group in groups:
@@ -78,6 +112,13 @@ class TrajectoryStore(Generic[Payload]):
             if kept is not None and (attempt is None or kept[0] <= attempt):
                 del self._kept[group]
                 self._bytes -= kept[2]
+                for task in list(self._scores.get(group, ())):
+                    self._forget_scores(group, task)
+                self._scores.pop(group, None)
+
+    def _forget_scores(self, group: GroupId, task: str) -> None:
+        _, data = self._scores.get(group, {}).pop(task, (0, b""))
+        self._bytes -= len(data)
 
     def stats(self) -> StoreStats:
         return StoreStats(groups=len(self._kept), bytes=self._bytes)

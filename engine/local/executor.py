@@ -5,7 +5,7 @@ once.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.commands import (
@@ -13,6 +13,7 @@ from engine.commands import (
     Command,
     DiscardGroups,
     DrawPrompts,
+    EnterState,
     FinishRun,
     PublishWeights,
     ResumeGroup,
@@ -26,17 +27,21 @@ from engine.commands import (
 )
 from engine.driver import Driver
 from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
+from engine.hosts.added import AddedStatesHost, Work
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import HeldOut
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.hosts.replica import ReplicaHost
+from engine.hosts.scorer import OF_TRAINED_WEIGHTS, ScorerHost
 from engine.hosts.trainer import Report, TrainerHost
 from engine.ids import ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
-from engine.roles import Generator, Trainer
+from engine.roles import Generator, Scorer, Trainer
 from engine.trajectory import Prompt
 
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded: generators may leave rewards out then."""
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 
@@ -57,8 +62,12 @@ class LocalExecutor:
         replace: Callable[[ReplicaId], Generator] | None,
         replacements: int,
         held_out: Sequence[Prompt] = (),
+        scorers: Mapping[tuple[str, ...], Scorer] | None = None,
+        works: Mapping[str, Work] | None = None,
+        state_timeout_s: float | None = None,
     ) -> None:
-        """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each."""
+        """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each;
+        `scorers` by the tasks that they score in the trainer's place; `works` by the added state that they are of."""
         self.trajectories = LocalTrajectories()
         self.weights = LocalWeights()
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
@@ -75,6 +84,15 @@ class LocalExecutor:
         self._lost: set[ReplicaHost] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
+        self._scorers = {
+            tasks: ScorerHost(scorer=scorer, trajectories=self.trajectories, weights=self.weights, emit=self.deliver)
+            for tasks, scorer in (scorers or {}).items()
+        }
+        self._works = works or {}
+        self._added = AddedStatesHost(
+            works=self._works, trajectories=self.trajectories, emit=self.deliver, timeout_s=state_timeout_s
+        )
+        self._scorer_of = {task: host for tasks, host in self._scorers.items() for task in tasks}
         self._trainer = TrainerHost(
             trainer=trainer,
             trajectories=self.trajectories,
@@ -82,6 +100,8 @@ class LocalExecutor:
             emit=self.deliver,
             report=report,
             checkpoints=checkpoints,
+            scored_apart=list(self._scorer_of),
+            hands_over=any(task in OF_TRAINED_WEIGHTS for task in self._scorer_of),
         )
 
     def deliver(self, *events: Event) -> None:
@@ -108,6 +128,7 @@ class LocalExecutor:
             broken=lambda reason: self._lose(replica, incarnation, reason),
             prefix_every_tokens=self._prefix_every_tokens,
             held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
+            rewarded=REWARDING not in self._works,
         )
         self._replicas[replica] = host
         host.join(self._slots)
@@ -119,11 +140,17 @@ class LocalExecutor:
     async def close(self) -> None:
         """End whatever still runs; nothing is reported any more."""
         self._timers.close()
-        await asyncio.gather(*(host.close() for host in self._replicas.values()), *self._closing, self._trainer.close())
+        replicas = (host.close() for host in self._replicas.values())
+        scorers = (host.close() for host in self._scorers.values())
+        await asyncio.gather(*replicas, *scorers, *self._closing, self._trainer.close(), self._added.close())
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, StartGroup | ResumeGroup):
             self._start(command)
+        elif isinstance(command, ScoreBatch) and command.task in self._scorer_of:
+            self._scorer_of[command.task].carry_out(command)
+        elif isinstance(command, EnterState):
+            self._added.carry_out(command)
         elif isinstance(command, TRAINER_COMMANDS):
             self._trainer.carry_out(command)
         elif isinstance(command, DiscardGroups):

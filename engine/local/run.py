@@ -15,6 +15,7 @@ from engine.commands import FinishRun
 from engine.driver import Driver
 from engine.errors import ConfigError, RunFailed
 from engine.events import RunStarted, StopRequested
+from engine.hosts.added import Work, unchanged
 from engine.hosts.clock import WallClock
 from engine.hosts.prompts import Prompts, as_prompts, listed
 from engine.ids import ReplicaId, StepId
@@ -22,7 +23,8 @@ from engine.local.executor import LocalExecutor
 from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.policies import PolicySet
-from engine.roles import Generator, Trainer
+from engine.policies.added import work_of
+from engine.roles import Generator, Scorer, Trainer
 from engine.schedule import Header, MemoryRecorder, Recorder
 from engine.scheduler import Scheduler
 from engine.states.group import GROUP
@@ -81,6 +83,9 @@ async def run_async(
     policies: Mapping[str, str] | None = None,
     run_dir: str | Path | None = None,
     held_out: Sequence[Prompt | str] = (),
+    make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None,
+    works: Mapping[str, Work] | None = None,
+    state_timeout_s: float | None = None,
 ) -> RunResult:
     """Run to the end on the current event loop.
 
@@ -89,7 +94,9 @@ async def run_async(
     `slots` groups at once per replica; a generator may save prefixes every `prefix_every_tokens` (0: never); `epochs`
     passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
     checkpoints, which otherwise stay in memory; `held_out` prompts are measured, one response each
-    (`GroupWork.held_out`), when `limits.validation` says, else before and after training.
+    (`GroupWork.held_out`), when `limits.validation` says, else before and after training; `make_scorer` makes what
+    scores the tasks that `limits.pools` puts apart from `train`; `works` is what is done in those of
+    `limits.added_states` whose policies have no `work` of their own, at most `state_timeout_s` on one group.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
@@ -109,6 +116,11 @@ async def run_async(
         replace=replace,
         replacements=replacements,
         held_out=as_prompts(held_out),
+        scorers=_scorers(limits, make_scorer),
+        works={
+            state.name: work_of(state.name) or (works or {}).get(state.name, unchanged) for state in limits.added_states
+        },
+        state_timeout_s=state_timeout_s,
     )
     clock = WallClock()
     executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)
@@ -167,6 +179,13 @@ class Books:
             validations=self.metrics.validations,
             record=self.recorder if isinstance(self.recorder, MemoryRecorder) else self.recorder.directory,
         )
+
+
+def _scorers(limits: Limits, make: Callable[[tuple[str, ...]], Scorer] | None) -> dict[tuple[str, ...], Scorer]:
+    if limits.scorers() and make is None:
+        law = f"{', '.join(limits.scorers()[0])} have a pool without train, and nothing there can score"
+        raise ConfigError("make_scorer", None, law, "a function that makes a roles.Scorer")
+    return {tasks: make(tasks) for tasks in limits.scorers() if make is not None}
 
 
 def _lives(

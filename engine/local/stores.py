@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
 from engine.hosts.trajectories import TrajectoryStore, copy_group, size_of
-from engine.hosts.weights import WeightsStore
-from engine.ids import GroupId, Version
+from engine.hosts.weights import Trained, WeightsStore
+from engine.ids import GroupId, StepId, Version
 from engine.trajectory import TrajectoryGroup
 
 
@@ -18,12 +19,23 @@ class LocalTrajectories:
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         self.store.put(group.group, attempt, group, size_of(group))
 
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        self.store.replace(group.group, attempt, group, size_of(group))
+
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         kept = self.store.partial(group)
         return None if kept is None else copy_group(kept)
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
         return self.store.get(groups)
+
+    async def put_scores(
+        self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
+    ) -> None:
+        self.store.put_scores(step, task, groups, [pack_scores(rows) for rows in scores])
+
+    async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
+        return [unpack_scores(data) for data in self.store.scores(step, task, groups)]
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         self.store.discard(groups, attempt)
@@ -33,8 +45,8 @@ class LocalWeights:
     def __init__(self) -> None:
         self.store = WeightsStore()
 
-    async def put(self, version: Version, weights: Any) -> None:
+    async def put(self, version: Version | Trained, weights: Any) -> None:
         self.store.put(version, weights)
 
-    async def get(self, version: Version) -> Any:
+    async def get(self, version: Version | Trained) -> Any:
         return self.store.get(version)

@@ -81,6 +81,11 @@ class BatchSampler:
         """Whether a step has something to do."""
         return bool(self._running or self._waiting)
 
+    @property
+    def running(self) -> int:
+        """Requests that have rows, and keys and values in them."""
+        return len(self._running)
+
     def holds(self, request_id: str) -> bool:
         return any(run.request.id == request_id for run in (*self._running, *self._waiting))
 

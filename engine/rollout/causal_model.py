@@ -76,6 +76,21 @@ class CausalModel:
         self.cache.begin_decode(columns, length, first)
         return self._forward(token_ids[:, None], columns[:, None], self.masks.decode(columns, length))[:, -1]
 
+    def sleep(self) -> None:
+        """Give back the cache and, where the model is not on the CPU, its memory there. What was cached is gone."""
+        self.cache.clear()
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Go back to the device. Raises what torch raises; the model is then where it slept."""
+        try:
+            self.model.to(self.device)
+        except BaseException:
+            self.model.to("cpu")
+            raise
+
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:
         logits: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, **self._call

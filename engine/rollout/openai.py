@@ -85,6 +85,7 @@ class OpenAIBackend(RemoteEngine):
         self._weights: ServerWeights | None = None
         options: dict[str, Any] = {"model": served_model_name, "key_field": key_field, "wait_s": wait_s}
         self._can = _wait_for(abilities_of(self._http, encode=encode, **options), self._http)
+        self._sleeps = self._can.sleeps
         if weights_dir is not None:
             check_training(self._http, self._can, sync_mode)
             told = self._can.wire.tells_weights
@@ -316,6 +317,24 @@ class OpenAIBackend(RemoteEngine):
         self._paused = self._frozen = False
         self._resumes += 1
         self._wake()
+
+    async def sleep(self) -> None:
+        """See `roles.Sleeper`. A server that says that it cannot keeps its memory from then on."""
+        self._check_open()
+        if self._sleeps:
+            try:
+                await self._http.call("POST", "/sleep", query={"level": "1"}, further_s=self._timeout_s)
+            except EngineError as error:
+                if "status" not in error.details:
+                    raise
+                self._sleeps = False
+                log.warning("%s keeps its memory: %s", self._http.url, error.message)
+
+    async def wake(self) -> None:
+        self._check_open()
+        if self._sleeps:
+            await self._http.call("POST", "/wake_up", further_s=self._timeout_s)
+            await self._http.call("POST", "/pause", query={"mode": "keep", "clear_cache": "false"})
 
     # The server's life, as far as it is known here.
 

@@ -30,6 +30,8 @@ class Abilities:
     """Tokens of prompt and response together; None: it does not say."""
     wire: Wire
     pauses: bool
+    sleeps: bool
+    """It has the routes; whether it was started for it is known when it is asked to."""
     installs: bool
     health: str
     """A path that is answered while the server can sample."""
@@ -51,6 +53,7 @@ async def abilities_of(
         context=card.get("max_model_len"),
         wire=TokensInOut() if tells else Completions(_fields(described)),
         pauses="/pause" in paths and "/resume" in paths,
+        sleeps=all(path in paths for path in ("/sleep", "/wake_up", "/pause", "/resume")),
         installs="/collective_rpc" in paths,
         health="/health" if "/health" in paths else "/v1/models",
     )

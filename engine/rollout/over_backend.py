@@ -6,12 +6,13 @@ Base of `ModelGenerator`, `AgentGenerator` and `ProgramGenerator`, which differ 
 from typing import Any
 
 from engine.ids import Version
+from engine.roles import Sleeper
 from engine.rollout.backend import RolloutBackend
 from engine.rollout.scoring import Scorer, first_failure
 
 
 class OverBackend:
-    """Part of a `roles.Generator`, and all of a `roles.Fallible`."""
+    """Part of a `roles.Generator`, and all of a `roles.Fallible` and a `roles.Sleeper`."""
 
     def __init__(self, backend: RolloutBackend, scorer: Scorer) -> None:
         self._backend = backend
@@ -22,6 +23,15 @@ class OverBackend:
 
     async def install(self, version: Version) -> None:
         await self._backend.install(version)
+
+    async def sleep(self) -> None:
+        """See `roles.Sleeper`: as far as the backend can."""
+        if isinstance(self._backend, Sleeper):
+            await self._backend.sleep()
+
+    async def wake(self) -> None:
+        if isinstance(self._backend, Sleeper):
+            await self._backend.wake()
 
     async def close(self) -> None:
         await self._backend.close()

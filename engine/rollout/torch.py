@@ -148,6 +148,13 @@ class TorchBackend:
     async def resume(self) -> None:
         await self._ask(self._resume)
 
+    async def sleep(self) -> None:
+        """See `roles.Sleeper`: keys and values go, and weights on a GPU move to the CPU."""
+        await self._ask(self._sleep)
+
+    async def wake(self) -> None:
+        await self._ask(self._wake)
+
     async def close(self) -> None:
         """End the thread; requests still running fail. Closing twice is closing once."""
         self._post((self._stop, Reply()), strict=False)
@@ -272,6 +279,16 @@ class TorchBackend:
         swap_in(self._model.model, staged)
         self._staged = None
         self._sampler.weights_changed(version, recompute=self._recompute)
+        reply.send(None)
+
+    def _sleep(self, reply: Reply) -> None:
+        if not self._frozen or self._sampler.running:
+            raise EngineError("a backend sleeps only when it is paused and no request has begun")
+        self._model.sleep()
+        reply.send(None)
+
+    def _wake(self, reply: Reply) -> None:
+        self._model.wake()
         reply.send(None)
 
     def _resume(self, reply: Reply) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.ids import Version
 from engine.rollout.backend import SampleRequest, SampleResult
-from engine.rollout.remote import RemoteEngine
 from engine.rollout.requests import budget_of, nothing_new, over_already, refusal_of
 from engine.rollout.seeds import derive_seed
 from engine.rollout.vllm_args import all_engine_args, prepare_environment
 from engine.rollout.vllm_incoming import Incoming
+from engine.rollout.vllm_sleep import SleepingEngine
 from engine.rollout.vllm_weights import StagingArea
 from engine.trajectory import Span
 
@@ -62,7 +62,7 @@ class Running:
         return [span for span in spans if span.start < span.stop]
 
 
-class VllmBackend(RemoteEngine):
+class VllmBackend(SleepingEngine):
     """A `RolloutBackend`. Starting it takes many seconds: construct it on a thread, use it on one event loop.
 
     `rows` trajectories are sampled at a time unless `engine_args` says otherwise, the rest wait inside vLLM. `kv` says
@@ -111,7 +111,7 @@ class VllmBackend(RemoteEngine):
         config = self._engine.model_config
         self._context: int = config.max_model_len
         self._vocabulary: int = config.get_vocab_size()
-        super().__init__()
+        super().__init__(sleep_mode=bool(arguments.get("enable_sleep_mode")))
         self._runs: dict[str, Running] = {}
         self._opening: asyncio.Task[None] | None = None
 

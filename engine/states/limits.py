@@ -140,6 +140,12 @@ class Limits:
             return (self.max_staleness_steps + 1) * self.train_batch_size
         return floor((1 + self.async_ratio) * self.train_batch_size + ROUNDING)
 
+    def scorers(self) -> tuple[tuple[str, ...], ...]:
+        """The scoring tasks of each pool without `train`: they have a scorer of their own. The others are the
+        trainer's."""
+        apart = [pool.tasks for pool in self.pools if "train" not in pool.tasks]
+        return tuple(found for tasks in apart if (found := tuple(t for t in self.scoring_tasks if t in tasks)))
+
     def validators(self) -> range:
         """Replicas that are there for validations alone."""
         validation = self.validation

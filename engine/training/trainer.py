@@ -26,11 +26,13 @@ from engine.ids import StepId
 from engine.roles import Batch
 from engine.training.batch import Sample, by_rollout, trainable_samples
 from engine.training.checkpoint import TrainerState, read_checkpoint, write_checkpoint
+from engine.training.device import device_named, runs_in_bf16
 from engine.training.diagnostics import Diagnostics
 from engine.training.gradients import Policy, accumulate_gradient
 from engine.training.losses import token_weights
-from engine.training.reference import load_reference
+from engine.training.reference import load_reference, tokens_of
 from engine.training.rollback import Snapshot
+from engine.training.scores import given_scores
 from engine.training.settings import TrainerSettings
 from engine.training.shaping import set_advantages, shaping_metrics
 
@@ -73,24 +75,28 @@ class ModelTrainer:
     """Trains the causal language model at `model_path` (a directory, or a name that transformers resolves).
 
     The model stays in evaluation mode, gradients on: dropout would make current / behaviour differ from 1 on the very
-    weights that sampled. Raises `ConfigError` for settings that this machine cannot serve.
+    weights that sampled. Tasks `scored_apart` come with the batch: no model is loaded for them, and a batch without
+    them is not trained. Raises `ConfigError` for settings that this machine cannot serve.
     """
 
-    def __init__(self, model_path: str, settings: TrainerSettings | None = None) -> None:
+    def __init__(
+        self, model_path: str, settings: TrainerSettings | None = None, *, scored_apart: Sequence[str] = ()
+    ) -> None:
         self.settings = settings or TrainerSettings()
         self.model_path = model_path
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         torch.manual_seed(self.settings.seed)
         transformers_logging.disable_progress_bar()
-        device = _device(self.settings.device)
+        device = device_named(self.settings.device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.model: PreTrainedModel = loaded.to(device).eval()
-        bf16 = _bf16(self.settings.bf16, device)
+        bf16 = runs_in_bf16(self.settings.bf16, device)
         self.policy = Policy(self.model, self.settings, device, bf16)
         self.reference: Policy | None = None
-        if self.settings.needs_reference:
-            self.reference = load_reference(self.model, model_path, self.settings, device, bf16)
+        self._scored_apart = scored_apart
+        if self.settings.needs_reference and "ref_logprobs" not in scored_apart:
+            self.reference = load_reference(tokens_of(self.model), model_path, self.settings, device, bf16)
         self.optimizer = _adamw(self.model, self.settings)
         self.optimizer_steps = 0
         self._proximal: Scores | None = None
@@ -123,15 +129,17 @@ class ModelTrainer:
         with tally.phase("train"):
             with tally.phase("pack"):
                 groups = [trainable_samples(group) for group in batch.groups]
+                given = given_scores(batch, groups, self._scored_apart)
                 for samples, staleness in zip(groups, batch.staleness, strict=False):
                     for sample in samples:
                         sample.staleness = staleness
             with tally.phase("score"):
-                self._set_reference(batch, groups)
+                self._set_reference(batch, groups, given.get("ref_logprobs"))
             set_advantages(groups, self.settings)
             minibatches = self._minibatches(groups)
             with tally.phase("score"):
-                self._set_proximal(batch, groups, optimizer_steps=len(minibatches) * self.settings.epochs_per_batch)
+                updates = len(minibatches) * self.settings.epochs_per_batch
+                self._set_proximal(batch, groups, given.get("old_logprobs"), optimizer_steps=updates)
             with tally.phase("snapshot"):
                 snapshot = Snapshot(self.model, self.optimizer)
             with snapshot:
@@ -188,7 +196,9 @@ class ModelTrainer:
             minibatches.append(samples)
         return minibatches
 
-    def _set_proximal(self, batch: Batch, groups: Sequence[Sequence[Sample]], optimizer_steps: int) -> None:
+    def _set_proximal(
+        self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None, optimizer_steps: int
+    ) -> None:
         """Give each sample its log-probs under the present weights, as scored before or now.
 
         A step of a single minibatch needs none: its first forward pass *is* under the weights before the step.
@@ -197,7 +207,9 @@ class ModelTrainer:
             return
         samples = [sample for group in groups for sample in group]
         key = self._score_key(batch, samples)
-        if self._proximal is not None and self._proximal[0] == key:
+        if given is not None:
+            scored = given
+        elif self._proximal is not None and self._proximal[0] == key:
             scored = self._proximal[1]
         elif optimizer_steps > 1:
             scored = self.policy.score(samples)
@@ -206,13 +218,17 @@ class ModelTrainer:
         for sample, logprobs in zip(samples, scored, strict=True):
             sample.proximal = logprobs
 
-    def _set_reference(self, batch: Batch, groups: Sequence[Sequence[Sample]]) -> None:
+    def _set_reference(self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None) -> None:
         """Give each sample its log-probs under the reference model, as scored before or now."""
-        if self.reference is None:
-            return
         samples = [sample for group in groups for sample in group]
-        known = self._reference is not None and self._reference[0] == self._score_key(batch, samples)
-        scored = self._reference[1] if known and self._reference is not None else self.reference.score(samples)
+        if given is not None:
+            scored = given
+        elif self.reference is None:
+            return
+        elif self._reference is not None and self._reference[0] == self._score_key(batch, samples):
+            scored = self._reference[1]
+        else:
+            scored = self.reference.score(samples)
         for sample, logprobs in zip(samples, scored, strict=True):
             sample.reference = logprobs
 
@@ -265,22 +281,6 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, 
         "optimizer_steps": float(tally.optimizer_steps),
         "nonfinite_minibatches": float(tally.nonfinite),
     }
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError("trainer.device", name, f"torch cannot use it: {error}", "auto") from error
-
-
-def _bf16(choice: str, device: torch.device) -> bool:
-    supported = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if choice == "on" and not supported:
-        raise ConfigError("trainer.bf16", choice, f"{device} has no bfloat16", "auto or off")
-    return choice == "on" or (choice == "auto" and device.type == "cuda" and supported)
 
 
 def _adamw(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:

@@ -1,0 +1,218 @@
+"""The pools section of a configuration: which tasks share hardware, and what each pool gets of it.
+
+Part of `schema.Config`, which builds `Limits.pools` of it. Tasks that share a pool take turns on it; a task that is
+left out goes where it is without pools: scoring to the trainer, reward and validation to the replicas.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from engine.config.section import Section
+from engine.errors import ConfigError
+from engine.ids import ReplicaId
+from engine.states.limits import TASKS, TRAINER_TASKS, AddedState, Pool
+
+if TYPE_CHECKING:
+    from engine.config.schema import Config
+
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded, where `reward` has a pool of its own."""
+TOLERANCE = 1e-6
+
+
+class PoolSection(Section):
+    """One pool: the tasks that take turns on its hardware."""
+
+    tasks: list[str] = Field(min_length=1, max_length=len(TASKS), description=f"Of {', '.join(TASKS)}.")
+    share: float | None = Field(
+        None, gt=0, le=1, description="Of all CPU threads and GPUs; null in every pool: each task by its own settings."
+    )
+    replicas: int | None = Field(
+        None, ge=1, le=4096, description="Of rollout.replicas, those that stand here; of validation alone, its own."
+    )
+    slots: int | None = Field(
+        None, ge=1, le=65_536, description="Groups rewarded at once, where reward is alone; null: rollout.slots."
+    )
+
+    @property
+    def alone(self) -> bool:
+        """Whether its one task has the hardware for itself."""
+        return len(self.tasks) == 1
+
+
+def check_pools(config: "Config") -> None:
+    """Raises: `ConfigError` for pools that do not make up a run."""
+    pools = config.pools
+    if not pools:
+        return
+    _check_names(pools)
+    _check_homes(pools)
+    _check_shares(pools)
+    for place, pool in _placed(pools):
+        if pool.replicas is not None and "rollout" not in pool.tasks and pool.tasks != ["validation"]:
+            law = "no replicas stand in a pool without rollout"
+            raise ConfigError(f"{place}.replicas", pool.replicas, law, "leave it out")
+        if pool.slots is not None and pool.tasks != ["reward"]:
+            law = "only a reward that has a pool for itself is given slots"
+            raise ConfigError(f"{place}.slots", pool.slots, law, "leave it out")
+        if pool.tasks == ["reward"] and config.reward.function is None and config.model.make is None:
+            law = "the agents bring the reward with them: nothing is left for a pool of its own"
+            raise ConfigError(f"{place}.tasks", pool.tasks, law, "reward.function, or reward with rollout")
+    _check_replicas(config)
+    if config.scheduler.train_after_sync:
+        for place, pool in _placed(pools):
+            if "rollout" in pool.tasks and any(task in pool.tasks for task in TRAINER_TASKS):
+                law = f"replicas of {place} sleep while the trainer has their pool: they cannot take weights before"
+                raise ConfigError("scheduler.train_after_sync", True, law, "false, or rollout in a pool of its own")
+
+
+def settled_by_pools(config: "Config") -> dict[str, Any]:
+    """The sections to put in the place of the configuration's own, by name: threads that were left open, by share; and
+    validation's own replicas. Raises: `ConfigError` where validation is asked for in two ways."""
+    sections: dict[str, Any] = {}
+    rollout, trainer, cores = config.rollout, config.trainer, os.cpu_count() or 1
+    if not rollout.threads:
+        standing = replicas_of_pools(config)
+        pools = zip(config.pools, standing, strict=True)
+        shares = [pool.share * cores / len(replicas) for pool, replicas in pools if replicas and pool.share]
+        sections["rollout"] = rollout.model_copy(update={"threads": max(1, int(min(shares, default=1)))})
+    if not trainer.threads:
+        share = next((pool.share for pool in config.pools if "train" in pool.tasks), None)
+        if share is not None:
+            sections["trainer"] = trainer.model_copy(update={"threads": max(1, int(share * cores))})
+    own = next((pool for pool in config.pools if pool.tasks == ["validation"]), None)
+    if own is not None:
+        sections["validation"] = _own_validation(config, own)
+    return sections
+
+
+def limit_pools(config: "Config") -> tuple[Pool, ...]:
+    """As the scheduler is told of them: every task of the run in a pool, replicas by number."""
+    if not config.pools:
+        return ()
+    named = {task for pool in config.pools for task in pool.tasks}
+    own = ["validation"] if config.validation.placement == "own" else []
+    left = {"train": [task for task in TRAINER_TASKS if task not in named], "rollout": []}
+    left["rollout"] = [task for task in ("reward", "validation") if task not in [*named, *own]]
+    pools = []
+    for pool, replicas in zip(config.pools, replicas_of_pools(config), strict=True):
+        tasks = list(pool.tasks)
+        for home in [home for home in left if home in tasks]:
+            tasks += left.pop(home)
+        pools.append(Pool(tasks=tuple(task for task in TASKS if task in tasks), replicas=replicas))
+    if own and "validation" not in named:
+        pools.append(Pool(tasks=("validation",)))
+    return tuple(pools)
+
+
+def rewarding(config: "Config") -> tuple[AddedState, ...]:
+    """The state in which groups are rewarded, where `reward` has a pool of its own."""
+    alone = (pool for pool in config.pools if pool.tasks == ["reward"])
+    return tuple(AddedState(name=REWARDING, concurrency=pool.slots or config.rollout.slots) for pool in alone)
+
+
+def replicas_of_pools(config: "Config") -> list[tuple[ReplicaId, ...]]:
+    """The replicas that stand in each pool, numbered in the pools' order."""
+    standing: list[tuple[ReplicaId, ...]] = []
+    first = 0
+    for pool in config.pools:
+        count = (pool.replicas or config.rollout.replicas) if "rollout" in pool.tasks else 0
+        standing.append(tuple(range(first, first + count)))
+        first += count
+    return standing
+
+
+def threads_of_scorers(config: "Config", scorers: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """CPU threads of each scorer, by the share of its pool; without shares as many as the trainer has."""
+    cores = os.cpu_count() or 1
+    shares = {task: pool.share for pool in config.pools for task in pool.tasks}
+    given = [shares.get(tasks[0]) for tasks in scorers]
+    return tuple(config.trainer.threads if share is None else max(1, int(share * cores)) for share in given)
+
+
+def layout(config: "Config") -> Iterator[str]:
+    """What `engine check` says of the pools, one line each."""
+    needed = {"rollout", "reward", "train", *config.trainer_settings().scoring_tasks}
+    shares = [pool.share for pool in config.pools]
+    for number, pool in enumerate(limit_pools(config)):
+        share = shares[number] if number < len(shares) else None
+        said = [f"{share:.0%} of the threads" if share is not None else ""]
+        said += [f"replicas {pool.replicas[0]} to {pool.replicas[-1]}" if pool.replicas else ""]
+        if pool.tasks == ("reward",):
+            said.append(f"{config.pools[number].slots or config.rollout.slots} groups at once")
+        turns = "take turns, the replicas asleep meanwhile" if pool.shared else ""
+        idle = [task for task in pool.tasks if task in TRAINER_TASKS and task not in needed]
+        said += [turns, f"nothing asks for {' and '.join(idle)}" if idle else ""]
+        yield "; ".join([f"pool {number}: {', '.join(pool.tasks)}", *filter(None, said)])
+
+
+def _placed(pools: Sequence[PoolSection]) -> list[tuple[str, PoolSection]]:
+    return [(f"pools.{number}", pool) for number, pool in enumerate(pools)]
+
+
+def _check_names(pools: Sequence[PoolSection]) -> None:
+    for place, pool in _placed(pools):
+        for task in pool.tasks:
+            if task not in TASKS:
+                near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
+                fix = f"the nearest known task is {near[0]}" if near else f"known: {', '.join(TASKS)}"
+                raise ConfigError(f"{place}.tasks", task, "there is no such task", fix)
+        if len(set(pool.tasks)) < len(pool.tasks):
+            fix = f"{list(dict.fromkeys(pool.tasks))} would hold"
+            raise ConfigError(f"{place}.tasks", pool.tasks, "names a task twice", fix)
+
+
+def _check_homes(pools: Sequence[PoolSection]) -> None:
+    homes: dict[str, str] = {}
+    for place, pool in _placed(pools):
+        for task in pool.tasks:
+            if task in homes and task != "rollout":
+                law = f"{task} is in {homes[task]} already; only rollout may be in several pools"
+                raise ConfigError(f"{place}.tasks", pool.tasks, law, f"{task} in one of them")
+            homes[task] = place
+        for task in ("reward", "validation"):
+            if task in pool.tasks and not pool.alone and "rollout" not in pool.tasks:
+                law = f"{task} is done where groups are generated, or on hardware of its own"
+                raise ConfigError(f"{place}.tasks", pool.tasks, law, f"{task} with rollout, or alone, or left out")
+    for task in ("rollout", "train"):
+        if task not in homes:
+            raise ConfigError("pools", list(homes), f"{task} is in no pool", f"a pool with the task {task}")
+
+
+def _check_shares(pools: Sequence[PoolSection]) -> None:
+    shares = [pool.share for pool in pools]
+    given = [share for share in shares if share is not None]
+    if given and len(given) < len(shares):
+        law = "some pools are given a share and this one is not"
+        raise ConfigError(f"pools.{shares.index(None)}.share", None, law, "a share for each of them, or for none")
+    if given and abs(sum(given) - 1) > TOLERANCE:
+        fix = ", ".join(f"{share / sum(given):.4g}" for share in given)
+        raise ConfigError("pools.share", given, f"the shares add up to {sum(given):g}, not to 1", f"{fix} would hold")
+
+
+def _check_replicas(config: "Config") -> None:
+    wanted, rolling = config.rollout.replicas, [pool for pool in config.pools if "rollout" in pool.tasks]
+    for place, pool in _placed(config.pools):
+        if len(rolling) > 1 and "rollout" in pool.tasks and pool.replicas is None:
+            law = f"{len(rolling)} pools have replicas, and how many of rollout.replicas = {wanted} stand here is open"
+            raise ConfigError(f"{place}.replicas", None, law, f"{max(1, wanted // len(rolling))} would hold")
+    standing = sum(pool.replicas or wanted for pool in rolling)
+    if standing != wanted:
+        law = f"the replicas of the pools with rollout add up to {standing}"
+        raise ConfigError("rollout.replicas", wanted, law, f"{standing} would hold")
+
+
+def _own_validation(config: "Config", own: PoolSection) -> Any:
+    """The validation section as a pool of its own makes it."""
+    section, given = config.validation, config.validation.model_fields_set
+    if "placement" in given and section.placement != "own":
+        law = "validation has a pool of its own"
+        raise ConfigError("validation.placement", section.placement, law, "own would hold, or leave it out")
+    if "replicas" in given and own.replicas not in (None, section.replicas):
+        law = f"validation's own pool has {own.replicas} replicas"
+        raise ConfigError("validation.replicas", section.replicas, law, f"{own.replicas} would hold, or leave it out")
+    return section.model_copy(update={"placement": "own", "replicas": own.replicas or section.replicas})

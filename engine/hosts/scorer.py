@@ -1,0 +1,89 @@
+"""Hosts a `Scorer`: batches scored one at a time, in the order they were asked for, apart from the trainer.
+
+Called by `local` and by the scorer actor. It must never score under other weights than those the step is about to be
+trained from, nor say that a batch is scored before its scores are in the trajectory store.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from engine.commands import ScoreBatch
+from engine.events import BatchScored, Event, StepFailed
+from engine.hosts.reasons import reason_of
+from engine.hosts.scores import checked_scores
+from engine.hosts.threads import contained
+from engine.hosts.trajectories import Trajectories
+from engine.hosts.weights import Trained, Weights
+from engine.ids import StepId
+from engine.roles import Batch, Scorer
+
+log = logging.getLogger(__name__)
+
+OF_TRAINED_WEIGHTS = ("old_logprobs",)
+"""Tasks that read the weights after every step before the one they score."""
+
+
+class ScorerHost:
+    """Carries out `ScoreBatch` orders for the tasks of one pool. `emit` takes events."""
+
+    def __init__(
+        self, *, scorer: Scorer, trajectories: Trajectories, weights: Weights, emit: Callable[[Event], None]
+    ) -> None:
+        self._scorer = scorer
+        self._trajectories = trajectories
+        self._weights = weights
+        self._emit = emit
+        self._loaded: StepId = 0
+        self._seen: set[tuple[StepId, int, str]] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self._orders: asyncio.Queue[ScoreBatch] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+
+    def carry_out(self, command: ScoreBatch) -> None:
+        """Queue an order and return at once; a repeat changes nothing."""
+        key = (command.step, command.attempt, command.task)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._orders.put_nowait(command)
+        if self._worker is None:
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    async def close(self) -> None:
+        """End when the call that runs has returned; nothing is reported any more."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    async def _work(self) -> None:
+        while True:
+            command = await self._orders.get()
+            self._emit(await self._answer(command))
+
+    async def _answer(self, command: ScoreBatch) -> Event:
+        try:
+            await self._score(command)
+        except Exception as error:
+            log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
+            reason = f"scoring {command.task}: {reason_of(error)}"
+            return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
+        return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
+
+    async def _score(self, command: ScoreBatch) -> None:
+        if command.task in OF_TRAINED_WEIGHTS and command.step != self._loaded:
+            weights = await self._weights.get(Trained(command.step))
+            self._loaded = -1  # a load that fails half way leaves neither
+            await self._call(self._scorer.load, weights)
+            self._loaded = command.step
+        groups = await self._trajectories.get(command.groups)
+        batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
+        scores = checked_scores(groups, await self._call(self._scorer.score, batch, command.task))
+        await self._trajectories.put_scores(command.step, command.task, command.groups, scores)
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a call of the scorer on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, contained, function, *arguments)
