@@ -43,6 +43,7 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
+from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.stages import StageScheduling
@@ -73,7 +74,10 @@ class Scheduler:
         self.decisions = Decisions(policies, self.state, self.view)
         self.stages = StageScheduling(self.state, self.decisions, self._orders)
         self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages)
-        self.training = TrainingScheduling(self.state, self.decisions, self._orders, self.view, self.rollout)
+        self.pools = PoolScheduling(self.state, self._orders)
+        self.training = TrainingScheduling(
+            self.state, self.decisions, self._orders, self.view, self.rollout, self.pools
+        )
         self.sync = SyncScheduling(self.state, self.decisions, self._orders, self.view, self.rollout)
         self.validation = ValidationScheduling(self.state, self.decisions, self._orders)
         self._stop: FinishRun | None = None
@@ -136,6 +140,7 @@ class Scheduler:
         if self._stop is None:
             self.training.advance()
             if state.disturbed:
+                self.pools.advance()
                 self._look_after_weights()
             if state.validations.sendable:
                 self.validation.send()
@@ -171,7 +176,7 @@ class Scheduler:
         """End the run once no step can follow: what no version holds is published, a last checkpoint written, the rest
         let go."""
         state = self.state
-        if not state.started or state.training_step is not None or state.publishing:
+        if not state.started or len(state.steps) > 1 or state.publishing:
             return
         if not self.training.nothing_left():
             self._require_progress()

@@ -16,7 +16,7 @@ from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.ports import Recorder
 from engine.scheduler import Scheduler
-from engine.states.limits import Limits, ValidationLimits
+from engine.states.limits import Limits, Pool, ValidationLimits
 
 
 class NoRecord:
@@ -47,6 +47,8 @@ class Clockwork:
     queue: list[tuple[float, int, Event]] = field(default_factory=list)
     versions: dict[ReplicaId, Version] = field(default_factory=dict)
     sent: int = 0
+    failed: set[int] = field(default_factory=set)
+    """Groups whose work in an added state came to nothing once: every third."""
 
     def __post_init__(self) -> None:
         transitions = Transitions()
@@ -84,10 +86,18 @@ class Clockwork:
                 self.drawn += given
             case order.StartGroup() | order.ResumeGroup():
                 self.after(self.generation_s(command.group), self.generated(command))
+            case order.EnterState(group=group, attempt=attempt, state=state):
+                place = {"group": group, "attempt": attempt, "state": state}
+                reward = {"live": 4, "reward_mean": 0.5, "reward_spread": 1.0}
+                if group % 3 == 2 and group not in self.failed:
+                    self.failed.add(group)
+                    self.after(1.0, fact.StateFailed(**place, cause="data", reason="no judge"))
+                else:
+                    self.after(1.0, fact.StateLeft(**place, **reward))
             case order.StageWeights():
                 self.after(0.0, fact.WeightsStaged(version=command.version, **self.sync(command)))
             case order.PauseReplica():
-                if command.mode == "abort":
+                if command.mode in ("abort", "sleep"):
                     self.abort_all(command.replica)
                 self.after(0.0, fact.ReplicaPaused(**self.sync(command)))
             case order.InstallWeights():
@@ -142,6 +152,7 @@ def clockwork(
     steps: int | None = 4,
     mode: str = "keep",
     validation: ValidationLimits | None = None,
+    pools: tuple[Pool, ...] = (),
     **others: Any,
 ) -> Clockwork:
     """A small run; `others` are fields of `Clockwork`."""
@@ -152,5 +163,6 @@ def clockwork(
         max_steps=steps,
         sync_mode=mode,
         validation=validation,
+        pools=pools,
     )
     return Clockwork(limits, **others)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.actors.agents import check_agent, gateway_of, generator_maker
-from engine.actors.plan import REWARDING, Plan, Restore, Rollout
+from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.senders import Wire
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport
 from engine.config import Config, check_backend
@@ -212,19 +212,19 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
     make = generator_maker(config)
     return Rollout(
-        generator=make(backend, tokenizer, reward, params, rewarding(config) is not None),
+        generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
         evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params, False),
     )
 
 
 def make_work(config: Config, inputs: Inputs, state: str) -> Work:
     """What is done in a state without work of its own: groups are rewarded, or only pass."""
-    if state != REWARDING or inputs.reward is None:
+    states = [added for added in rewarding(config) if added.name == state]
+    if not states or inputs.reward is None:
         return unchanged
     from transformers import AutoTokenizer
 
-    state_slots = rewarding(config)
-    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), state_slots.concurrency if state_slots else 1
+    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
     scorer = Scorer(tokenizer, load_reward(inputs.reward), threads=at_once, timeout_s=config.reward.timeout_s)
 
     async def reward(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -109,12 +109,10 @@ def limit_pools(config: "Config") -> tuple[Pool, ...]:
     return tuple(pools)
 
 
-def rewarding(config: "Config") -> AddedState | None:
+def rewarding(config: "Config") -> tuple[AddedState, ...]:
     """The state in which groups are rewarded, where `reward` has a pool of its own."""
-    for pool in config.pools:
-        if pool.tasks == ["reward"]:
-            return AddedState(name=REWARDING, concurrency=pool.slots or config.rollout.slots)
-    return None
+    alone = (pool for pool in config.pools if pool.tasks == ["reward"])
+    return tuple(AddedState(name=REWARDING, concurrency=pool.slots or config.rollout.slots) for pool in alone)
 
 
 def replicas_of_pools(config: "Config") -> list[tuple[ReplicaId, ...]]:

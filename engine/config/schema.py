@@ -224,7 +224,6 @@ class Config(Section):
     def limits(self) -> Limits:
         """The figures the scheduler is bound by. Raises: ConfigError where they break a law of DESIGN 4."""
         s, r = self.scheduler, self.rollout
-        rewards = rewarding(self)
         return Limits(
             train_batch_size=s.train_batch_size,
             max_staleness_steps=s.max_staleness_steps,
@@ -235,15 +234,15 @@ class Config(Section):
             scoring_tasks=self.trainer_settings().scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
-            async_ratio=s.async_ratio,
-            over_sample=s.over_sample,
-            added_states=(*(() if rewards is None else (rewards,)), *added_states(s.states)),
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
             validation=validation_limits(self.validation, s.samples_per_prompt, r.replicas) if self.held_out else None,
             pools=limit_pools(self),
             train_after_sync=s.train_after_sync,
+            async_ratio=s.async_ratio,
+            over_sample=s.over_sample,
+            added_states=(*rewarding(self), *added_states(s.states)),
         )
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.commands import (
     Command,
+    EnterState,
     InstallWeights,
     PauseReplica,
     ResumeGroup,
@@ -29,6 +30,8 @@ from engine.events import (
     PromptsDrawn,
     ReplicaLost,
     ReplicaPaused,
+    StateFailed,
+    StateLeft,
     StepFailed,
     StepTrained,
     SyncFailed,
@@ -45,6 +48,8 @@ ANSWERS: dict[type[Event], tuple[tuple[type[Command], ...], tuple[str, ...]]] = 
     GroupAborted: (GENERATION, ("group", "attempt")),
     GroupFailed: (GENERATION, ("group", "attempt")),
     PrefixStored: (GENERATION, ("group", "attempt")),
+    StateLeft: ((EnterState,), ("group", "attempt")),
+    StateFailed: ((EnterState,), ("group", "attempt")),
     ReplicaPaused: ((PauseReplica,), ("replica", "incarnation", "attempt")),
     WeightsInstalled: ((InstallWeights,), ("replica", "incarnation", "attempt")),
     SyncFailed: ((PauseReplica, InstallWeights), ("replica", "incarnation", "attempt")),

@@ -27,10 +27,17 @@ def summarize(state: State) -> dict[str, Any]:
             "batched": state.steps_batched,
             "trained": state.steps_trained,
             "live": [
-                {"step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups), "timer": s.timer}
+                {
+                    "step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups), "timer": s.timer,
+                    "scoring": [state.limits.scoring_tasks[place] for place in s.under_way],
+                }
                 for s in state.steps.values()
             ],
         },
+        "pools": [
+            {"tasks": list(lease.pool.tasks), "task": lease.task, "step": lease.step, "wanted": lease.wanted}
+            for lease in (state.pools.leases if state.pools.listed else ())
+        ],
         "replicas": [
             {
                 "replica": r.id, "state": r.state, "incarnation": r.incarnation, "version": r.version,
@@ -72,7 +79,12 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
     for step in steps["live"]:
         timer = "" if step["timer"] is None else f", timer {step['timer']}"
         batch = f", groups {few(step['groups'])}" if step["groups"] else ""
-        lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{timer}{batch}")
+        scoring = "".join(f", {task} under way" for task in step["scoring"])
+        lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{scoring}{timer}{batch}")
+    for pool in said["pools"]:
+        of = f" of step {pool['step']}" if pool["step"] >= 0 else ""
+        wanted = ", wanted by the trainer" if pool["wanted"] else ""
+        lines.append(f"pool      {' + '.join(pool['tasks'])}: {pool['task'] or 'free'}{of}{wanted}")
     lines.append("replicas" if said["replicas"] else "replicas  none has joined")
     for r in said["replicas"]:
         coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)

@@ -25,6 +25,7 @@ from engine.events import (
     ReplicaLost,
     RowsFailed,
     RowsMeasured,
+    StateFailed,
     StepFailed,
     SyncFailed,
     WeightsInstalled,
@@ -157,6 +158,7 @@ class RunMetrics:
             GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.aborted,
             GroupFailed: self._group_failed,
+            StateFailed: self._state_failed,
             ReplicaJoined: lambda event: self.replicas.joined(event.replica),
             ReplicaLost: self._replica_lost,
             WeightsInstalled: self.replicas.installed,
@@ -279,6 +281,11 @@ class RunMetrics:
         self.failed_group[cause] = event.group
         self.replicas.failed(event)
         self._retry(cause, f"group {event.group}: {event.reason}")
+
+    def _state_failed(self, event: StateFailed) -> None:
+        cause = "group_data" if event.cause == "data" else "group_infrastructure"
+        self.failed_group[cause] = event.group
+        self._retry(cause, f"group {event.group}, {event.state}: {event.reason}")
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         self.replicas.lost(event)

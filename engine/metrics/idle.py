@@ -5,6 +5,7 @@ next; adding it up is exact and costs O(1) an event, O(replicas not ready) while
 """
 
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from engine.states.pool import ROLLOUT
 from engine.states.replica import Replica
 from engine.states.state import State
 
@@ -35,6 +36,7 @@ class IdleTime:
         self._not_ready: list[Replica] = []
         self._ready_slots = 0
         self._swapping = 0
+        self._asleep = 0
         self._newest = 0
         self.replicas_changed()
 
@@ -56,7 +58,9 @@ class IdleTime:
         self.rollout_busy_s += self.busy * seconds
         if self._swapping:
             self.rollout_idle_s["weight_sync"] += self._swapping * seconds
-        free = self.slots - self.busy - self._swapping
+        if self._asleep:
+            self.rollout_idle_s["pool"] += self._asleep * seconds
+        free = self.slots - self.busy - self._swapping - self._asleep
         if free > 0:
             self.rollout_idle_s[self.rollout_cause] += free * seconds
         if self.trainer_task is not None:
@@ -66,7 +70,7 @@ class IdleTime:
 
     def measure(self) -> None:
         """Find the split that holds from now on."""
-        busy, self.frozen, self._swapping = self._state.ledger.running, 0, 0
+        busy, self.frozen, self._swapping, self._asleep = self._state.ledger.running, 0, 0, 0
         if self._state.validations.out and not self._state.limits.validators():
             busy += self._state.validations.out
         for replica in self._not_ready:
@@ -75,10 +79,12 @@ class IdleTime:
                 busy -= held
                 self.frozen += held
                 self._swapping += replica.slots
+            elif replica.state in ("yielding", "asleep"):
+                self._asleep += replica.slots - held
             else:
                 self._swapping += replica.slots - held
         self.busy = busy
-        if busy + self._swapping < self.slots:
+        if busy + self._swapping + self._asleep < self.slots:
             self.rollout_cause = self._why_slots_are_free()
         self._measure_trainer()
 
@@ -101,9 +107,11 @@ class IdleTime:
         """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
-        free = self.slots - self.busy - self._swapping
+        free = self.slots - self.busy - self._swapping - self._asleep
         if free > 0:
             return self.rollout_cause
+        if self._asleep:
+            return "pool"
         return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
 
     def _why_slots_are_free(self) -> str:
@@ -126,8 +134,12 @@ class IdleTime:
     def _measure_trainer(self) -> None:
         state, ledger = self._state, self._state.ledger
         step = state.training_step
-        self.trainer_task = step.state if step is not None and step.state in TRAINER_TASKS else None
-        if state.publishing or (step is not None and step.state == "trained"):
+        waits = step is not None and step.state == "scoring" and not step.under_way
+        self.trainer_task = step.state if step is not None and step.state in TRAINER_TASKS and not waits else None
+        if waits:
+            lease = state.pools.of("train")
+            self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
+        elif state.publishing or (step is not None and step.state == "trained"):
             self.trainer_cause = "publishing"
         elif not state.started:
             self.trainer_cause = "starting"

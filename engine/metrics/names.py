@@ -52,6 +52,7 @@ def _histogram(name: str, unit: str, help: str, labels: Labels | None = None, wh
 
 ROLLOUT_IDLE_CAUSES = (
     "weight_sync",
+    "pool",
     "worker_bound",
     "staleness_bound",
     "no_prompts",
@@ -61,9 +62,9 @@ ROLLOUT_IDLE_CAUSES = (
     "starting",
     "other",
 )
-"""Why a slot of a living replica generates nothing: its replica takes weights; K is reached; the staleness bound is
-reached; the prompts are used up; prompts are being drawn; the groups that could run need newer weights than the replica
-has; the run needs no more groups; the run is starting; anything else."""
+"""Why a slot of a living replica generates nothing: its replica takes weights; its pool is not rollout's now; K is
+reached; the staleness bound is reached; the prompts are used up; prompts are being drawn; the groups that
+could run need newer weights than the replica has; the run needs no more groups; the run is starting; anything else."""
 
 ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
 """What keeps the next group from starting: every slot is busy; no replica is up; else why slots are free."""
@@ -72,12 +73,15 @@ TRAINER_IDLE_CAUSES = (
     "waiting_for_groups",
     "waiting_for_stragglers",
     "publishing",
+    "pool",
+    "waiting_for_weight_sync",
     "waiting_for_replicas",
     "no_prompts",
     "starting",
 )
 """Why no train step is being scored or trained: fewer groups are ready than a batch takes; enough are, but a deadline
-binds and its groups are still being generated; weights are being published; no replica is alive; the prompts are used
+binds and its groups are still being generated; weights are being published; replicas in its pool are not asleep yet; a
+replica has not got the newest weights, for which `train_after_sync` waits; no replica is alive; the prompts are used
 up; the run is starting."""
 
 TRAINER_TASKS = ("scoring", "training")
@@ -97,7 +101,7 @@ RETRY_CAUSES = (
 LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
 LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
 REPLICA_GROUP_ENDS = ("generated", "aborted", "failed")
-MACHINES = ("group", "step", "replica", "version", "validation")
+MACHINES = ("group", "step", "replica", "version", "validation", "pool")
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 VALIDATION_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)

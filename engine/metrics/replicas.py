@@ -50,7 +50,7 @@ class Replicas:
         """An order to a replica leaves."""
         if type(command) is ResumeGroup:
             self._figures(command.replica).resumed += 1
-        elif type(command) is PauseReplica:
+        elif type(command) is PauseReplica and command.mode != "sleep":  # the time asleep is in the idle slots' books
             self._pausing[command.replica] = (at, command.mode)
 
     def installed(self, event: WeightsInstalled) -> None:

@@ -198,12 +198,17 @@ def _trainer_now(metrics: RunMetrics) -> str:
         return "every step is trained; the run ends with its last validation"
     step, size = state.steps_batched, state.limits.train_batch_size
     ready, running = state.ledger.ready, state.ledger.running
-    if idle.trainer_task is not None:
-        batch = state.training_step.groups if state.training_step is not None else ()
-        return f"{idle.trainer_task} step {step - 1} on {_groups(len(batch))}"
+    formed = state.training_step
+    if idle.trainer_task is not None and formed is not None:
+        return f"{idle.trainer_task} step {formed.id} on {_groups(len(formed.groups))}"
     cause = idle.trainer_cause
     if cause == "publishing":
-        return f"publishing version {state.latest_version + 1}, after step {step - 1}"
+        return f"publishing version {state.latest_version + 1}, after step {state.steps_trained - 1}"
+    if formed is not None:
+        waits_for = (
+            "its pool: replicas are going to sleep" if cause == "pool" else "replicas to take the newest weights"
+        )
+        return f"step {formed.id} waits for {waits_for}"
     if cause == "starting":
         return "the run is starting"
     if cause == "waiting_for_replicas":
@@ -228,6 +233,9 @@ def _rollout_now(metrics: RunMetrics) -> str:
     free = idle.slots - idle.busy
     if not idle.slots:
         return "no replica is up"
+    sleeping = [r.id for r in state.fleet.replicas.values() if r.state in ("yielding", "asleep")]
+    if sleeping and len(sleeping) == state.fleet.alive:
+        return "every replica sleeps: the trainer has their pool"
     if free <= 0:
         return f"every slot is busy: {_groups(idle.busy)} generating"
     why = {

@@ -98,7 +98,7 @@ class SyncScheduling:
         return None
 
     def on_weights_staged(self, event: WeightsStaged) -> None:
-        replica = self._current(event, "ready")
+        replica = self._current(event, "ready", "asleep")
         if replica is None:
             return
         if replica.staging is None:
@@ -107,8 +107,11 @@ class SyncScheduling:
         replica.staged, replica.staging = replica.staging, None
 
     def on_replica_paused(self, event: ReplicaPaused) -> None:
-        replica = self._current(event, "pausing")
+        replica = self._current(event, "pausing", "yielding")
         if replica is None:
+            return
+        if replica.state == "yielding":
+            self.state.fire_replica(replica, "sleep")
             return
         assert replica.staged is not None  # it was paused for what is staged
         self.state.fire_replica(replica, "paused")
@@ -126,17 +129,17 @@ class SyncScheduling:
         self.orders.add(ResumeReplica(**self._address(replica)))
 
     def on_sync_failed(self, event: SyncFailed) -> None:
-        replica = self._current(event, "ready", *IN_SYNC)
+        replica = self._current(event, "ready", "asleep", "yielding", *IN_SYNC)
         if replica is None:
             return
-        if replica.staging is None and replica.staged is None:
+        if replica.staging is None and replica.staged is None and replica.state != "yielding":
             self.state.stale_echoes += 1
             return
         replica.staging = replica.staged = None
         replica.sync_failures += 1
         if replica.sync_failures >= self.state.limits.infrastructure_attempts:
             self._give_up(replica, event)
-        elif replica.state in IN_SYNC:
+        elif replica.state in IN_SYNC or replica.state == "yielding":
             self.state.fire_replica(replica, "revert")
             self.orders.add(ResumeReplica(**self._address(replica)))
 
@@ -178,10 +181,10 @@ class SyncScheduling:
             (r, target)
             for r in state.fleet.replicas.values()
             if r.state != "lost"
-            and r.version < (target := latest if r.held < 0 and not r.validator else self._target(r))
+            and r.version < (target := latest if r.held < 0 and not r.validator else state.target_of(r))
         ]
         for replica, target in behind:
-            if replica.state == "ready" and replica.staging is None and replica.staged != target:
+            if replica.state in ("ready", "asleep") and replica.staging is None and replica.staged != target:
                 self._stage(replica, target)
         if behind:
             self._pause(behind)
@@ -192,12 +195,6 @@ class SyncScheduling:
                 state.fire_version(version, "live")
         if len(state.versions) > 1:
             self._retire(latest)
-
-    def _target(self, replica: Replica) -> Version:
-        """What a held replica and a validator work towards: the version of the validation that holds it; a validator
-        that nobody holds stays as it is."""
-        run = self.state.validations.runs.get(replica.held)
-        return replica.version if run is None else run.version
 
     def _stage(self, replica: Replica, version: Version) -> None:
         state = self.state

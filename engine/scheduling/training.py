@@ -7,7 +7,7 @@ here whatever policy chose the batch.
 from collections.abc import Sequence
 from itertools import islice
 
-from engine.commands import CancelTimer, PublishWeights, SaveCheckpoint, ScoreBatch, SetTimer, TrainStep, TruncateGroup
+from engine.commands import CancelTimer, PublishWeights, SaveCheckpoint, SetTimer, TruncateGroup
 from engine.events import (
     BatchScored,
     CheckpointFailed,
@@ -22,6 +22,7 @@ from engine.ids import GroupId
 from engine.policies.deadline import DECISIONS
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
+from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.group import PHASES, Group
 from engine.states.invariants import check_batch, check_room, require
@@ -38,25 +39,33 @@ TIMER_SLACK_S = 0.001
 
 
 class TrainingScheduling:
-    """One step at a time: the next batch is formed when the step before it is finished."""
+    """One step is trained at a time. The next batch is formed when the step before it is finished, or while that is
+    trained where some of its scoring has a pool of its own."""
 
     def __init__(
-        self, state: State, decisions: Decisions, orders: Orders, view: View, rollout: RolloutScheduling
+        self,
+        state: State,
+        decisions: Decisions,
+        orders: Orders,
+        view: View,
+        rollout: RolloutScheduling,
+        pools: PoolScheduling,
     ) -> None:
         self.state = state
         self.decisions = decisions
         self.orders = orders
         self.view = view
         self.rollout = rollout
+        self.pools = pools
         self.failure: str | None = None
         """Why the run cannot go on; the scheduler ends it."""
 
     # collecting
 
     def advance(self) -> None:
-        """Form the next batch if the trainer is free and the rule allows one."""
+        """Form the next batch if one is wanted and the rule allows it."""
         state = self.state
-        if not state.started or state.outcome is not None or state.training_step is not None or state.publishing:
+        if not state.started or state.outcome is not None or not self._wants_batch():
             return
         step = state.steps.get(state.steps_batched)
         if step is None or state.steps_batched == state.limits.max_steps:
@@ -73,6 +82,14 @@ class TrainingScheduling:
             if chosen is not None:
                 self._form(step, chosen)
 
+    def _wants_batch(self) -> bool:
+        """Whether a task of the next step could begin now."""
+        state = self.state
+        formed = state.formed_steps if len(state.steps) > 1 else ()
+        if not formed:
+            return not state.publishing
+        return len(formed) == 1 and self.pools.scores_ahead(formed[0])
+
     def _form(self, step: Step, chosen: tuple[GroupId, ...]) -> None:
         state = self.state
         groups = [state.groups[id] for id in chosen]
@@ -88,10 +105,9 @@ class TrainingScheduling:
         if state.deadlines.surplus:
             self._drop_surplus(step)
         state.steps_batched += 1
-        state.steps[state.steps_batched] = Step(state.steps_batched)
+        state.next_step(state.steps_batched)
         check_room(state)
         step.attempt = 1
-        self._score_or_train(step)
 
     def _drop_surplus(self, step: Step) -> None:
         """Groups that this was the last step for: with over-sampling as many may be left as were started beyond the
@@ -205,33 +221,10 @@ class TrainingScheduling:
 
     # scoring and training
 
-    def _score_or_train(self, step: Step) -> None:
-        tasks = self.state.limits.scoring_tasks
-        if step.scored < len(tasks):
-            self.orders.add(
-                ScoreBatch(
-                    step=step.id,
-                    attempt=step.attempt,
-                    task=tasks[step.scored],
-                    groups=step.groups,
-                    cause=self.orders.cause,
-                )
-            )
-            return
-        self.state.fire_step(step, "train")
-        self.orders.add(
-            TrainStep(
-                step=step.id,
-                attempt=step.attempt,
-                groups=step.groups,
-                staleness=step.staleness,
-                cause=self.orders.cause,
-            )
-        )
-
-    def _current(self, id: int, attempt: int, state: str) -> Step | None:
-        step = self.state.training_step
-        if step is not None and step.id == id and step.attempt == attempt and step.state == state:
+    def _current(self, id: int, attempt: int, *states: str) -> Step | None:
+        """The formed step an answer is about; None, counted, for the echo of an attempt already over."""
+        step = self.state.steps.get(id)
+        if step is not None and step.attempt == attempt and step.state in states:
             return step
         self.state.stale_echoes += 1
         return None
@@ -240,21 +233,18 @@ class TrainingScheduling:
         step = self._current(event.step, event.attempt, "scoring")
         if step is None:
             return
-        if self.state.limits.scoring_tasks[step.scored] != event.task:
+        tasks = self.state.limits.scoring_tasks
+        place = tasks.index(event.task) if event.task in tasks else -1
+        if place not in step.under_way:
             self.state.stale_echoes += 1
             return
-        step.scored += 1
-        self._score_or_train(step)
+        step.done = (*step.done, place)
+        step.under_way = tuple(other for other in step.under_way if other != place)
+        self.pools.release(step.id, event.task)
 
     def on_step_failed(self, event: StepFailed) -> None:
-        step = self.state.training_step
-        if (
-            step is None
-            or step.id != event.step
-            or step.attempt != event.attempt
-            or step.state not in ("scoring", "training")
-        ):
-            self.state.stale_echoes += 1
+        step = self._current(event.step, event.attempt, "scoring", "training")
+        if step is None:
             return
         step.failures += 1
         if step.failures >= self.state.limits.infrastructure_attempts:
@@ -262,8 +252,8 @@ class TrainingScheduling:
             return
         self.state.fire_step(step, "retry")
         step.attempt += 1
-        step.scored = 0
-        self._score_or_train(step)
+        step.done = step.under_way = ()
+        self.pools.release(step.id)
 
     def on_step_trained(self, event: StepTrained) -> None:
         step = self._current(event.step, event.attempt, "training")
@@ -281,14 +271,21 @@ class TrainingScheduling:
             self.publish()
         else:
             state.fire_step(step, "skip")
-            del state.steps[step.id]
+            self._finish(step)
         every = state.limits.checkpoint_every
         if every and state.steps_trained % every == 0:
             self.checkpoint()
 
+    def _finish(self, step: Step) -> None:
+        """A step is trained and, where it is to be, published."""
+        del self.state.steps[step.id]
+        self.pools.release(step.id)
+
     def nothing_left(self) -> bool:
-        """No further step can be formed: the run has its steps, or every prompt drawn has ended and no more come."""
+        """No step is left to be trained: the run has its steps, or every prompt drawn has ended and no more come."""
         state = self.state
+        if state.steps_trained < state.steps_batched:
+            return False
         if state.steps_batched == state.limits.max_steps:
             return True
         return state.no_more_prompts and not state.ledger.unconsumed
@@ -325,7 +322,7 @@ class TrainingScheduling:
         step = state.training_step
         if step is not None and step.state == "publishing":
             state.fire_step(step, "published")
-            del state.steps[step.id]
+            self._finish(step)
 
     def on_publish_failed(self, event: PublishFailed) -> None:
         state = self.state

@@ -92,7 +92,9 @@ class ValidationScheduling:
             return
         for id in run.replicas:
             replica = self.state.fleet.replicas[id]
-            if replica.state != "ready" or replica.version != run.version:
+            pool = self.state.pools.of_replica(id)
+            wanted = pool is not None and pool.wanted
+            if replica.state != "ready" or replica.version != run.version or wanted:
                 continue
             while run.waiting and replica.free_for_chunks > 0:
                 if run.state == "queued":

@@ -266,7 +266,7 @@ class SimReplica:
         elif isinstance(command, StageWeights):
             self.emit(WeightsStaged(**place, version=command.version))
         elif isinstance(command, PauseReplica):
-            if command.mode == "abort":
+            if command.mode in ("abort", "sleep"):
                 self._abort_all()
             self.frozen = True
             self.emit(ReplicaPaused(**place))
@@ -300,7 +300,7 @@ def state_answer(order: EnterState, cause: str = "", spread: float = 1.0) -> Sta
 
 
 class SimTrainer:
-    """The trainer: carries out its orders one after another."""
+    """The trainer, or a scorer with a pool of its own: carries out its orders one after another."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit

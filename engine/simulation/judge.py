@@ -5,15 +5,16 @@ Used by the world and by the property tests. A finding names its class: `correct
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.commands import Command, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
 from engine.events import Event, PromptsDrawn, RunResumed, WeightsInstalled, WeightsPublished
 from engine.ids import GroupId, StepId, ValidationId, Version
-from engine.simulation.agents import SimStore, row_reward
+from engine.simulation.agents import SimReplica, SimStore, row_reward
 from engine.states.limits import Limits
+from engine.states.pool import PoolLease
 from engine.states.state import State
 
 
@@ -63,6 +64,13 @@ class Judge:
             elif isinstance(command, TrainStep):
                 self.trained_at.setdefault(command.step, event.at)
                 self._train(command)
+
+    def begin_task(self, lease: PoolLease, replicas: Iterable[SimReplica], command: Command) -> None:
+        """A task of the trainer is about to be done in a pool: nothing else may be going on there."""
+        for replica in replicas:
+            if lease.shared and replica.id in lease.replicas:
+                idle = replica.frozen or not (replica.groups or replica.measuring)
+                self._expect(idle, f"replica {replica.id} works in the pool of a task", command)
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """The scheduler's observer: what a validation that ends claims, against what its rows earn."""

@@ -122,6 +122,10 @@ class World:
         self.replicas: dict[ReplicaId, SimReplica] = {}
         self.trainer_busy_s = 0.0
         self.trainer = SimTrainer(lambda event: self._send(-1, event))
+        self._scorers = {
+            lease.id: SimTrainer(lambda event, id=lease.id: self._send(-2 - id, event))  # type: ignore[misc]
+            for lease in self.scheduler.state.pools.leases
+        }
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._arrival: dict[tuple[str, int], float] = {}
@@ -231,9 +235,16 @@ class World:
         self._after(command.delay_s, fire)
 
     def _train(self, command: Command) -> None:
-        self.trainer.take(command)
-        if len(self.trainer.work) == 1:
-            self._after(self._training_time(command), self._trainer_done)
+        worker = self.trainer
+        pools = self.scheduler.state.pools
+        if isinstance(command, ScoreBatch | TrainStep):
+            lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
+            self.judge.begin_task(lease, self.replicas.values(), command)
+            if lease is not pools.of("train"):
+                worker = self._scorers[lease.id]
+        worker.take(command)
+        if len(worker.work) == 1:
+            self._after(self._training_time(command), lambda: self._trainer_done(worker))
 
     def _training_time(self, command: Command) -> float:
         base = self.setting.train_s if isinstance(command, TrainStep) else self.setting.sync_s
@@ -241,10 +252,10 @@ class World:
         self.trainer_busy_s += seconds
         return seconds
 
-    def _trainer_done(self) -> None:
-        self.trainer.do(succeed=not self._chance(self.setting.faults.fail_trainer))
-        if self.trainer.work:
-            self._after(self._training_time(self.trainer.work[0]), self._trainer_done)
+    def _trainer_done(self, worker: SimTrainer) -> None:
+        worker.do(succeed=not self._chance(self.setting.faults.fail_trainer))
+        if worker.work:
+            self._after(self._training_time(worker.work[0]), lambda: self._trainer_done(worker))
 
     # replicas
 

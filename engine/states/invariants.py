@@ -12,6 +12,7 @@ from engine.errors import InvariantViolated
 from engine.states.digest import MASK
 from engine.states.group import PHASES
 from engine.states.machine import Phase
+from engine.states.pool import ROLLOUT
 from engine.states.state import State
 
 
@@ -107,6 +108,7 @@ def check_all(state: State) -> None:
             "law 1: the ready list and the records differ")  # fmt: skip
     check_stages(state)
     check_validations(state)
+    check_pools(state)
     require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")
 
 
@@ -120,6 +122,34 @@ def check_stages(state: State) -> None:
         require(len(stage.working) <= stage.concurrency, "law 2: a state works on more than it may", state=name)
     require(stages.out == sum(len(s.working) for s in stages.by_name.values()), "law 2: added states are miscounted")
     require(stages.waiting == sum(len(s.waiting) for s in stages.by_name.values()), "law 7: a group waits unseen")
+
+
+def check_pools(state: State) -> None:
+    """Tasks of one pool exclude one another, and a replica sleeps only while its pool is another's."""
+    pools, replicas = state.pools, state.fleet.replicas
+    formed = state.formed_steps
+    require(len(formed) <= 2, "more than one batch is formed ahead", steps=[step.id for step in formed])
+    for lease in pools.leases:
+        require((lease.state == "leased") == bool(lease.task), "a pool is leased to nobody", pool=lease.id)
+        if not lease.task:
+            continue
+        if lease.task == ROLLOUT:
+            require(lease.shared, "replicas are leased a pool where they do not stand", pool=lease.id)
+            continue
+        step = state.steps.get(lease.step)
+        require(step is not None, "a pool is leased to a step that is over", pool=lease.id, step=lease.step)
+        assert step is not None
+        under_way = [state.limits.scoring_tasks[place] for place in step.under_way]
+        busy = lease.task in under_way if step.state == "scoring" else lease.task == "train"
+        require(busy, "a pool is leased to a task that is not under way", pool=lease.id, task=lease.task)
+        for id in lease.replicas if lease.shared else ():
+            replica = replicas.get(id)
+            idle = replica is None or not (replica.groups or replica.chunks)
+            require(idle, "tasks of one pool run at once", pool=lease.id, task=lease.task, replica=id)
+    for replica in replicas.values():
+        if replica.state in ("yielding", "asleep"):
+            require(pools.of_replica(replica.id) is not None, "a replica sleeps for nobody", replica=replica.id)
+        require(replica.state != "asleep" or not replica.groups, "groups run on a sleeper", replica=replica.id)
 
 
 def check_validations(state: State) -> None:

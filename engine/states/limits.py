@@ -127,12 +127,6 @@ class Limits:
     added_states: tuple[AddedState, ...] = ()
     """What a group passes through between its last token and `generated`, in order."""
 
-    def scorers(self) -> tuple[tuple[str, ...], ...]:
-        """The scoring tasks of each pool without `train`: they have a scorer of their own. The others are the
-        trainer's."""
-        apart = [pool.tasks for pool in self.pools if "train" not in pool.tasks]
-        return tuple(found for tasks in apart if (found := tuple(t for t in self.scoring_tasks if t in tasks)))
-
     @property
     def surplus(self) -> int:
         """X: groups that may be started beyond what the bound needs, floor(over_sample · B)."""
@@ -145,6 +139,12 @@ class Limits:
         if self.async_ratio is None:
             return (self.max_staleness_steps + 1) * self.train_batch_size
         return floor((1 + self.async_ratio) * self.train_batch_size + ROUNDING)
+
+    def scorers(self) -> tuple[tuple[str, ...], ...]:
+        """The scoring tasks of each pool without `train`: they have a scorer of their own. The others are the
+        trainer's."""
+        apart = [pool.tasks for pool in self.pools if "train" not in pool.tasks]
+        return tuple(found for tasks in apart if (found := tuple(t for t in self.scoring_tasks if t in tasks)))
 
     def validators(self) -> range:
         """Replicas that are there for validations alone."""
@@ -204,6 +204,31 @@ class Limits:
             raise ConfigError(
                 "rollout.sync_mode", self.sync_mode, "is not a sync mode", f"one of {', '.join(SYNC_MODES)}"
             )
+
+        self._require_lawful_pools()
+
+    def _require_lawful_pools(self) -> None:
+        for index, pool in enumerate(self.pools):
+            unknown = [task for task in pool.tasks if task not in TASKS and task not in self.scoring_tasks]
+            if unknown or not pool.tasks:
+                law = "is not a task" if unknown else "a pool without a task"
+                raise ConfigError(f"pools[{index}].tasks", unknown or [], law, f"of {', '.join(TASKS)}")
+            if bool(pool.replicas) != bool({"rollout", "validation"} & set(pool.tasks)):
+                law = "replicas stand where rollout or validation is done, and only there"
+                raise ConfigError(f"pools[{index}].replicas", pool.replicas, law)
+        for task in (*TASKS[1:], *self.scoring_tasks):
+            where = [index for index, pool in enumerate(self.pools) if task in pool.tasks]
+            if len(where) > 1:
+                raise ConfigError(f"pools[{where[1]}].tasks", task, f"is done in pools[{where[0]}] already", "one pool")
+        replicas = [id for pool in self.pools for id in pool.replicas]
+        if len(set(replicas)) < len(replicas):
+            raise ConfigError("pools", replicas, "a replica stands in one pool", "name each once")
+        training = next((pool for pool in self.pools if "train" in pool.tasks), None)
+        if self.pools and training is None:
+            raise ConfigError("pools", [list(pool.tasks) for pool in self.pools], "nothing trains", "add train to one")
+        if self.train_after_sync and training is not None and training.shared:
+            law = "where training shares its pool with replicas they sleep until it is done: it would wait for ever"
+            raise ConfigError("scheduler.train_after_sync", True, law, "false would hold")
 
     def _check_ahead(self) -> None:
         """What may be held beyond one batch: as fractions of it, both finite."""

@@ -6,15 +6,23 @@ from engine.states.machine import Table, transitions
 
 REPLICA = Table(
     name="replica",
-    states=("joining", "ready", "pausing", "paused", "installing", "lost"),
+    states=("joining", "ready", "pausing", "paused", "installing", "lost", "yielding", "asleep"),
     transitions=transitions(
         ("join", "joining", "ready", "it is up, with the weights it says"),
         ("pause", "ready", "pausing", "a newer version is staged"),
         ("paused", "pausing", "paused", "it samples no token"),
-        ("install", "paused", "installing", "the swap is ordered"),
+        ("yield", "ready", "yielding", "a task of the trainer wants the pool it stands in"),
+        ("sleep", "yielding", "asleep", "its groups are parked, its memory is given back"),
+        ("wake", "asleep", "ready", "rollout has the pool again, and there are no newer weights"),
+        ("install", "paused asleep", "installing", "the swap is ordered"),
         ("installed", "installing", "ready", "it samples from the new version"),
-        ("revert", "pausing paused installing", "ready", "the sync failed: it goes on with its old weights"),
-        ("lose", "joining ready pausing paused installing", "lost", "it died, or could not be brought up to date"),
+        ("revert", "pausing paused installing yielding", "ready", "it failed: it goes on with its old weights"),
+        (
+            "lose",
+            "joining ready pausing paused installing yielding asleep",
+            "lost",
+            "it died, or could not be brought up to date",
+        ),
         ("return", "lost", "joining", "its next incarnation is up"),
     ),
     terminal=(),

@@ -19,6 +19,7 @@ from engine.states.group import PHASES, Group, group_table
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.machine import Phase, SharedMachine
+from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.replica import REPLICA, Replica
 from engine.states.stages import Stages
 from engine.states.step import STEP, Step
@@ -46,9 +47,11 @@ class State:
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
         groups no longer parked are skipped."""
-        self.steps: dict[StepId, Step] = {0: Step(0)}
-        """The step being trained, if any, and the one that comes next."""
-        self.stages = Stages(limits.added_states)
+        self.pools = Pools(limits)
+        self.steps: dict[StepId, Step] = {}
+        """Those whose batch is formed and that are not finished, and the one that comes next."""
+        self.next_step(0)
+        self.stages = Stages(self.limits.added_states)
         self.fleet = Fleet()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
@@ -88,6 +91,7 @@ class State:
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
+        self._pool_machine = SharedMachine(POOL, observe)
         self.disturbed = True
         """Something other than a group may have changed since the weights were last looked after."""
         self.validations = Validations(self.fleet, SharedMachine(VALIDATION, observe), self.disturb)
@@ -153,7 +157,11 @@ class State:
         self.stages.clear()
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
-        self.steps = {steps: Step(steps)}
+        for pool in self.pools.leases:
+            if pool.task:
+                self.give_back(pool)
+        self.steps = {}
+        self.next_step(steps)
         self.steps_batched = self.steps_trained = steps
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
         for version in list(self.versions.values()):
@@ -200,6 +208,22 @@ class State:
 
     # the other machines
 
+    def next_step(self, id: StepId) -> None:
+        """Add the step that comes next."""
+        self.steps[id] = Step(id, pooled=self.pools.listed)
+
+    def lease(self, pool: PoolLease, task: str, step: StepId = -1) -> None:
+        """Let a task have a free pool."""
+        self._pool_machine.fire(pool, "lease")
+        pool.task, pool.step = task, step
+        self.disturb()
+
+    def give_back(self, pool: PoolLease) -> None:
+        """The pool is free."""
+        self._pool_machine.fire(pool, "give-back")
+        pool.task, pool.step = "", -1
+        self.disturb()
+
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
         self.disturb()
@@ -208,6 +232,14 @@ class State:
         self._replica_machine.fire(replica, trigger)
         self.disturb()
         self.fleet.changed(replica)
+
+    def target_of(self, replica: Replica) -> Version:
+        """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
+        none holds stays as it is."""
+        run = self.validations.runs.get(replica.held)
+        if run is not None:
+            return run.version
+        return replica.version if replica.validator else self.latest_version
 
     def fire_version(self, version: WeightsVersion, trigger: str) -> None:
         self._version_machine.fire(version, trigger)
@@ -255,9 +287,14 @@ class State:
         return self.exhausted and not self.asked and not self.waiting
 
     @property
+    def formed_steps(self) -> list[Step]:
+        """Steps whose batch is formed and that are not finished, in their order: at most two."""
+        return [step for step in self.steps.values() if step.id < self.steps_batched]
+
+    @property
     def training_step(self) -> Step | None:
-        """The step whose batch is formed and that is not finished."""
-        return self.steps.get(self.steps_batched - 1)
+        """The first step whose batch is formed and that is not finished."""
+        return next(iter(self.formed_steps), None)
 
     def disturb(self) -> None:
         """A step, replica, version or validation may have changed."""
@@ -302,8 +339,9 @@ class State:
 
     def _digest_others(self) -> int:
         """Of steps, replicas, versions and validations, in their order."""
-        records: list[Step | Replica | WeightsVersion | Validations | Validation] = [
+        records: list[Step | Replica | WeightsVersion | Validations | Validation | PoolLease] = [
             *self.steps.values(),
+            *(self.pools.leases if self.pools.listed else ()),
             *self.fleet.replicas.values(),
             *self.versions.values(),
             self.validations,

@@ -23,17 +23,24 @@ STEP = Table(
 class Step:
     """One train step and its batch, which never changes once formed."""
 
-    __slots__ = ("acts", "attempt", "failures", "groups", "id", "scored", "short", "staleness", "state", "timer")
+    __slots__ = (
+        "acts", "attempt", "done", "failures", "groups", "id", "pooled", "short", "staleness", "state", "timer",
+        "under_way",
+    )  # fmt: skip
 
-    def __init__(self, id: StepId) -> None:
+    def __init__(self, id: StepId, *, pooled: bool = False) -> None:
         self.id = id
+        self.pooled = pooled
+        """Pools are listed: scoring tasks may be done side by side."""
         self.state: str = STEP.initial
         self.attempt = 0
         self.failures = 0
         self.groups: tuple[GroupId, ...] = ()
         self.staleness: tuple[int, ...] = ()
-        self.scored = 0
-        """Scoring tasks done in this attempt."""
+        self.done: tuple[int, ...] = ()
+        """Scoring tasks done in this attempt, by their place in `Limits.scoring_tasks`."""
+        self.under_way: tuple[int, ...] = ()
+        """Those ordered and not done."""
         self.timer: TimerId | None = None
         """Set while only stragglers keep the batch from forming."""
         self.acts = 0
@@ -44,8 +51,9 @@ class Step:
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
         return (
-            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, self.scored, *self.groups, *self.staleness,
-            -1 if self.timer is None else self.timer, self.acts, self.short,
+            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, len(self.done), *self.groups,
+            *self.staleness, -1 if self.timer is None else self.timer, self.acts, self.short,
+            *((-1, *self.done, -1, *self.under_way) if self.pooled else ()),
         )  # fmt: skip
 
 

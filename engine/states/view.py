@@ -59,6 +59,15 @@ class ValidationView(NamedTuple):
     replicas: tuple[ReplicaId, ...]
 
 
+class PoolView(NamedTuple):
+    """Hardware that tasks take turns on. `task` has it now, of train step `step` (-1: of none); empty: nobody has."""
+
+    tasks: tuple[str, ...]
+    replicas: tuple[ReplicaId, ...]
+    task: str
+    step: StepId
+
+
 def view_group(group: Group) -> GroupView:
     return GroupView(
         group.id, group.state, group.attempt, group.deadline, group.admitted_version, group.oldest_version,
@@ -208,4 +217,10 @@ class View:
         return [
             ValidationView(run.id, run.state, run.version, run.rows, run.measured, run.out, tuple(run.replicas))
             for run in self._state.validations.runs.values()
+        ]
+
+    def pools(self) -> list[PoolView]:
+        """Pools in which something of the trainer is done; the replicas of the others have theirs to themselves."""
+        return [
+            PoolView(lease.pool.tasks, lease.replicas, lease.task, lease.step) for lease in self._state.pools.leases
         ]

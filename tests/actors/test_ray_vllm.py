@@ -1,5 +1,6 @@
 """A training run through Ray whose replicas hold vLLM, one of which loses its engine in the middle of generating."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ def tree(made: Path) -> dict[str, Any]:
 def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
+    os.mkfifo(run_dir / "killed.told")
     planned = plan_of(parse_config(tree(tmp_path)), run_dir)
     deadly = replace(planned, make_rollout=partial(deadly_rollout, planned.make_rollout, run_dir))
     with start(deadly) as run:

@@ -58,6 +58,8 @@ class Adversary:
         self.dead: list[int] = []
         self.incarnations: dict[int, int] = {}
         self.trainer = SimTrainer(self._post(-1))
+        self.scorers: dict[int, SimTrainer] = {}
+        """Of the pools in which nothing is trained."""
         self.draws: list[DrawPrompts] = []
         self.timers: list[SetTimer] = []
         self.judged: list[EnterState] = []
@@ -92,7 +94,9 @@ class Adversary:
                     self.timers.append(command)
                 case CancelTimer():
                     self.timers = [t for t in self.timers if t.timer != command.timer]
-                case ScoreBatch() | TrainStep() | PublishWeights() | SaveCheckpoint():
+                case ScoreBatch() | TrainStep():
+                    self._work(command)
+                case PublishWeights() | SaveCheckpoint():
                     self.trainer.take(command)
                 case StopReplica():
                     if command.replica in self.replicas:
@@ -105,6 +109,15 @@ class Adversary:
                     pass
                 case _:
                     self.down.setdefault(command.replica, deque()).append(command)
+
+    def _work(self, command: ScoreBatch | TrainStep) -> None:
+        pools = self.scheduler.state.pools
+        lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
+        self.judge.begin_task(lease, self.replicas.values(), command)
+        if lease is pools.of("train"):
+            self.trainer.take(command)
+        else:
+            self.scorers.setdefault(lease.id, SimTrainer(self._post(-2 - lease.id))).take(command)
 
     # what can happen; each is one action of one agent
 
@@ -134,6 +147,7 @@ class Adversary:
         saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.steps_trained]
         self.trainer = SimTrainer(self._post(-1))
         self.trainer.saved = saved
+        self.scorers.clear()
         self.drawn = self.scheduler.state.ledger.drawn
         self.up.clear()
         self.down.clear()
@@ -186,6 +200,10 @@ class Adversary:
     def measuring(self) -> list[tuple[SimReplica, tuple[int, int]]]:
         return [(replica, chunk) for replica in self.replicas.values() for chunk in replica.measuring]
 
+    def working(self) -> list[SimTrainer]:
+        """The trainer and the scorers that have something to do."""
+        return [worker for worker in (self.trainer, *self.scorers.values()) if worker.work]
+
     def syncing(self) -> list[SimReplica]:
         return [replica for replica in self.replicas.values() if replica.can_sync()]
 
@@ -220,8 +238,8 @@ class Adversary:
         for replica, chunk in self.measuring():
             replica.measure(chunk)
             acted = True
-        if self.trainer.work:
-            self.trainer.do()
+        for worker in self.working():
+            worker.do()
             acted = True
         if self.judged:
             self.leave(0)

@@ -9,10 +9,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine import policies
 from engine.schedule.reader import read
 from engine.schedule.replayer import replay
-from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, ValidationLimits
+from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
 from tests.core.adversary import Adversary
 from tests.core.judging_states import CHECKING, JUDGING
 
+LAYOUTS: tuple[tuple[Pool, ...], ...] = (
+    (),
+    (Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs", "ref_logprobs"))),
+    (Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs")), Pool(tasks=("ref_logprobs",))),
+    (Pool(tasks=("ref_logprobs",)), Pool(tasks=("old_logprobs",)), Pool(tasks=("train",))),
+    (Pool(tasks=("rollout", "train", "old_logprobs", "ref_logprobs"), replicas=(0, 1)),),
+    (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
+    (Pool(tasks=("rollout", "ref_logprobs"), replicas=(1,)), Pool(tasks=("train", "old_logprobs"))),
+    (Pool(tasks=("rollout", "old_logprobs"), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
+)
+"""Replicas take turns with nobody, scoring is done beside training, replicas take turns with one or more of them."""
 ANY = st.integers(min_value=0, max_value=10_000)
 
 
@@ -21,6 +32,8 @@ def limits(draw: st.DrawFn) -> Limits:
     """Any figures the laws allow, small."""
     batch = draw(st.integers(1, 4))
     staleness = draw(st.integers(0, 3))
+    pools = draw(st.sampled_from(LAYOUTS))
+    shared = any(pool.shared and "train" in pool.tasks for pool in pools)
     sync_every = draw(st.integers(1, staleness + 1))
     ratio = draw(st.none() | st.floats(sync_every - 1, staleness))
     over_sample = draw(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.5]))
@@ -42,6 +55,8 @@ def limits(draw: st.DrawFn) -> Limits:
         checkpoint_every=draw(st.integers(0, 2)),
         validation=draw(st.none() | validations()),
         added_states=draw(st.sampled_from([(), (), (JUDGING,), (JUDGING, CHECKING)])),
+        pools=pools,
+        train_after_sync=not shared and draw(st.booleans()),
     )
 
 
@@ -141,10 +156,11 @@ class AnyOrder(RuleBasedStateMachine):
     def leave(self, choice: int, cause: str) -> None:
         self.world.leave(choice, cause)
 
-    @rule(succeed=st.sampled_from([True, True, True, False]))
-    @precondition(lambda self: self.world.trainer.work)
-    def train(self, succeed: bool) -> None:
-        self.world.trainer.do(succeed)
+    @rule(choice=ANY, succeed=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: self.world.working())
+    def work(self, choice: int, succeed: bool) -> None:
+        working = self.world.working()
+        working[choice % len(working)].do(succeed)
 
     @rule()
     @precondition(lambda self: self.world.draws and self.world.driver.outcome is None)

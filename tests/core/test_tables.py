@@ -11,14 +11,18 @@ from engine.states.group import GROUP, Group
 from engine.states.ledger import Ledger
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.machine import Phase, SharedMachine, Table
+from engine.states.pool import POOL, PoolLease
 from engine.states.replica import REPLICA, Replica
 from engine.states.state import State
 from engine.states.step import STEP, Step
 from engine.states.validation import VALIDATION, Validation
 from engine.states.version import VERSION, WeightsVersion
 
-RECORDS = {"group": Group, "step": Step, "replica": Replica, "version": WeightsVersion, "validation": Validation}
-TABLES = pytest.mark.parametrize("table", [GROUP, STEP, REPLICA, VERSION, VALIDATION], ids=lambda table: table.name)
+RECORDS = {"group": Group, "step": Step, "replica": Replica, "version": WeightsVersion, "validation": Validation,
+           "pool": PoolLease}  # fmt: skip
+TABLES = pytest.mark.parametrize(
+    "table", [GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL], ids=lambda table: table.name
+)
 
 
 @TABLES

@@ -15,6 +15,7 @@ from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.validation import ValidationScheduling
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
+from engine.states.state import State
 from engine.states.validation import Validation, Validations
 from tests.core.scripted import Scripted
 
@@ -444,7 +445,7 @@ def versions_are_retired_under_their_validation(monkeypatch: pytest.MonkeyPatch)
 
 
 def held_replicas_take_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SyncScheduling, "_target", lambda self, replica: self.state.latest_version)
+    monkeypatch.setattr(State, "target_of", lambda self, replica: self.latest_version)
 
 
 def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:

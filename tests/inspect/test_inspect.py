@@ -10,11 +10,14 @@ from engine.commands import StartGroup, TrainStep
 from engine.errors import ConfigError, EngineError, RecordError
 from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
 from engine.inspect import at_text, open_record, replay_text, state_at
+from engine.inspect.summary import summarize, summary_lines
 from engine.policies import PolicySet
 from engine.schedule import Handled, Header, Record, Recorder, read, replay
 from engine.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.limits import Limits
+from engine.states.limits import Limits, Pool
+from tests.core.judging_states import CHECKING
+from tests.core.scripted import Scripted
 
 LIMITS = Limits(
     train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6
@@ -201,3 +204,30 @@ def test_long_answers_are_cut(tmp_path: Path) -> None:
     )
     text = str(state_at(read(tmp_path), n))
     assert "… 64 commands in all" in text and len(text.splitlines()) < 120
+
+
+def test_the_story_of_a_group_tells_of_added_states(tmp_path: Path) -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, added_states=(CHECKING,))
+    policies = PolicySet.from_names({})
+    recorder = Recorder(tmp_path / "schedule", Header(run="r", limits=limits.to_plain(), policies=dict(policies.names)))
+    world = World(Setting(limits=limits, prompts=8, faults=Faults(fail_state=0.4), seed=2), policies, recorder)
+    world.run()
+    recorder.close()
+    assert replay_text(tmp_path)[1] == 0
+    story = "\n".join(at_text(tmp_path, world.driver.events_handled - 1, group) for group in range(8))
+    assert "generating → checking (checking)" in story and "checking → generated (generate)" in story
+    assert re.search(r"StateFailed.*<- EnterState of #\d+", story)
+    assert re.search(r"StateLeft.*<- EnterState of #\d+", story)
+
+
+def test_the_text_says_who_has_a_pool() -> None:
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("ref_logprobs",)))
+    scripted = Scripted(
+        train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=2, pools=pools, scoring_tasks=("ref_logprobs",)
+    )
+    assert "pool      rollout + train: rollout" in summary_lines(summarize(scripted.state))
+    scripted.finish(0)
+    lines = summary_lines(summarize(scripted.state))
+    assert "pool      ref_logprobs: ref_logprobs of step 0" in lines
+    assert "  step 0: scoring, attempt 1, ref_logprobs under way, groups 0" in lines
+    assert [(pool.task, pool.step) for pool in scripted.view.pools()] == [("rollout", -1), ("ref_logprobs", 0)]

@@ -10,11 +10,14 @@ import pytest
 from clockwork import Clockwork, clockwork
 
 from engine import events as fact
+from engine.commands import Command
+from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.schedule import Header, MemoryRecorder, read, recover
-from engine.states.limits import ValidationLimits
+from engine.states.limits import Limits, Pool, ValidationLimits
+from tests.core.judging_states import CHECKING
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -137,6 +140,15 @@ def test_synchronous_training_waits_for_groups_and_the_rollout_for_staleness() -
     assert idle.rollout_busy_s == pytest.approx(4 * 2 * 1.0)
     assert idle.rollout_idle_s["staleness_bound"] == pytest.approx(3 * 2 * (world.training_s + world.publishing_s))
     assert idle.rollout_idle_s["run_ending"] == pytest.approx(2 * (world.training_s + world.publishing_s))
+
+
+def test_slots_whose_pool_trains_idle_for_it() -> None:
+    together = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
+    world = clockwork(batch=2, workers=4, steps=4, replicas=1, slots=4, install_s=0.0, pools=together).run()
+    idle, away = world.metrics.idle, world.training_s + world.publishing_s
+    assert idle.rollout_idle_s["pool"] == pytest.approx(4 * 4 * away)
+    slot_seconds = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
+    assert slot_seconds == pytest.approx(world.at * 4)
 
 
 def test_more_slots_than_workers_idle_by_the_worker_bound() -> None:
@@ -313,3 +325,38 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     metrics.close()
     assert rows_of(path) == before
     assert metrics.accuracies == world.metrics.accuracies
+
+
+# -- added states ------------------------------------------------------------------------------------------------------
+
+
+def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
+    world = Clockwork(
+        Limits(
+            train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, added_states=(CHECKING,)
+        )
+    )
+    in_state, live = [], []
+    observed = world.driver.observe
+    assert observed is not None
+
+    def look(event: fact.Event, commands: tuple[Command, ...]) -> None:
+        observed(event, commands)
+        counts = world.metrics.groups_by_state()
+        in_state.append(counts["checking"])
+        live.append(sum(counts.values()) - len(world.scheduler.state.groups))
+
+    world.driver.observe = look
+    world.run()
+    assert max(in_state) > 1 and set(live) == {0}
+    status = world.metrics.status()
+    assert status.failures["group_data"] > 0
+    assert status.last_failure.endswith(", checking: no judge")
+
+
+def test_decisions_of_a_policy_in_error_are_told() -> None:
+    world = clockwork()
+    world.scheduler.decisions.note(PolicyError("the filter policy 'mine' raised ValueError: x"))
+    status = world.metrics.status()
+    assert status.failures == {"policy": 1}
+    assert "'mine' raised ValueError" in status.last_failure

@@ -1,0 +1,284 @@
+"""What the presets are worth: real runs of four modes on two workloads, beside the least time their work could take.
+
+Run by hand, on a quiet machine of two cores: `python benchmarks/modes.py [--steps 60] [--repeat 3] [--quick]`. The
+quickstart's model and task, as many steps for every mode, modes in turn, medians. Rewards against wall-clock are drawn
+into `--plot FILE` (PNG; needs the extra `bench`).
+
+- *plain*: the quickstart's task, whose responses have a long tail.
+- *slow rewards*: the same, and each reward waits, without CPU, for a time with a long tail of its own.
+
+`sync` is given both cores in every phase, at the thread split that was quickest in a trial at the start. Figures of a
+run are from when its prompts are drawn to the end of its last train step. *Work* is CPU seconds over the threads that
+may do it; no run can take less than the *bound*: the rollout's, the trainer's, or all CPU seconds over the cores.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.actors.run import connect, launch
+from engine.config import Config, load_config, parse_config
+from engine.metrics.status import Status
+from engine.tasks.arithmetic import reward
+from engine.tasks.quickstart import Prepared, prepare
+from engine.trajectory import Prompt, Trajectory
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CORES = 2
+REWARD_MEDIAN_S, REWARD_SPREAD = 0.3, 0.7
+"""Seconds a slow reward waits: log-normal, 1.5 s at its 99th percentile."""
+REWARD_SLOTS = 64
+"""Groups whose slow rewards are waited for at once."""
+
+MODES: dict[str, list[str]] = {
+    "sync": [],
+    "one_step_off": [],
+    "fully_async": [],
+    # The loss of the others, which needs no scoring of its own: the modes are compared, not the objectives.
+    "partial_rollout": ["trainer.loss=ppo_clip", "pools=[{tasks: [rollout, train]}]"],
+}
+"""Presets, and what of them is set to what the others have."""
+
+SPLITS = {
+    "2 replicas x 1 thread": ["rollout.replicas=2", "rollout.slots=8", "rollout.threads=1"],
+    "1 replica x 2 threads": ["rollout.replicas=1", "rollout.slots=16", "rollout.threads=2"],
+}
+"""How rollout may use both cores; each is tried with one thread of the trainer and with two."""
+
+
+COLUMNS = (
+    "mode", "wall s", "over sync", "CPU busy", "idle slots", "idle trainer", "rollout s", "training s", "bound s",
+    "of bound", "accuracy",
+)  # fmt: skip
+
+
+def slow_reward(prompt: Prompt, trajectory: Trajectory) -> float:
+    """The task's own reward, after a wait that prompt and response decide."""
+    draws = random.Random(f"{prompt.row} {trajectory.text}")
+    time.sleep(REWARD_MEDIAN_S * draws.lognormvariate(0.0, REWARD_SPREAD))
+    return reward(prompt, trajectory)
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run, or the medians of several."""
+
+    wall_s: float
+    cpu_share: float
+    """Of all cores."""
+    rollout_idle: float
+    """Share of slot time without a group."""
+    trainer_idle: float
+    rollout_s: float
+    """Work, in seconds of all its threads together."""
+    train_s: float
+    bound_s: float
+    accuracy: float
+    """On held-out prompts, of the last weights."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """(seconds, mean reward) of each step."""
+
+
+def cpu_seconds() -> dict[tuple[int, str], float]:
+    """Of this process and all below it, by process and what it is called."""
+    seconds: dict[tuple[int, str], float] = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            used = process.cpu_times()
+            seconds[process.pid, " ".join(process.cmdline()[:1])] = used.user + used.system
+    return seconds
+
+
+def until_trained(handle: Any) -> tuple[Status, float, dict[tuple[int, str], float]]:
+    """The status after the last train step, when it was seen, and the CPU time by then."""
+    for status in handle.updates():
+        if status.step == status.max_steps or status.outcome is not None:
+            return status, time.perf_counter(), cpu_seconds()
+    raise SystemExit("the run ended before its last step")
+
+
+def measure(config: Config, run_dir: Path) -> Measured:
+    """Run to the end, the last validation included."""
+    run_dir.mkdir(parents=True)
+    with launch(config, run_dir) as handle:
+        begun, before = time.perf_counter(), cpu_seconds()
+        trained, ended, after = until_trained(handle)
+        last = handle.wait() if trained.outcome is None else trained
+    if last.outcome != "finished":
+        raise SystemExit(f"{run_dir.name}: {last.outcome}, {last.reason}")
+    wall = ended - begun
+    used = {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
+    rollout, trainer = (
+        sum(seconds for (_, title), seconds in used.items() if name in title)
+        for name in ("RolloutActor", "TrainerActor")
+    )
+    rollout_s = rollout / min(CORES, config.rollout.replicas * config.rollout.threads)
+    train_s = trainer / min(CORES, config.trainer.threads or CORES)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step" in row]
+    return Measured(
+        wall_s=wall,
+        cpu_share=sum(used.values()) / (CORES * wall),
+        rollout_idle=trained.rollout_idle_share,
+        trainer_idle=trained.trainer_idle_share,
+        rollout_s=rollout_s,
+        train_s=train_s,
+        bound_s=max(rollout_s, train_s, sum(used.values()) / CORES),
+        accuracy=last.accuracy or 0.0,
+        curve=tuple((row["elapsed_s"], row["reward_mean"]) for row in steps),
+    )
+
+
+def median_of(runs: Sequence[Measured]) -> Measured:
+    """Medians, figure by figure; the curve is that of the run in the middle."""
+    names = [name for name in Measured.__dataclass_fields__ if name != "curve"]
+    middle = sorted(runs, key=lambda run: run.wall_s)[(len(runs) - 1) // 2]
+    return Measured(
+        **{name: statistics.median(getattr(run, name) for run in runs) for name in names}, curve=middle.curve
+    )
+
+
+# -- workloads ---------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Where runs live, and what all of them share."""
+
+    def __init__(self, directory: Path, steps: int, seed: int) -> None:
+        self.directory = directory
+        self.steps = steps
+        self.runs = 0
+        self.seed = seed
+        self.made: Prepared = prepare(
+            directory / "made", load_config(CONFIGS / "sync.yaml").model.arithmetic.quickstart(0)
+        )
+
+    def config(self, mode: str, overrides: Sequence[str], slow: bool, steps: int) -> Config:
+        """A preset on the model that was made; `slow`: with slow rewards, waited for in a pool of their own."""
+        shared = [
+            f"run.max_steps={steps}",
+            f"run.seed={self.seed}",
+            f"run.dir={self.directory / 'runs'}",
+            "trainer.checkpoint_every=0",
+            "validation.at_start=false",
+            "validation.every=0",
+            "metrics.port=0",
+        ]
+        tree = load_config(CONFIGS / f"{mode}.yaml", [*shared, *MODES[mode], *overrides]).model_dump(mode="json")
+        tree["model"] = {"path": self.made.model_path}
+        tree["data"] |= {"path": self.made.training_path, "validation_path": self.made.validation_path}
+        tree["reward"] |= {"function": "modes:slow_reward" if slow else self.made.reward}
+        if slow:
+            apart = tree["pools"] or [{"tasks": ["rollout"]}, {"tasks": ["train"]}]
+            tree["pools"] = [*apart, {"tasks": ["reward"], "slots": REWARD_SLOTS}]
+        return parse_config(tree)
+
+    def run(self, mode: str, overrides: Sequence[str] = (), slow: bool = False, steps: int = 0) -> Measured:
+        self.runs += 1
+        run_dir = self.directory / "runs" / f"{self.runs:03d}-{mode}"
+        return measure(self.config(mode, overrides, slow, steps or self.steps), run_dir)
+
+
+def best_split(bench: Bench, steps: int) -> list[str]:
+    """The thread split at which `sync` is quickest, tried on a few steps."""
+    tried: dict[str, tuple[float, list[str]]] = {}
+    for name, split in SPLITS.items():
+        for threads in (1, 2):
+            overrides = [*split, f"trainer.threads={threads}"]
+            seconds = bench.run("sync", overrides, steps=steps).wall_s
+            tried[f"{name}, trainer {threads} thread{'s' * (threads > 1)}"] = (seconds, overrides)
+    for name, (seconds, _) in tried.items():
+        print(f"sync, {steps} steps, {name}: {seconds:.1f} s")
+    best = min(tried, key=lambda name: tried[name][0])
+    print(f"sync runs with {best}")
+    return tried[best][1]
+
+
+def compare(bench: Bench, split: list[str], repeat: int, slow: bool) -> dict[str, Measured]:
+    runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+    for round_number in range(repeat):
+        for mode, measured in runs.items():
+            measured.append(bench.run(mode, split if mode == "sync" else (), slow))
+            told = f"{measured[-1].wall_s:.1f} s, accuracy {measured[-1].accuracy:.2f}"
+            print(f"  {round_number + 1}/{repeat} {mode}: {told}", file=sys.stderr, flush=True)
+    return {mode: median_of(measured) for mode, measured in runs.items()}
+
+
+def table(name: str, steps: int, repeat: int, modes: dict[str, Measured]) -> None:
+    print(f"\n{name}: {steps} steps, medians of {repeat}, load {os.getloadavg()[0]:.1f}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 1)}")
+    for mode, m in modes.items():
+        print(
+            f"| {mode} | {m.wall_s:.1f} | {modes['sync'].wall_s / m.wall_s:.2f} x | {m.cpu_share:.0%} | "
+            f"{m.rollout_idle:.0%} | {m.trainer_idle:.0%} | {m.rollout_s:.1f} | {m.train_s:.1f} | {m.bound_s:.1f} | "
+            f"{m.bound_s / m.wall_s:.0%} | {m.accuracy:.2f} |"
+        )
+
+
+def draw(workloads: dict[str, dict[str, Measured]], file: Path) -> None:
+    """Mean reward against wall-clock, a panel for each workload."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"\nno {file}: matplotlib is not installed (pip install -e '.[bench]')")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(workloads), figsize=(6 * len(workloads), 4), squeeze=False)
+    for panel, (name, modes) in zip(panels[0], workloads.items(), strict=True):
+        for mode, measured in modes.items():
+            panel.plot(*zip(*measured.curve, strict=True), label=mode)
+        panel.set(title=name, xlabel="wall-clock, s", ylabel="mean reward of a step", ylim=(0, 1))
+        panel.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    print(f"\n{file}")
+
+
+def main(steps: int, repeat: int, trial: int, plot: Path, seed: int) -> None:
+    sys.path.append(str(Path(__file__).resolve().parent))  # actors find `modes:slow_reward` there
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(Path(directory), steps, seed)
+        connect()
+        split = best_split(bench, trial)
+        workloads = {
+            "plain": compare(bench, split, repeat, slow=False),
+            "slow rewards": compare(bench, split, repeat, slow=True),
+        }
+    for name, modes in workloads.items():
+        table(name, steps, repeat, modes)
+    busy = workloads["slow rewards"]["sync"].cpu_share
+    print(f"\nsync with slow rewards keeps {busy:.0%} of the CPU busy (declared: at most 60%)")
+    draw(workloads, plot)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="train steps of each run")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each mode; medians count")
+    parser.add_argument(
+        "--trial", type=int, default=10, help="train steps of each thread split that sync is tried with"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of data, sampling and model")
+    parser.add_argument("--plot", type=Path, default=Path("modes.png"), help="where the plot goes")
+    parser.add_argument("--quick", action="store_true", help="a few steps, once: whether it works, not how well")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.steps, chosen.repeat, chosen.trial = 4, 1, 2
+    main(chosen.steps, chosen.repeat, chosen.trial, chosen.plot, chosen.seed)

@@ -1,0 +1,170 @@
+"""Who has which pool: scoring and training tasks are ordered as their inputs and their hardware come free.
+
+Called by `scheduler.py` after every event that may have changed a step, a replica or a version. A task of the trainer
+holds one lease, granted when its inputs exist, earliest step first. Where replicas stand in the same pool they sleep
+meanwhile, and wake once no formed step needs the pool any more.
+"""
+
+from typing import Any
+
+from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch, TrainStep
+from engine.ids import StepId
+from engine.scheduling.orders import Orders
+from engine.states.pool import ROLLOUT, PoolLease
+from engine.states.replica import Replica
+from engine.states.state import State
+from engine.states.step import Step
+
+OUT_OF_THE_WAY = ("asleep", "lost")
+"""Replicas in these states use nothing of their pool."""
+TRAIN = "train"
+
+
+class PoolScheduling:
+    """Orders the tasks of formed steps, and the replicas of shared pools to sleep and to wake."""
+
+    def __init__(self, state: State, orders: Orders) -> None:
+        self.state = state
+        self.pools = state.pools
+        self.orders = orders
+        self._shared = [lease for lease in self.pools.leases if lease.shared]
+
+    def advance(self) -> None:
+        """Lease what is free to who may have it."""
+        state = self.state
+        if len(state.steps) > 1:
+            for step in state.formed_steps:
+                for task in self._tasks_left(step):
+                    lease = self.pools.of(task)
+                    if lease.task in ("", ROLLOUT) and self._inputs_exist(step, task) and self._make_room(lease):
+                        self._order(step, task, lease)
+        for lease in self._shared:
+            self._look_after_replicas(lease)
+
+    def _look_after_replicas(self, lease: PoolLease) -> None:
+        """Rollout has a shared pool unless a formed step needs it; a replica that joins meanwhile sleeps as well."""
+        if not lease.task and not self._needed(lease):
+            self.state.lease(lease, ROLLOUT)
+        lease.wanted = lease.task == ROLLOUT and any(
+            self.pools.of(task) is lease and self._inputs_exist(step, task)
+            for step in self.state.formed_steps
+            for task in self._tasks_left(step)
+        )
+        if lease.task != ROLLOUT:
+            self._send_all_to_sleep(lease)
+        elif not lease.wanted:
+            self._wake(lease)
+
+    def release(self, step: StepId, task: str | None = None) -> None:
+        """A task of a step needs its pool no more; None: no task of it does."""
+        for lease in self.pools.leases:
+            if lease.step == step and task in (None, lease.task):
+                self.state.give_back(lease)
+
+    def scores_ahead(self, first: Step) -> bool:
+        """Whether a scoring task of the step after `first` could begin now, so that its batch is worth forming."""
+        tasks = self.state.limits.scoring_tasks
+        return any(
+            self._needs_no_weights(task) and not lease.shared and not lease.task and lease is not self.pools.of(TRAIN)
+            for task in tasks
+            if (lease := self.pools.of(task)) is not None and task not in self._tasks_left(first)
+        )
+
+    # deciding
+
+    @staticmethod
+    def _needs_no_weights(task: str) -> bool:
+        """Whether a scoring task may run before the step before it is trained: the reference never changes."""
+        return task == "ref_logprobs"
+
+    def _tasks_left(self, step: Step) -> list[str]:
+        """Tasks that are neither done nor ordered, in their order; training comes last."""
+        if step.state != "scoring":
+            return []
+        names = self.state.limits.scoring_tasks
+        known = (*step.done, *step.under_way)
+        return [*(name for place, name in enumerate(names) if place not in known), TRAIN]
+
+    def _needed(self, lease: PoolLease) -> bool:
+        """Whether a formed step has a task left that is done there."""
+        return any(self.pools.of(task) is lease for step in self.state.formed_steps for task in self._tasks_left(step))
+
+    def _inputs_exist(self, step: Step, task: str) -> bool:
+        state = self.state
+        if task == TRAIN:
+            scored = len(step.done) == len(state.limits.scoring_tasks)
+            return scored and step.id == state.steps_trained and not state.publishing and self._synced()
+        return self._needs_no_weights(task) or step.id == state.steps_trained
+
+    def _synced(self) -> bool:
+        """Whether training need not wait for replicas to have the newest weights."""
+        state = self.state
+        return not state.limits.train_after_sync or all(
+            replica.version == state.latest_version or replica.state == "lost" or replica.held >= 0
+            for replica in state.fleet.rollouts()
+        )
+
+    def _make_room(self, lease: PoolLease) -> bool:
+        """Whether a pool is free for a task; where replicas stand in it they are sent to sleep first."""
+        if not lease.shared:
+            return True
+        self._send_all_to_sleep(lease)
+        if any(replica.state not in OUT_OF_THE_WAY for replica in self._replicas(lease)):
+            return False
+        if lease.task:
+            self.state.give_back(lease)
+        return True
+
+    def _replicas(self, lease: PoolLease) -> list[Replica]:
+        """Those of its replicas that were ever seen."""
+        replicas = self.state.fleet.replicas
+        return [replicas[id] for id in lease.replicas if id in replicas]
+
+    # ordering
+
+    def _order(self, step: Step, task: str, lease: PoolLease) -> None:
+        state = self.state
+        state.lease(lease, task, step.id)
+        order: dict[str, Any] = {
+            "step": step.id, "attempt": step.attempt, "groups": step.groups, "cause": self.orders.cause,
+        }  # fmt: skip
+        if task == TRAIN:
+            state.fire_step(step, "train")
+            self.orders.add(TrainStep(**order, staleness=step.staleness))
+        else:
+            step.under_way = (*step.under_way, state.limits.scoring_tasks.index(task))
+            self.orders.add(ScoreBatch(**order, task=task))
+
+    def _send_all_to_sleep(self, lease: PoolLease) -> None:
+        """All that can be; held-out rows are measured to their end first, and an install under way is finished."""
+        for replica in self._replicas(lease):
+            if replica.state == "ready" and not replica.chunks:
+                self._send_to_sleep(replica)
+
+    def _send_to_sleep(self, replica: Replica) -> None:
+        """Park what runs there. What was being staged is staged again while it sleeps, under another attempt."""
+        replica.staging = replica.staged = None
+        replica.sync_attempt += 1
+        self.state.fire_replica(replica, "yield")
+        self.orders.add(PauseReplica(**self._address(replica), version=replica.version, mode="sleep"))
+
+    def _wake(self, lease: PoolLease) -> None:
+        """Wake who sleeps: with the version it is behind by once that is staged, else as it is."""
+        for replica in self._replicas(lease):
+            if replica.state != "asleep":
+                continue
+            target = self.state.target_of(replica)
+            if replica.version >= target:
+                self.state.fire_replica(replica, "wake")
+                self.orders.add(ResumeReplica(**self._address(replica)))
+            elif replica.staged == target:
+                self.state.fire_replica(replica, "install")
+                self.orders.add(InstallWeights(**self._address(replica), version=target))
+
+    def _address(self, replica: Replica) -> dict[str, int]:
+        return {
+            "replica": replica.id,
+            "incarnation": replica.incarnation,
+            "attempt": replica.sync_attempt,
+            "cause": self.orders.cause,
+        }

@@ -1,0 +1,293 @@
+"""Tasks that share hardware take turns on it; those that do not, overlap. Each line is one fact or one order."""
+
+from typing import Any
+
+import pytest
+
+from engine.commands import (
+    Command,
+    InstallWeights,
+    PauseReplica,
+    PublishWeights,
+    ResumeGroup,
+    ResumeReplica,
+    ScoreBatch,
+    TrainStep,
+)
+from engine.errors import ConfigError
+from engine.events import (
+    BatchScored,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaPaused,
+    RowsMeasured,
+    StepFailed,
+    SyncFailed,
+    WeightsInstalled,
+    WeightsStaged,
+)
+from engine.scheduling.pools import PoolScheduling
+from engine.simulation.judge import Finding
+from engine.simulation.world import Setting, World
+from engine.states.limits import Limits, Pool, ValidationLimits
+from tests.core.scripted import Scripted
+
+TOGETHER = (Pool(tasks=("rollout", "train", "old_logprobs", "ref_logprobs"), replicas=(0,)),)
+REFERENCE_APART = (
+    Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train", "old_logprobs")), Pool(tasks=("ref_logprobs",)),
+)  # fmt: skip
+LENT = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,)))
+
+
+def small(pools: tuple[Pool, ...], *, replicas: int = 1, slots: int = 100, **limits: Any) -> Scripted:
+    figures = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, **limits}
+    return Scripted(replicas=replicas, slots=slots, prompts=100, pools=pools, **figures)
+
+
+def place(run: Scripted, id: int = 0) -> dict[str, int]:
+    replica = run.state.fleet.replicas[id]
+    return {"replica": id, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
+
+
+def sleep(run: Scripted, id: int = 0) -> list[Command]:
+    """A replica that was sent to sleep parks what it runs and sleeps."""
+    run.abort(*run.state.fleet.replicas[id].groups)
+    return run.tell(ReplicaPaused(**place(run, id)))
+
+
+def states(run: Scripted) -> list[str]:
+    return [replica.state for replica in run.state.fleet.replicas.values()]
+
+
+def score(run: Scripted, task: str) -> list[Command]:
+    last = next(order for order in reversed(run.ordered(ScoreBatch)) if order.task == task)
+    return run.tell(BatchScored(step=last.step, attempt=last.attempt, task=task))
+
+
+def scores(run: Scripted) -> list[tuple[int, str]]:
+    return [(order.step, order.task) for order in run.ordered(ScoreBatch)]
+
+
+def test_replicas_sleep_while_their_pool_trains_and_wake_with_the_new_weights() -> None:
+    run = small(TOGETHER)
+    run.finish(0, 1)
+    assert states(run) == ["yielding"] and not run.ordered(TrainStep)
+    assert run.ordered(PauseReplica)[-1].mode == "sleep"
+    orders = sleep(run)
+    assert states(run) == ["asleep"] and [order.groups for order in orders if isinstance(order, TrainStep)] == [(0, 1)]
+    assert run.state.ledger.parked == 2 and not run.running()
+    run.train()
+    assert states(run) == ["asleep"], "the weights leave the pool before the lease passes on"
+    run.publish()
+    assert states(run) == ["asleep"], "nothing runs on old weights where newer ones are on their way"
+    run.tell(WeightsStaged(**place(run), version=1))
+    assert run.ordered(InstallWeights)[-1].version == 1 and states(run) == ["installing"]
+    orders = run.tell(WeightsInstalled(**place(run), version=1))
+    assert states(run) == ["ready"] and any(isinstance(order, ResumeReplica) for order in orders)
+    assert [order.group for order in orders if isinstance(order, ResumeGroup)] == [2, 3], "from their prefixes"
+
+
+def test_a_step_that_publishes_nothing_wakes_replicas_as_they_are() -> None:
+    run = small(TOGETHER, sync_every=2)
+    run.finish(0, 1)
+    sleep(run)
+    run.train()
+    assert states(run) == ["ready"] and not run.ordered(InstallWeights)
+    assert isinstance(run.ordered(ResumeReplica)[-1], ResumeReplica) and run.running() == [2, 3]
+
+
+def test_rollout_yields_once_for_all_tasks_of_a_step() -> None:
+    run = small(TOGETHER, scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1)
+    sleep(run)
+    assert scores(run) == [(0, "ref_logprobs")]
+    score(run, "ref_logprobs")
+    assert scores(run) == [(0, "ref_logprobs"), (0, "old_logprobs")] and states(run) == ["asleep"]
+    score(run, "old_logprobs")
+    assert len(run.ordered(TrainStep)) == 1 and states(run) == ["asleep"]
+
+
+def test_a_batch_that_is_ready_already_is_trained_before_rollout_goes_on() -> None:
+    run = small(TOGETHER)
+    run.finish(0, 1, 2, 3)
+    assert run.state.steps_batched == 1 and states(run) == ["yielding"]
+    sleep(run)
+    run.train()
+    run.publish()
+    assert [order.step for order in run.ordered(TrainStep)] == [0, 1] and states(run) == ["asleep"]
+
+
+def test_the_reference_scores_the_next_batch_while_this_one_is_trained() -> None:
+    run = small(REFERENCE_APART, scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1, 2, 3)
+    assert scores(run) == [(0, "ref_logprobs"), (0, "old_logprobs")], "side by side"
+    score(run, "old_logprobs")
+    assert not run.ordered(TrainStep) and run.state.steps_batched == 1
+    score(run, "ref_logprobs")
+    assert [order.step for order in run.ordered(TrainStep)] == [0]
+    assert scores(run)[2:] == [(1, "ref_logprobs")] and run.state.steps_batched == 2
+    score(run, "ref_logprobs")
+    assert len(scores(run)) == 3, "old log-probs need the weights of the step before"
+    run.finish(*run.running())
+    assert run.state.steps_batched == 2, "one batch ahead is as much as anyone can use"
+    run.train()
+    assert len(scores(run)) == 3, "their pool is free once the weights are published"
+    run.publish()
+    assert scores(run)[3:] == [(1, "old_logprobs")]
+
+
+def test_old_log_probs_wait_for_the_training_before_them_and_for_its_pool() -> None:
+    apart = (Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)), Pool(tasks=("ref_logprobs",)))
+    run = small(apart, scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1, 2, 3)
+    score(run, "ref_logprobs")
+    score(run, "old_logprobs")
+    assert scores(run)[2:] == [(1, "ref_logprobs")]
+    run.train()
+    assert scores(run)[3:] == [(1, "old_logprobs")], "not before; but not for the publication either"
+
+
+def test_a_step_with_another_behind_it_is_not_the_last() -> None:
+    run = small(REFERENCE_APART, scoring_tasks=("ref_logprobs",), sync_every=2, max_steps=2)
+    run.finish(0, 1, 2, 3)
+    score(run, "ref_logprobs")
+    assert run.state.steps_batched == 2
+    run.train()
+    assert not run.state.publishing, "the second step is"
+    score(run, "ref_logprobs")
+    run.train()
+    assert run.ordered(PublishWeights)[-1].steps == 2
+
+
+def test_a_pool_that_a_step_still_needs_does_not_go_back_in_between() -> None:
+    pools = (Pool(tasks=("rollout", "train", "old_logprobs"), replicas=(0,)), Pool(tasks=("ref_logprobs",)))
+    run = small(pools, scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1)
+    sleep(run)
+    score(run, "old_logprobs")
+    assert states(run) == ["asleep"] and not run.ordered(TrainStep), "the reference is still being asked"
+    score(run, "ref_logprobs")
+    assert len(run.ordered(TrainStep)) == 1
+
+
+def test_a_failed_task_redoes_the_batch_and_the_others_answer_is_an_echo() -> None:
+    run = small(REFERENCE_APART, scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1)
+    run.tell(StepFailed(step=0, attempt=1, reason="the scorer died"))
+    assert [(order.attempt, order.task) for order in run.ordered(ScoreBatch)[2:]] == [
+        (2, "ref_logprobs"), (2, "old_logprobs"),
+    ]  # fmt: skip
+    echoes = run.state.stale_echoes
+    run.tell(BatchScored(step=0, attempt=1, task="old_logprobs"))
+    assert run.state.stale_echoes == echoes + 1 and not run.ordered(TrainStep)
+
+
+def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
+    run = small(LENT, replicas=2, slots=2)
+    assert sorted(run.state.fleet.replicas[1].groups) and states(run) == ["ready", "ready"]
+    lent = list(run.state.fleet.replicas[1].groups)
+    mine = list(run.state.fleet.replicas[0].groups)
+    run.finish(*mine)
+    assert states(run) == ["ready", "yielding"]
+    sleep(run, 1)
+    assert len(run.ordered(TrainStep)) == 1 and states(run) == ["ready", "asleep"]
+    resumed = [order for order in run.ordered(ResumeGroup) if order.group in lent]
+    assert resumed and all(order.replica == 0 for order in resumed), "they go on elsewhere, from their prefixes"
+
+
+def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
+    run = small(TOGETHER)
+    run.finish(0, 1)
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    assert len(run.ordered(TrainStep)) == 1, "who is lost uses nothing"
+    run.tell(ReplicaJoined(replica=0, incarnation=2, slots=4, version=0))
+    assert states(run) == ["yielding"] and not run.running()
+    run.tell(ReplicaPaused(**place(run)))
+    run.train()
+    run.publish()
+    run.tell(WeightsStaged(**place(run), version=1))
+    run.tell(WeightsInstalled(**place(run), version=1))
+    assert states(run) == ["ready"] and run.running()
+
+
+def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() -> None:
+    run = small(TOGETHER, infrastructure_attempts=3)
+    run.finish(0, 1)
+    for tried in (1, 2):
+        assert len(run.ordered(PauseReplica)) == tried
+        run.tell(SyncFailed(**place(run), version=0, reason="no memory"))
+        assert states(run) == ["yielding"] and not run.ordered(TrainStep)
+    run.tell(SyncFailed(**place(run), version=0, reason="no memory"))
+    assert states(run) == ["lost"] and len(run.ordered(TrainStep)) == 1
+
+
+def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_sleeps() -> None:
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(1,)))
+    run = small(pools, replicas=2, slots=2, validation=ValidationLimits(rows=9, rows_per_slot=1, at_start=True))
+    run.finish(*run.state.fleet.replicas[1].groups)
+    assert states(run) == ["ready", "ready"] and not run.ordered(TrainStep)
+    for chunk in (0, 1):
+        assert list(run.state.fleet.replicas[0].chunks) == [0, 1][chunk:], "none is begun"
+        run.tell(
+            RowsMeasured(validation=0, chunk=chunk, attempt=1, replica=0, incarnation=1, version=0, measured=1, right=1,
+                         reward=1.0)
+        )  # fmt: skip
+    assert states(run) == ["yielding", "ready"]
+
+
+def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
+    run = small((), replicas=2, train_after_sync=True)
+    run.finish(0, 1, 2, 3)
+    run.train()
+    run.publish()
+    assert run.state.steps_batched == 2 and len(run.ordered(TrainStep)) == 1
+    run.install(0)
+    assert len(run.ordered(TrainStep)) == 1
+    run.install(1)
+    assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pools", "more", "law"),
+    [
+        ((Pool(tasks=("rollout",), replicas=(0,)),), {}, "nothing trains"),
+        ((Pool(tasks=("train", "dream")),), {}, "is not a task"),
+        ((Pool(tasks=("train",)), Pool(tasks=("train",))), {}, "is done in pools"),
+        ((Pool(tasks=("train",), replicas=(0,)),), {}, "replicas stand where rollout"),
+        ((Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(0,))), {}, "one pool"),
+        (TOGETHER, {"train_after_sync": True}, "it would wait for ever"),
+    ],
+)
+def test_unlawful_pools_are_refused(pools: tuple[Pool, ...], more: dict[str, bool], law: str) -> None:
+    with pytest.raises(ConfigError, match=law):
+        Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, pools=pools, **more)  # type: ignore[arg-type]
+
+
+def worlds(count: int) -> list[World]:
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
+    figures = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, pools=pools)
+    return [World(Setting(limits=figures, replicas=2, prompts=20, seed=seed)) for seed in range(count)]
+
+
+def nobody_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolScheduling, "_send_all_to_sleep", lambda self, lease: None)
+    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "lost", "ready"))
+
+
+def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "lost", "yielding"))
+
+
+def nobody_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolScheduling, "_wake", lambda self, lease: None)
+
+
+@pytest.mark.parametrize("put_in", [nobody_sleeps, nobody_is_waited_for, nobody_wakes])
+def test_wrong_variants_are_caught(put_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for world in worlds(5):
+        world.run()
+    put_in(monkeypatch)
+    with pytest.raises(Finding, match=r"liveness|works in the pool"):
+        for world in worlds(5):
+            world.check = False
+            world.run()

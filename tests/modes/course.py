@@ -1,0 +1,226 @@
+"""The course of a run as its record tells it: who started when on which weights, who was trained when and beside whom.
+
+Made from events and commands alone, of a real run's record or of a simulated world's; never from the configuration and
+never from the scheduler's own books. `definitions.py` says in these terms what each mode is.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.commands import (
+    AbortGroup,
+    Command,
+    EnterState,
+    PauseReplica,
+    PublishWeights,
+    ResumeGroup,
+    ResumeReplica,
+    ScoreBatch,
+    StartGroup,
+    TrainStep,
+)
+from engine.events import (
+    BatchScored,
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaPaused,
+    StepFailed,
+    StepTrained,
+    WeightsInstalled,
+    WeightsPublished,
+)
+from engine.ids import GroupId, ReplicaId, StepId, Version
+from engine.schedule import Handled, read
+from engine.schedule.recorder import MemoryRecorder
+
+Key = tuple[int, int, Version]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A group's first start: position in the record, and the version its replica had."""
+
+    group: GroupId
+    at: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A group cut short: position in the record, tokens it had, and whether its replica was on its way to sleep."""
+
+    group: GroupId
+    at: int
+    tokens: int
+    asleep: bool
+
+
+@dataclass
+class Trained:
+    """A train step: its groups, the positions between which it was trained, and who ran at any time between them."""
+
+    groups: tuple[GroupId, ...]
+    said: tuple[int, ...]
+    """Staleness as the order has it."""
+    ordered: int
+    done: int = -1
+    beside: set[GroupId] = field(default_factory=set)
+    """Groups that held a slot of a replica that was awake, while it was trained."""
+
+
+class Course:
+    """Everything below is in the order of the record, whose positions are its events' numbers."""
+
+    def __init__(self, frames: Iterable[tuple[Event, tuple[Command, ...]]]) -> None:
+        self.begun: dict[GroupId, Begun] = {}
+        self.generated: dict[GroupId, GroupGenerated] = {}
+        self.ready_at: dict[GroupId, int] = {}
+        self.cut: list[Cut] = []
+        self.resumed: list[tuple[int, GroupId]] = []
+        self.preferred: list[tuple[Key, Key]] = []
+        """Of every group that goes on: unfinished trajectories, tokens (negative), oldest version; and the least that
+        any parked group had then."""
+        self._parked: dict[GroupId, Key] = {}
+        self.failed: set[GroupId] = set()
+        self.steps: dict[StepId, Trained] = {}
+        self.steps_in: dict[Version, int] = {0: 0}
+        """Train steps in each version that was published."""
+        self.installed: list[tuple[int, ReplicaId, Version]] = []
+        self.sleeps: list[tuple[int, ReplicaId]] = []
+        self.scored: list[tuple[int, int, StepId, str]] = []
+        """(ordered at, done at, step, task)."""
+        self.entered: list[tuple[int, GroupId, str]] = []
+        self.left_empty: dict[GroupId, int] = {}
+        """Slots that stayed empty on the replica where a group was generated, unless that was on its way to sleep."""
+        self._slots: dict[ReplicaId, int] = {}
+        self._paused: set[ReplicaId] = set()
+        self._running: dict[GroupId, ReplicaId] = {}
+        self._attempts: dict[GroupId, int] = {}
+        self._versions: dict[ReplicaId, Version] = {}
+        self._to_sleep: set[ReplicaId] = set()
+        self._publishing: dict[Version, int] = {}
+        self._scoring: dict[tuple[StepId, str], int] = {}
+        self._training: StepId | None = None
+        for at, (event, commands) in enumerate(frames):
+            self._happened(at, event)
+            for command in commands:
+                self._ordered(at, command)
+            if self.ready_at and next(reversed(self.ready_at.values())) == at:
+                self._look_at_slot(event)
+
+    def _look_at_slot(self, event: Event) -> None:
+        """A group was generated, and everything that follows was ordered: was its slot taken?"""
+        if isinstance(event, GroupGenerated) and event.replica not in self._paused:
+            held = sum(replica == event.replica for replica in self._running.values())
+            self.left_empty[event.group] = self._slots[event.replica] - held
+
+    # facts
+
+    def _happened(self, at: int, event: Event) -> None:
+        match event:
+            case ReplicaJoined():
+                self._versions[event.replica] = event.version
+                self._slots[event.replica] = event.slots
+                self._to_sleep.discard(event.replica)
+                self._paused.discard(event.replica)
+            case WeightsInstalled():
+                self._versions[event.replica] = event.version
+                self.installed.append((at, event.replica, event.version))
+            case ReplicaPaused() if event.replica in self._to_sleep:
+                self.sleeps.append((at, event.replica))
+            case ReplicaLost():
+                self._running = {g: r for g, r in self._running.items() if r != event.replica}
+            case GroupGenerated() if self._leaves(event):
+                self.generated[event.group] = event
+                self.ready_at[event.group] = at
+            case GroupAborted() if self._leaves(event):
+                self.cut.append(Cut(event.group, at, event.tokens, event.replica in self._to_sleep))
+                self._parked[event.group] = (event.unfinished, -event.tokens, event.oldest_version)
+            case GroupFailed() if self._leaves(event):
+                self.failed.add(event.group)
+            case WeightsPublished():
+                self.steps_in[event.version] = self._publishing[event.version]
+            case BatchScored() if (event.step, event.task) in self._scoring:
+                ordered = self._scoring.pop((event.step, event.task))
+                self.scored.append((ordered, at, event.step, event.task))
+            case StepTrained() if self._training == event.step:
+                self.steps[event.step].done = at
+                self._training = None
+            case StepFailed() if self._training == event.step:
+                self._training = None
+
+    def _leaves(self, event: GroupGenerated | GroupAborted | GroupFailed) -> bool:
+        """Whether this is the group's newest attempt, which then holds no slot any more."""
+        if self._attempts.get(event.group) != event.attempt or event.group not in self._running:
+            return False
+        del self._running[event.group]
+        return True
+
+    # orders
+
+    def _ordered(self, at: int, command: Command) -> None:
+        match command:
+            case StartGroup():
+                self.begun.setdefault(command.group, Begun(command.group, at, self._versions.get(command.replica, 0)))
+                self._seat(command)
+            case ResumeGroup():
+                self.resumed.append((at, command.group))
+                if command.group in self._parked:
+                    kept = [key for key in self._parked.values() if key[1]]
+                    self.preferred.append((self._parked[command.group], min(kept)))
+                self._seat(command)
+            case AbortGroup():
+                self._running.pop(command.group, None)
+            case ResumeReplica():
+                self._paused.discard(command.replica)
+            case PauseReplica():
+                self._paused.add(command.replica)
+                (self._to_sleep.add if command.mode == "sleep" else self._to_sleep.discard)(command.replica)
+            case TrainStep():
+                self.steps[command.step] = Trained(command.groups, command.staleness, at)
+                self.steps[command.step].beside = set(self._running)
+                self._training = command.step
+            case ScoreBatch():
+                self._scoring[command.step, command.task] = at
+            case PublishWeights():
+                self._publishing[command.version] = command.steps
+            case EnterState():
+                self.entered.append((at, command.group, command.state))
+
+    def _seat(self, command: StartGroup | ResumeGroup) -> None:
+        self._parked.pop(command.group, None)
+        self._running[command.group] = command.replica
+        self._attempts[command.group] = command.attempt
+        if self._training is not None:
+            self.steps[self._training].beside.add(command.group)
+
+    # figures
+
+    @property
+    def batches(self) -> list[tuple[GroupId, ...]]:
+        return [self.steps[step].groups for step in sorted(self.steps)]
+
+    def staleness(self, step: StepId) -> list[int]:
+        """Of every group of a step: how many train steps behind it its oldest token was."""
+        return [step - self.steps_in[self.generated[group].oldest_version] for group in self.steps[step].groups]
+
+    def every_staleness(self) -> list[int]:
+        """Of every group trained on, in the order of the steps."""
+        return [stale for step in sorted(self.steps) for stale in self.staleness(step)]
+
+    @property
+    def out_of_order(self) -> int:
+        """Groups trained on before one that had started earlier."""
+        taken = [(step, self.begun[group].at) for step in sorted(self.steps) for group in self.steps[step].groups]
+        return sum(any(s > step and b < begun for s, b in taken) for step, begun in taken)
+
+
+def course_of(source: Path | MemoryRecorder) -> Course:
+    """Of a run's directory, or of a record in memory."""
+    record = read(source / "schedule" if isinstance(source, Path) else source)
+    return Course((frame.event, frame.commands) for frame in record.frames() if isinstance(frame, Handled))

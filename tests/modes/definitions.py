@@ -1,0 +1,129 @@
+"""What each mode is, as statements about the course of a run (docs/MODES.md says them in words).
+
+Each raises AssertionError where the record does not keep to it. They hold where no group is filtered, fails or is lost,
+and no validation holds a replica back from newer weights; "at most" holds always.
+"""
+
+from itertools import pairwise
+
+from engine.ids import GroupId
+from tests.modes.course import Course
+
+
+def is_synchronous(course: Course) -> None:
+    """Every token is of the weights that are trained on it, and nothing generates while a step is trained."""
+    assert course.steps
+    assert set(course.every_staleness()) == {0}
+    for step, trained in course.steps.items():
+        assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
+
+
+def is_one_step_off(course: Course) -> None:
+    """The first batch and the second are of the initial weights; from then on every group is exactly one step old."""
+    assert len(course.steps) > 2
+    for step in course.steps:
+        assert set(course.staleness(step)) == {min(step, 1)}, f"step {step}: {course.staleness(step)}"
+    for batch in whole_batches(course):
+        versions = {course.begun[group].version for group in batch}
+        assert len(versions) == 1, f"the batch of group {batch[0]} began on versions {sorted(versions)}"
+    assert any(course.steps[step].beside & set(course.steps[step + 1].groups) for step in list(course.steps)[:-1])
+
+
+def is_generate_ahead(course: Course, ahead: int) -> None:
+    """Whole batches in order, begun so many train steps before their own at most; none is trained when older."""
+    assert max(course.every_staleness()) <= ahead - 1
+    assert max(steps_early(course)) <= ahead - 1
+
+
+def steps_early(course: Course) -> list[int]:
+    """By batch: train steps between the weights it began on and its own step."""
+    return [
+        number - min(course.steps_in[course.begun[group].version] for group in batch)
+        for number, batch in enumerate(whole_batches(course))
+    ]
+
+
+def is_fully_async(course: Course, staleness: int) -> None:
+    """No group is older than the bound, rollout goes on beside training, and what is ready first is trained first."""
+    assert max(course.every_staleness()) <= staleness
+    assert any(trained.beside for trained in course.steps.values()), "nothing ran beside training"
+    takes_ready_first(course)
+
+
+def is_partial_rollout(course: Course, staleness: int) -> None:
+    """What runs when a batch is full is interrupted, sleeps through training, and goes on from what it has."""
+    assert max(course.every_staleness()) <= staleness
+    for step, trained in course.steps.items():
+        assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
+    trained_groups = {group for batch in course.batches for group in batch}
+    resumed = {group for _, group in course.resumed}
+    assert all(cut.asleep for cut in course.cut)
+    assert {cut.group for cut in course.cut if cut.tokens} & trained_groups <= resumed, (
+        "an interrupted group began anew"
+    )
+    assert all(key == least for key, least in course.preferred), "another group should have gone on first"
+    kept_busy(course, len(course.steps[0].groups))
+
+
+def interrupted(course: Course) -> set[GroupId]:
+    """Groups that were cut short with tokens, went on, and were trained on with tokens from before and after."""
+    mixed = {group for group, end in course.generated.items() if end.oldest_version < end.newest_version}
+    trained_groups = {group for batch in course.batches for group in batch}
+    return (
+        {cut.group for cut in course.cut if cut.tokens}
+        & {group for _, group in course.resumed}
+        & mixed
+        & trained_groups
+    )
+
+
+def is_stream(course: Course, steps: int, ahead: int) -> None:
+    """Every version but the last holds so many train steps more than the one before it, and when a group begins at most
+    `ahead` groups have begun, itself included, that the steps of its weights have not consumed."""
+    versions = sorted(course.steps_in)
+    held = [course.steps_in[v] - course.steps_in[v - 1] for v in versions[1:]]
+    assert len(held) > 1
+    assert set(held[:-1]) == {steps}, held
+    assert 1 <= held[-1] <= steps
+    batch = len(course.steps[0].groups)
+    in_order = sorted(course.begun.values(), key=lambda begun: (begun.at, begun.group))
+    beyond = [number - course.steps_in[begun.version] * batch for number, begun in enumerate(in_order, start=1)]
+    assert max(beyond) <= ahead, beyond
+
+
+def whole_batches(course: Course) -> list[tuple[GroupId, ...]]:
+    """The batches in order, where each was begun only once the one before it was generated, and trained as it was."""
+    batches = [tuple(sorted(batch)) for batch in course.batches]
+    taken = [group for batch in batches for group in batch]
+    assert taken == list(range(len(taken))), "batches are trained in the order of their draws"
+    for before, batch in pairwise(batches):
+        ended = max(course.ready_at[group] for group in before)
+        assert all(course.begun[group].at >= ended for group in batch), f"the batch of group {batch[0]} began too early"
+    return batches
+
+
+def takes_ready_first(course: Course) -> None:
+    """A group is passed over only for one that is due earlier: that started on older weights."""
+    for step, trained in course.steps.items():
+        later = [group for other in course.steps if other > step for group in course.steps[other].groups]
+        for left in later:
+            passed = [g for g in trained.groups if course.ready_at[g] > course.ready_at[left]]
+            older = [
+                course.steps_in[course.begun[g].version] < course.steps_in[course.begun[left].version] for g in passed
+            ]
+            assert all(older), f"step {step} passed over group {left}, which was ready before {passed}"
+
+
+def kept_busy(course: Course, batch: int) -> None:
+    """Whenever a group ends and the batch is not full, the slot is taken in the same breath; but for the end of the
+    run, when nothing is started any more."""
+    last = max(begun.at for begun in course.begun.values())
+    looked_at = 0
+    for group, slots in course.left_empty.items():
+        at = course.ready_at[group]
+        formed = sum(trained.ordered <= at for trained in course.steps.values())
+        ready = sum(other <= at for other in course.ready_at.values()) - formed * batch
+        if ready < batch and at <= last:
+            assert slots == 0, f"{slots} slots stayed empty when group {group} ended"
+            looked_at += 1
+    assert looked_at, "no group ended before its batch was full"

@@ -1,0 +1,160 @@
+"""Short real runs of every preset in `configs/`, through Ray, whose records are what their modes are defined to be."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.actors.run import launch
+from engine.config import Config, load_config
+from tests.actors.ray_plans import SMALLEST, check_record
+from tests.modes import definitions
+from tests.modes.course import Course, course_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+BATCH = 4
+STEPS = 6
+
+SMALL = [
+    *(f"model.arithmetic.{name}={value}" for name, value in SMALLEST.items()),
+    "run.seed=3",
+    f"run.max_steps={STEPS}",
+    f"scheduler.train_batch_size={BATCH}",
+    "scheduler.samples_per_prompt=2",
+    "rollout.max_tokens=150",
+    "rollout.slots=2",
+    "trainer.learning_rate=1e-3",
+    "trainer.checkpoint_every=0",
+    "trainer.overlong_cache_tokens=149",
+    "validation.at_start=false",
+    "validation.every=0",
+    "validation.prompts=4",
+]
+"""What makes any preset quick: the smallest model and batches of four. Length alone makes advantages, for its answers
+are all wrong; validation holds no replica on the way."""
+
+SIZES = {
+    "sync": [],
+    "one_step_off": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "generate_ahead": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "fully_async": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", f"scheduler.max_concurrent_groups={BATCH}"],
+    "partial_rollout": ["rollout.slots=4", f"scheduler.max_concurrent_groups={2 * BATCH}"],
+    "stream": [],
+}
+"""What follows from batches of four, by preset."""
+
+
+def variants(preset: str) -> dict[str, list[str]]:
+    """Overrides that a preset's comment lists, by the words before them: `#   NAME: --set a.b=c --set ...`."""
+    text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
+    found = re.findall(r"^#\s+([a-z][a-z -]*): +(--set .*)$", text, re.MULTILINE)
+    return {name: [word for word in shlex.split(sets) if word != "--set"] for name, sets in found}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("presets")
+
+
+def configured(preset: str, made: Path, *overrides: str) -> Config:
+    return load_config(CONFIGS / f"{preset}.yaml", [*SMALL, *SIZES[preset], f"run.dir={made}", *overrides])
+
+
+def run(preset: str, made: Path, *overrides: str) -> tuple[Course, Path]:
+    """The course of a short run to its end, checked against every law and replayed; and where it is."""
+    run_dir = made / f"{preset}-{len(list(made.iterdir()))}"
+    run_dir.mkdir()
+    with launch(configured(preset, made, *overrides), run_dir) as handle:
+        status = handle.wait()
+    assert (status.outcome, status.step) == ("finished", status.max_steps), status.reason
+    assert status.accuracies and status.accuracies[-1][0] == status.step, "the last step is validated"
+    check_record(run_dir)
+    course = course_of(run_dir)
+    assert not course.failed
+    for step, trained in course.steps.items():
+        assert list(trained.said) == course.staleness(step), "the order says what the tokens say"
+    return course, run_dir
+
+
+def test_sync(made: Path) -> None:
+    course, _ = run("sync", made)
+    definitions.is_synchronous(course)
+    assert len(course.sleeps) == 2 * STEPS, "both replicas sleep for every step"
+
+
+def test_one_step_off(made: Path) -> None:
+    course, _ = run("one_step_off", made)
+    definitions.is_one_step_off(course)
+
+
+LAYOUTS = ["one group", "reference apart", "all apart"]
+"""dots.rl's task groups, by the names that the preset's comment gives to them."""
+
+
+def test_every_layout_that_the_preset_lists_is_tested() -> None:
+    assert list(variants("generate_ahead")) == LAYOUTS
+    shipped = configured("generate_ahead", CONFIGS)
+    assert configured("generate_ahead", CONFIGS, *variants("generate_ahead")["reference apart"]) == shipped
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generate_ahead(made: Path, layout: str) -> None:
+    course, _ = run("generate_ahead", made, *variants("generate_ahead")[layout])
+    definitions.is_generate_ahead(course, ahead=3)
+    assert {(step, task) for _, _, step, task in course.scored} == {
+        (step, task) for step in range(STEPS) for task in ("old_logprobs", "ref_logprobs")
+    }
+
+
+def test_partial_rollout(made: Path) -> None:
+    course, _ = run("partial_rollout", made)
+    definitions.is_partial_rollout(course, staleness=3)
+    assert definitions.interrupted(course), "no group went through an interruption"
+
+
+def test_fully_async(made: Path) -> None:
+    course, _ = run("fully_async", made)
+    definitions.is_fully_async(course, staleness=2)
+
+
+def test_fully_async_minibatches(made: Path) -> None:
+    course, run_dir = run("fully_async_minibatches", made)
+    definitions.is_fully_async(course, staleness=1)
+    definitions.is_stream(course, steps=1, ahead=8)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["optimizer_steps"] for row in lines if "step" in row] == [4] * STEPS
+
+
+STREAMS: dict[str, Callable[[Course], None]] = {
+    "on-policy pipeline": definitions.is_synchronous,
+    "stream off-policy": lambda course: definitions.is_stream(course, steps=4, ahead=16),
+    "async stream": lambda course: definitions.is_stream(course, steps=4, ahead=20),
+    "async stream with partial rollout": lambda course: definitions.is_stream(course, steps=4, ahead=20),
+}
+"""verl's four modes, by the name that the preset's comment gives to each."""
+
+
+def test_every_mode_that_the_stream_preset_lists_is_tested() -> None:
+    assert set(variants("stream")) == set(STREAMS)
+    shipped = configured("stream", CONFIGS)
+    assert configured("stream", CONFIGS, *variants("stream")["async stream with partial rollout"]) == shipped
+
+
+def test_every_preset_is_tested() -> None:
+    others = {"quickstart", "vllm_cpu"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} - others == set(SIZES)
+
+
+@pytest.mark.parametrize("mode", STREAMS)
+def test_stream(made: Path, mode: str) -> None:
+    overrides = [*variants("stream")[mode], "run.max_steps=9"]
+    course, _ = run("stream", made, *overrides)
+    STREAMS[mode](course)
+    assert max(course.every_staleness()) <= configured("stream", made, *overrides).scheduler.max_staleness_steps
+    assert not course.cut or mode == "async stream with partial rollout"
