@@ -5,7 +5,7 @@ from typing import Any
 from token_generator import TokenGenerator
 
 from engine.commands import PauseReplica, ResumeReplica
-from engine.events import StepTrained
+from engine.events import StepTrained, SyncFailed
 from engine.roles import Generated, GroupWork
 from engine.schedule import Handled, read
 
@@ -44,6 +44,7 @@ def check_asleep_at_each_step(record: Any, steps: int) -> None:
     for frame in read(record).frames():
         if not isinstance(frame, Handled):
             continue
+        assert not isinstance(frame.event, SyncFailed), frame.event.reason
         if isinstance(frame.event, StepTrained):
             assert asleep == {0, 1}, f"step {frame.event.step} was trained while somebody was awake"
             trained += 1
