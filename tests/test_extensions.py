@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.policies import PolicySet, added, registry
 from engine.simulation.proof import own_policies, prove, scaled_down
 from engine.states.limits import AddedState, Limits, ValidationLimits
-from engine.states.view import GroupView, ReplicaView, ValidationView, View
+from engine.states.view import GroupView, PoolView, ReplicaView, ValidationView, View
 from tests.core.scripted import Scripted
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -226,7 +226,7 @@ def test_the_names_of_the_engines_own_policies_need_no_proof() -> None:
 def test_the_page_names_every_decision_every_policy_and_every_field() -> None:
     page = (EXAMPLES.parent / "docs" / "EXTENDING.md").read_text(encoding="utf-8")
     fields = [name for name in dir(View) if not name.startswith("_")]
-    fields += [*GroupView._fields, *ReplicaView._fields, *ValidationView._fields]
+    fields += [*GroupView._fields, *ReplicaView._fields, *ValidationView._fields, *PoolView._fields]
     chosen = [name for decision in policies.DEFAULTS for name in (decision, *registry._REGISTERED[decision])]
     missing = [name for name in {*fields, *chosen} if f"`{name}`" not in page and f"`{name}(" not in page]
     assert not missing

@@ -25,8 +25,8 @@ from engine.tasks.rewards import load_coroutine
 AGENT = ("base_url", "api_key", "prompt")
 PROGRAM = ("client", "prompt")
 
-MakeGenerator = Callable[[RolloutBackend, Any, Reward | None, SamplingParams], Generator]
-"""(backend, tokenizer, reward, sampling parameters) → what a replica hosts."""
+MakeGenerator = Callable[[RolloutBackend, Any, Reward | None, SamplingParams, bool], Generator]
+"""(backend, tokenizer, reward, sampling parameters, whether rewards are given later) → what a replica hosts."""
 
 
 def check_agent(agent: AgentSection) -> None:
@@ -74,17 +74,26 @@ def generator_maker(config: Config) -> MakeGenerator:
     responses."""
     agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
 
-    def on_gateway(backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams) -> Generator:
-        return AgentGenerator(backend, Scorer(tokenizer, reward, timeout_s=timeout_s), params=params, seed=seed)
+    def on_gateway(
+        backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
+        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
+        return AgentGenerator(backend, scorer, params=params, seed=seed)
 
-    def program(backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams) -> Generator:
+    def program(
+        backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
         rollout = load_coroutine(agent.rollout or "", PROGRAM, config_field="agent.rollout")
-        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s)
+        scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids)
         return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)
 
-    def single(backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams) -> Generator:
+    def single(
+        backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams, later: bool = False
+    ) -> Generator:
         assert reward is not None  # the configuration's laws
-        return ModelGenerator(backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s)
+        return ModelGenerator(
+            backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s, rewards_later=later
+        )
 
     return on_gateway if agent.on_gateway else program if agent.rollout is not None else single

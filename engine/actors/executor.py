@@ -14,6 +14,7 @@ from engine.commands import (
     Command,
     DiscardGroups,
     DrawPrompts,
+    EnterState,
     FinishRun,
     PublishWeights,
     ResumeGroup,
@@ -77,7 +78,7 @@ class RayExecutor:
             StopMeasuring: self._stop_measuring,
             StopReplica: lambda command: fleet.stop_replica(command.replica, command.incarnation, command.reason),
             FinishRun: finish,
-            **dict.fromkeys(TRAINER_COMMANDS, fleet.order_trainer),
+            **dict.fromkeys((*TRAINER_COMMANDS, EnterState), fleet.order_trainer),
         }
 
     def execute(self, commands: Sequence[Command]) -> None:

@@ -16,9 +16,9 @@ from engine.actors.failures import failure_reason, raised
 from engine.actors.placement import Place, place, shortfall
 from engine.actors.plan import Plan, Restore
 from engine.actors.rollout import RolloutActor
-from engine.actors.scorer_link import ScorerLinks
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
+from engine.actors.workers import Workers
 from engine.commands import Command
 from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
@@ -55,7 +55,7 @@ class ReplicaLink:
 
 
 class Fleet:
-    """The rollout actors, the trainer and the scorers of one run."""
+    """The rollout actors, the trainer and the workers of one run."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.trainer = TrainerLink(plan, given, deliver, self.spawn)
-        self._scorers = ScorerLinks(plan, given, deliver, self.spawn)
+        self._workers = Workers(plan, given, deliver, self.spawn)
 
     async def open(self, restore: Restore | None = None) -> None:
         """Start every actor and wait until each is ready; the trainer begins where `restore` says.
@@ -93,7 +93,7 @@ class Fleet:
             await asyncio.gather(
                 *(link.actor.open.remote() for link in self._links.values()),
                 self.trainer.open(restore),
-                self._scorers.open(),
+                self._workers.open(),
             )
         except RayError as error:
             raise raised(error) from None
@@ -104,7 +104,7 @@ class Fleet:
             link.actor.join.remote()
             self.spawn(self._watch(link))
         self.trainer.watch()
-        self._scorers.watch()
+        self._workers.watch()
         for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
             self.spawn(self._watch_store(name, store))
 
@@ -119,8 +119,8 @@ class Fleet:
             self._ordered[command.replica] = link
 
     def order_trainer(self, command: Command) -> None:
-        """Whatever the trainer does, or a scorer where the command's task has one."""
-        if not self._scorers.take(command):
+        """Whatever the trainer does, or a worker where there is one for it."""
+        if not self._workers.take(command):
             self.trainer.order(command)
 
     def answered(self, source: str, event: Event) -> None:
@@ -128,7 +128,7 @@ class Fleet:
         if source == "trainer":
             self.trainer.answered(event)
         else:
-            self._scorers.answered(source, event)
+            self._workers.answered(source, event)
 
     def flush(self) -> int:
         """Send what was ordered, one call per actor; how many calls."""
@@ -136,7 +136,7 @@ class Fleet:
         for link in self._ordered.values():
             link.send()
         self._ordered.clear()
-        return calls + self.trainer.flush() + self._scorers.flush()
+        return calls + self.trainer.flush() + self._workers.flush()
 
     def stop_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
         """End one life of a replica, say so, and begin the next if one is left."""
@@ -229,7 +229,7 @@ class Fleet:
         for link in self._links.values():
             link.end()
         self.trainer.close()
-        self._scorers.close()
+        self._workers.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -17,21 +17,24 @@ from engine.actors.senders import Wire
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport
 from engine.config import Config, check_backend
 from engine.config.inputs import model_directory, object_store_bytes
-from engine.config.pools import threads_of_scorers
+from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
+from engine.hosts.added import Work, unchanged
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.metrics.endpoint import FOLDER
-from engine.roles import Scorer, Trainer
+from engine.roles import Scorer as RoleScorer
+from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
+from engine.rollout.scoring import Scorer
 from engine.rollout.vllm_args import built_for_cpu, workers_of
 from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
 from engine.training.settings import TrainerSettings
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, TrajectoryGroup
 
 Progress = Callable[[float, str], None]
 
@@ -70,6 +73,8 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         prefix_every_tokens=config.durability.prefix_every_tokens,
         make_rollout=partial(make_rollout, config, inputs),
         make_trainer=partial(make_trainer, inputs.model, with_reference(settings), _apart(limits)),
+        make_work=partial(make_work, config, inputs),
+        state_timeout_s=config.reward.timeout_s,
         make_scorer=partial(make_scorer, inputs.model, with_reference(settings)),
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, stop_ids_of),
@@ -179,7 +184,7 @@ def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) ->
     return ModelTrainer(model, settings, scored_apart=scored_apart)
 
 
-def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> Scorer:
+def make_scorer(model: str, settings: Any, tasks: Sequence[str]) -> RoleScorer:
     from engine.training.scorer import ModelScorer
 
     return ModelScorer(model, settings, tasks)
@@ -207,9 +212,26 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
     likeliest = SamplingParams(max_tokens=r.max_tokens, stop_ids=stop_ids, temperature=0.0)
     make = generator_maker(config)
     return Rollout(
-        generator=make(backend, tokenizer, reward, params),
-        evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params),
+        generator=make(backend, tokenizer, reward, params, bool(rewarding(config))),
+        evaluator=make(backend, tokenizer, reward, likeliest if config.validation.greedy else params, False),
     )
+
+
+def make_work(config: Config, inputs: Inputs, state: str) -> Work:
+    """What is done in a state without work of its own: groups are rewarded, or only pass."""
+    states = [added for added in rewarding(config) if added.name == state]
+    if not states or inputs.reward is None:
+        return unchanged
+    from transformers import AutoTokenizer
+
+    tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
+    scorer = Scorer(tokenizer, load_reward(inputs.reward), threads=at_once, timeout_s=config.reward.timeout_s)
+
+    async def reward(group: TrajectoryGroup) -> TrajectoryGroup:
+        await scorer.score(group)
+        return group
+
+    return reward
 
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.errors import ConfigError
+from engine.hosts.added import Work
 from engine.hosts.prompts import Prompts
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS
 from engine.ids import ReplicaId
@@ -20,6 +21,10 @@ from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
     from engine.actors.gateway import GatewayParts
+
+
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,10 @@ class Plan:
     """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
     make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None
     """Makes what scores these tasks on a pool of their own (`Limits.scorers`); None: the trainer scores."""
+    make_work: Callable[[str], Work] | None = None
+    """Makes what is done in an added state whose policy has no `work` of its own; None: groups only pass."""
+    state_timeout_s: float | None = None
+    """How long the work on one group may take."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
     resume: bool = False
@@ -84,8 +93,8 @@ class Plan:
     replica_restarts: int = 3
     """Times each replica may be started again."""
     trainer_restarts: int = 1
-    scorer_restarts: int = 3
-    """Times each scorer may be started again."""
+    worker_restarts: int = 3
+    """Times each scorer, and the process of the added states, may be started again."""
     rollout_threads: int = 1
     trainer_threads: int = 0
     """CPU threads; 0: as many as there are cores."""
@@ -116,6 +125,11 @@ class Plan:
     def hands_over(self) -> bool:
         """Whether a scorer needs the weights after every train step."""
         return any(task in OF_TRAINED_WEIGHTS for tasks in self.limits.scorers() for task in tasks)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether replicas reward what they generate; else groups are rewarded in a state of its own."""
+        return all(state.name != REWARDING for state in self.limits.added_states)
 
     def lives(self) -> list[ReplicaId]:
         """Every replica to be started: those that generate, then those that only validate."""

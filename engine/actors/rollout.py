@@ -73,6 +73,7 @@ class RolloutActor:
             broken=self._break,
             prefix_every_tokens=plan.prefix_every_tokens,
             held_out=self._held_out(self._rollout),
+            rewarded=plan.rewarded,
         )
 
     def _held_out(self, rollout: Rollout) -> HeldOut | None:

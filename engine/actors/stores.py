@@ -40,6 +40,9 @@ class TrajectoryStoreActor:
         for group, attempt, payload in groups:
             self._store.put(group, attempt, payload, len(payload))
 
+    async def replace(self, group: GroupId, attempt: int, payload: bytes) -> None:
+        self._store.replace(group, attempt, payload, len(payload))
+
     async def partial(self, group: GroupId) -> bytes | None:
         return self._store.partial(group)
 
@@ -69,6 +72,10 @@ class RemoteTrajectories:
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         with named():
             await self._puts.put((group.group, attempt, pack_group(group)))
+
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        with named():
+            await self._store.replace.remote(group.group, attempt, pack_group(group))
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         with named():

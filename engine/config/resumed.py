@@ -28,7 +28,8 @@ def resumed_config(path: Path, recorded: Mapping[str, Any], overrides: Sequence[
         raise ConfigError("RUN", str(path.parent), "was not begun from a configuration: whoever began it can resume it")
     before, wished = parse_config(recorded), load_config(path, overrides)
     now = dict(_flat(wished.model_dump(mode="json")))
-    free = [field for field in FREE if before.validation.placement == "shared" or field != "rollout.replicas"]
+    numbered = bool(before.pools) or before.validation.placement == "own"  # which replica is whose was recorded
+    free = [field for field in FREE if not (numbered and field == "rollout.replicas")]
     for field, value in _flat(before.model_dump(mode="json")):
         if now[field] != value and not any(field == one or field.startswith(f"{one}.") for one in free):
             law = f"was {value!r} when the run began, and what it recorded depends on it"

@@ -15,8 +15,11 @@ from engine.trajectory import Trajectory, TrajectoryGroup
 LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans")
 
 
-def check_generated(work: GroupWork, generated: Any, oldest: Version, newest: Version) -> None:
-    """Raise unless `generated` answers `work` with tokens of versions `oldest` to `newest`.
+def check_generated(
+    work: GroupWork, generated: Any, oldest: Version, newest: Version, *, rewarded: bool = True
+) -> None:
+    """Raise unless `generated` answers `work` with tokens of versions `oldest` to `newest`; where it is not `rewarded`
+    yet, rewards may be missing.
 
     Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
     for any other fault.
@@ -41,7 +44,8 @@ def check_generated(work: GroupWork, generated: Any, oldest: Version, newest: Ve
             )
     if not generated.aborted:
         for index, trajectory in enumerate(group.trajectories):
-            problem = reward_problem(trajectory.reward)
+            left_out = trajectory.reward is None and not rewarded
+            problem = "" if left_out else reward_problem(trajectory.reward)
             if problem:
                 story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
                 raise DataFailure(story, group=work.group, trajectory=index, row=work.prompt.row)

@@ -64,7 +64,8 @@ class Attempt:
 
 
 class ReplicaHost:
-    """One replica in one of its lives. `emit` takes its events; `broken(reason)` is called when it cannot go on.
+    """One replica in one of its lives. `emit` takes its events; `broken(reason)` is called when it cannot go on; groups
+    that are not `rewarded` here are in an added state.
 
     Group commands are carried out as they come; those about weights one after the other, in their order.
     """
@@ -82,6 +83,7 @@ class ReplicaHost:
         broken: Callable[[str], None],
         prefix_every_tokens: int = 0,
         held_out: HeldOut | None = None,
+        rewarded: bool = True,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
@@ -89,6 +91,7 @@ class ReplicaHost:
         self.samples = samples
         self.prefix_every_tokens = prefix_every_tokens
         self.version: Version = 0
+        self._rewarded = rewarded
         self._trajectories = trajectories
         self._weights = weights
         self._emit = emit
@@ -223,7 +226,7 @@ class ReplicaHost:
                 await asyncio.wait([attempt.saving])
         if attempt.unwanted:
             return None
-        check_generated(work, generated, began, self.version)
+        check_generated(work, generated, began, self.version, rewarded=self._rewarded)
         return await self._keep(attempt, generated)
 
     async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:

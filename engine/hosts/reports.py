@@ -13,9 +13,9 @@ from engine.trajectory import TrajectoryGroup
 def generated_event(
     group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation
 ) -> GroupGenerated:
-    """Rewards are over the live rollouts, those with tokens to train on in any segment; 0 where there are none."""
+    """Rewards are as `reward_figures` has them."""
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
-    rewards = [float(r[0].reward or 0.0) for r in group.rollouts if any(1 in t.loss_mask for t in r)]
+    live, mean, spread = reward_figures(group)
     return GroupGenerated(
         group=group.group,
         attempt=attempt,
@@ -24,10 +24,19 @@ def generated_event(
         tokens=group.tokens,
         oldest_version=oldest,
         newest_version=newest,
-        live=len(rewards),
-        reward_mean=sum(rewards) / len(rewards) if rewards else 0.0,
-        reward_spread=max(rewards) - min(rewards) if rewards else 0.0,
+        live=live,
+        reward_mean=mean,
+        reward_spread=spread,
     )
+
+
+def reward_figures(group: TrajectoryGroup) -> tuple[int, float, float]:
+    """How many rollouts are live, with tokens to train on in any segment; mean and spread of their rewards, 0 where
+    there are none."""
+    rewards = [float(r[0].reward or 0.0) for r in group.rollouts if any(1 in t.loss_mask for t in r)]
+    if not rewards:
+        return 0, 0.0, 0.0
+    return len(rewards), sum(rewards) / len(rewards), max(rewards) - min(rewards)
 
 
 def aborted_event(group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> GroupAborted:

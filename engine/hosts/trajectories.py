@@ -23,6 +23,9 @@ class Trajectories(Protocol):
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         """Keep a group; returns once it is kept. What a later attempt left there stays."""
 
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        """Put a group in the place of what is kept of it; one that was forgotten stays so."""
+
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         """What an earlier attempt left behind, for the caller to change as it likes; None if there is nothing."""
 
@@ -67,6 +70,10 @@ class TrajectoryStore(Generic[Payload]):
         self._kept[group] = (attempt, payload, bytes)
         self._bytes += bytes
         return True
+
+    def replace(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
+        """See `Trajectories.replace`."""
+        return group in self._kept and self.put(group, attempt, payload, bytes)
 
     def partial(self, group: GroupId) -> Payload | None:
         kept = self._kept.get(group)

@@ -13,6 +13,7 @@ from engine.commands import (
     Command,
     DiscardGroups,
     DrawPrompts,
+    EnterState,
     FinishRun,
     PublishWeights,
     ResumeGroup,
@@ -26,6 +27,7 @@ from engine.commands import (
 )
 from engine.driver import Driver
 from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
+from engine.hosts.added import AddedStatesHost, Work
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import HeldOut
 from engine.hosts.prompts import Prompts
@@ -38,6 +40,8 @@ from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Scorer, Trainer
 from engine.trajectory import Prompt
 
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded: generators may leave rewards out then."""
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 
@@ -59,9 +63,11 @@ class LocalExecutor:
         replacements: int,
         held_out: Sequence[Prompt] = (),
         scorers: Mapping[tuple[str, ...], Scorer] | None = None,
+        works: Mapping[str, Work] | None = None,
+        state_timeout_s: float | None = None,
     ) -> None:
         """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each;
-        `scorers` by the tasks that they score in the trainer's place."""
+        `scorers` by the tasks that they score in the trainer's place; `works` by the added state that they are of."""
         self.trajectories = LocalTrajectories()
         self.weights = LocalWeights()
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
@@ -82,6 +88,10 @@ class LocalExecutor:
             tasks: ScorerHost(scorer=scorer, trajectories=self.trajectories, weights=self.weights, emit=self.deliver)
             for tasks, scorer in (scorers or {}).items()
         }
+        self._works = works or {}
+        self._added = AddedStatesHost(
+            works=self._works, trajectories=self.trajectories, emit=self.deliver, timeout_s=state_timeout_s
+        )
         self._scorer_of = {task: host for tasks, host in self._scorers.items() for task in tasks}
         self._trainer = TrainerHost(
             trainer=trainer,
@@ -118,6 +128,7 @@ class LocalExecutor:
             broken=lambda reason: self._lose(replica, incarnation, reason),
             prefix_every_tokens=self._prefix_every_tokens,
             held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
+            rewarded=REWARDING not in self._works,
         )
         self._replicas[replica] = host
         host.join(self._slots)
@@ -131,13 +142,15 @@ class LocalExecutor:
         self._timers.close()
         replicas = (host.close() for host in self._replicas.values())
         scorers = (host.close() for host in self._scorers.values())
-        await asyncio.gather(*replicas, *scorers, *self._closing, self._trainer.close())
+        await asyncio.gather(*replicas, *scorers, *self._closing, self._trainer.close(), self._added.close())
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, StartGroup | ResumeGroup):
             self._start(command)
         elif isinstance(command, ScoreBatch) and command.task in self._scorer_of:
             self._scorer_of[command.task].carry_out(command)
+        elif isinstance(command, EnterState):
+            self._added.carry_out(command)
         elif isinstance(command, TRAINER_COMMANDS):
             self._trainer.carry_out(command)
         elif isinstance(command, DiscardGroups):

@@ -15,6 +15,7 @@ from engine.commands import FinishRun
 from engine.driver import Driver
 from engine.errors import ConfigError, RunFailed
 from engine.events import RunStarted, StopRequested
+from engine.hosts.added import Work, unchanged
 from engine.hosts.clock import WallClock
 from engine.hosts.prompts import Prompts, as_prompts, listed
 from engine.ids import ReplicaId, StepId
@@ -22,6 +23,7 @@ from engine.local.executor import LocalExecutor
 from engine.metrics.collector import RunMetrics, Transitions
 from engine.metrics.journal import Journal
 from engine.policies import PolicySet
+from engine.policies.added import work_of
 from engine.roles import Generator, Scorer, Trainer
 from engine.schedule import Header, MemoryRecorder, Recorder
 from engine.scheduler import Scheduler
@@ -82,6 +84,8 @@ async def run_async(
     run_dir: str | Path | None = None,
     held_out: Sequence[Prompt | str] = (),
     make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None,
+    works: Mapping[str, Work] | None = None,
+    state_timeout_s: float | None = None,
 ) -> RunResult:
     """Run to the end on the current event loop.
 
@@ -91,7 +95,8 @@ async def run_async(
     passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
     checkpoints, which otherwise stay in memory; `held_out` prompts are measured, one response each
     (`GroupWork.held_out`), when `limits.validation` says, else before and after training; `make_scorer` makes what
-    scores the tasks that `limits.pools` puts apart from `train`.
+    scores the tasks that `limits.pools` puts apart from `train`; `works` is what is done in those of
+    `limits.added_states` whose policies have no `work` of their own, at most `state_timeout_s` on one group.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
@@ -112,6 +117,10 @@ async def run_async(
         replacements=replacements,
         held_out=as_prompts(held_out),
         scorers=_scorers(limits, make_scorer),
+        works={
+            state.name: work_of(state.name) or (works or {}).get(state.name, unchanged) for state in limits.added_states
+        },
+        state_timeout_s=state_timeout_s,
     )
     clock = WallClock()
     executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)

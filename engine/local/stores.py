@@ -19,6 +19,9 @@ class LocalTrajectories:
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
         self.store.put(group.group, attempt, group, size_of(group))
 
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        self.store.replace(group.group, attempt, group, size_of(group))
+
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
         kept = self.store.partial(group)
         return None if kept is None else copy_group(kept)

@@ -110,6 +110,12 @@ def build_state(name: str) -> StatePolicy:
     return policy
 
 
+def work_of(name: str) -> Any:
+    """What is done on a group in a state, `async def work(group)` of its policy, of an instance of its own; None where
+    the policy has none. Raises: `ConfigError` for a state that nobody added."""
+    return getattr(build_state(name), "work", None)
+
+
 def _find(name: str) -> _Added:
     found = _ADDED.get(name)
     if found is None:

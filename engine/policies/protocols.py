@@ -81,4 +81,9 @@ class ValidationPolicy(Protocol):
 class StatePolicy(Protocol):
     def enters(self, view: View, group: GroupView) -> bool:
         """Whether a group whose last token is there (or that has just left the added state before this one) passes
-        through the added state (`policies.add_state`)."""
+        through the added state (`policies.add_state`).
+
+        The class may also have `async def work(self, group: TrajectoryGroup) -> TrajectoryGroup`: what is done on such
+        a group, in an instance and a process of its own. It may change rewards, and nothing else; `DataFailure` costs
+        an attempt of the group's data, any other exception one of infrastructure.
+        """

@@ -56,7 +56,7 @@ class ModelGenerator(OverBackend):
     """Samples with `backend`, scores with `reward`. One request per unfinished trajectory, all of a group at once.
 
     `reward` is called on threads, `reward_threads` calls at once; one that takes longer than `reward_timeout_s` has
-    failed and is waited for no more.
+    failed and is waited for no more. With `rewards_later` it is not called at all.
     """
 
     def __init__(
@@ -69,8 +69,10 @@ class ModelGenerator(OverBackend):
         seed: int,
         reward_threads: int = 4,
         reward_timeout_s: float | None = None,
+        rewards_later: bool = False,
     ) -> None:
-        super().__init__(backend, Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s))
+        scorer = Scorer(tokenizer, reward, threads=reward_threads, timeout_s=reward_timeout_s, later=rewards_later)
+        super().__init__(backend, scorer)
         self._tokenizer = tokenizer
         self._params = params
         self._seed = seed

@@ -125,11 +125,18 @@ class Decoder(Protocol):
 
 class Scorer:
     """Gives groups their texts and rewards, by calls as `RewardCalls` makes them. `reward` None: rollouts bring their
-    own, and one that was cut short before it could is worth 0."""
+    own, and one that was cut short before it could is worth 0. `later`: rewards that are missing are left out."""
 
     def __init__(
-        self, decoder: Decoder, reward: Reward | None, *, threads: int = 4, timeout_s: float | None = None
+        self,
+        decoder: Decoder,
+        reward: Reward | None,
+        *,
+        threads: int = 4,
+        timeout_s: float | None = None,
+        later: bool = False,
     ) -> None:
+        self._later = later
         self._decoder = decoder
         self._calls = None if reward is None else RewardCalls(reward, threads=threads, timeout_s=timeout_s)
 
@@ -140,6 +147,8 @@ class Scorer:
             for trajectory in rollout:
                 if trajectory.reward is None or not trajectory.text:
                     trajectory.text = self._decoder.decode(trajectory.token_ids, skip_special_tokens=True)
+        if self._later:
+            return
         outcomes = await asyncio.gather(
             *(self._score_one(group.prompt, rollout[-1]) for rollout in unscored), return_exceptions=True
         )

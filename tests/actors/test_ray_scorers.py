@@ -105,7 +105,7 @@ def test_a_scorer_that_dies_costs_its_step_an_attempt(tmp_path: Path) -> None:
 
 
 def test_a_scorer_that_dies_too_often_fails_the_run_by_name(tmp_path: Path) -> None:
-    status = run_whole(scored_apart(tmp_path, partial(Reader, 1), scorer_restarts=1))
+    status = run_whole(scored_apart(tmp_path, partial(Reader, 1), worker_restarts=1))
     assert status.outcome == "failed"
     assert "the scorer of old_logprobs is lost" in status.reason and "it died too often" in status.reason
     check_record(tmp_path)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import engine.local
 from engine.errors import ConfigError
 from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, GroupWork
-from engine.states.limits import Limits, Pool
-from engine.trajectory import Trajectory
+from engine.states.limits import AddedState, Limits, Pool
+from engine.trajectory import Trajectory, TrajectoryGroup
 
 STEPS = 5
 APART = (
@@ -86,3 +87,58 @@ def test_without_pools_the_trainer_scores() -> None:
 def test_pools_that_need_a_scorer_must_have_one() -> None:
     with pytest.raises(ConfigError, match=r"make_scorer.*have a pool without train"):
         run(Counting(), APART)
+
+
+class Unrewarded(SimpleGenerator):
+    """Leaves rewards to a state of their own."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        await asyncio.sleep(0)
+        given = [response([1, 2], reward=0.0, version=version) for _ in range(work.samples)]
+        for trajectory in given:
+            trajectory.reward = None
+        return given
+
+
+class Rewarded(Counting):
+    def train(self, batch: Batch) -> dict[str, float]:
+        rewards = [trajectory.reward for group in batch.groups for trajectory in group.trajectories]
+        assert rewards == [0.0, 1.0] * len(batch.groups)
+        return super().train(batch)
+
+
+def test_groups_are_rewarded_in_a_state_of_their_own_as_many_at_once_as_it_has_slots() -> None:
+    under_way: set[int] = set()
+    most = 0
+
+    async def reward(group: TrajectoryGroup) -> TrajectoryGroup:
+        nonlocal most
+        under_way.add(group.group)
+        most = max(most, len(under_way))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.reward = float(index)
+        under_way.remove(group.group)
+        return group
+
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=STEPS,
+        added_states=(AddedState(name="rewarding", concurrency=3),),
+    )  # fmt: skip
+    trainer = Rewarded()
+    result = engine.local.run(
+        generators=[Unrewarded(), Unrewarded()], trainer=trainer, prompts=[f"question {n}" for n in range(40)],
+        limits=limits, samples=2, works={"rewarding": reward},
+    )  # fmt: skip
+    assert (result.outcome, result.steps, most) == ("finished", STEPS, 3)
+
+
+def test_the_example_of_a_slow_judge_never_asks_it_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    import judge_state
+
+    book = judge_state.Book()
+    assert judge_state.judged_run(book).outcome == "finished"
+    assert judge_state.Judge.busiest == judge_state.AT_ONCE
+    assert sum(book.rewards) == len(book.rewards) / 2, "the judge's verdict is what is trained on"

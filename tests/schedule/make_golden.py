@@ -23,6 +23,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "keep": {"sync_mode": "keep", "max_concurrent_groups": 12, "max_steps": 8},
     "abort": {"sync_mode": "abort", "sync_every": 2},
     "wait": {"sync_mode": "wait", "scoring_tasks": ["ref_logprobs"]},
+    "pools": {
+        "max_steps": 8,
+        "scoring_tasks": ["ref_logprobs", "old_logprobs"],
+        "pools": [
+            {"tasks": ["rollout"], "replicas": [0]},
+            {"tasks": ["rollout", "old_logprobs", "train"], "replicas": [1]},
+            {"tasks": ["ref_logprobs"], "replicas": []},
+        ],
+    },
+    "added": {"max_steps": 6, "over_sample": 0.5, "added_states": [{"name": "rewarding", "concurrency": 2}]},
     "validation": {"max_steps": 6, "validation": {"rows": 13, "rows_per_slot": 3, "every": 2}},
 }
 

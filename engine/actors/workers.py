@@ -1,0 +1,108 @@
+"""The workers of a run: a scorer for each pool that scores apart from the trainer, and one for added states.
+
+Used by `fleet.Fleet`; each is a `WorkerLink`.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import ray
+
+from engine.actors.added import SOURCE, AddedStatesActor
+from engine.actors.plan import Plan
+from engine.actors.scorer import ScorerActor
+from engine.actors.trainer_link import Given, answers, failure_of
+from engine.actors.worker_link import WorkerLink
+from engine.commands import Command, EnterState, ScoreBatch
+from engine.events import Event, StateFailed, StateLeft
+from engine.ids import Incarnation
+
+
+class Workers:
+    """All workers of a run; none where the trainer scores and no state is added."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        given: Given,
+        deliver: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._links: dict[str, WorkerLink] = {}
+        self._of_task: dict[str, WorkerLink] = {}
+        shared: dict[str, Any] = {"restarts": plan.worker_restarts, "deliver": deliver, "spawn": spawn}
+        for number, tasks in enumerate(plan.limits.scorers()):
+            link = self._links[f"scorer-{number}"] = WorkerLink(
+                what=f"the scorer of {' and '.join(tasks)}",
+                start=partial(_scorer, plan, given, number),
+                answers=answers,
+                failure=failure_of,
+                **shared,
+            )
+            self._of_task.update(dict.fromkeys(tasks, link))
+        if plan.limits.added_states:
+            self._links[SOURCE] = WorkerLink(
+                what="the process of the added states",
+                start=partial(_added_states, given),
+                answers=_leaves,
+                failure=_state_failed,
+                **shared,
+            )
+
+    async def open(self) -> None:
+        """Raises what the user's factories raise."""
+        await asyncio.gather(*(link.open() for link in self._links.values()))
+
+    def watch(self) -> None:
+        for link in self._links.values():
+            link.watch()
+
+    def take(self, command: Command) -> bool:
+        """Order it of the worker that it is for; whether there is one."""
+        if isinstance(command, EnterState):
+            link = self._links.get(SOURCE)
+        else:
+            link = self._of_task.get(command.task) if isinstance(command, ScoreBatch) else None
+        if link is not None:
+            link.order(command)
+        return link is not None
+
+    def flush(self) -> int:
+        return sum(link.flush() for link in self._links.values())
+
+    def answered(self, source: str, event: Event) -> None:
+        """To be told of every event of a worker, before the scheduler is."""
+        if source in self._links:
+            self._links[source].answered(event)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def _scorer(plan: Plan, given: Given, number: int, incarnation: Incarnation) -> Any:
+    packed, *handles = given
+    options = {"num_cpus": 0, "num_gpus": plan.scorer_gpus, "enable_task_events": False}
+    return ray.remote(ScorerActor).options(**options).remote(packed, number, incarnation, *handles)
+
+
+def _added_states(given: Given, incarnation: Incarnation) -> Any:
+    packed, scheduler, trajectories, _ = given
+    options = {"num_cpus": 0, "enable_task_events": False, "max_concurrency": 100_000}
+    return ray.remote(AddedStatesActor).options(**options).remote(packed, incarnation, scheduler, trajectories)
+
+
+def _leaves(event: Event, command: Command) -> bool:
+    return (
+        isinstance(command, EnterState)
+        and isinstance(event, StateLeft | StateFailed)
+        and (event.group, event.attempt, event.state) == (command.group, command.attempt, command.state)
+    )
+
+
+def _state_failed(command: EnterState, reason: str) -> Event:
+    return StateFailed(
+        group=command.group, attempt=command.attempt, state=command.state, cause="infrastructure", reason=reason
+    )

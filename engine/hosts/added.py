@@ -1,0 +1,131 @@
+"""Hosts the work of added states: a group fetched, handed to the user's coroutine, checked, put back, reported.
+
+Called by `local` and by the actor of added states. It does what it is ordered and no more: how many at once is for the
+scheduler to say. It must never let work change a token, nor bring back a group that was forgotten meanwhile.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from engine.commands import EnterState
+from engine.errors import DataFailure, EngineError
+from engine.events import Event, StateFailed, StateLeft
+from engine.hosts.checks import reward_problem, rewards_problem, segment_problem
+from engine.hosts.reasons import reason_of
+from engine.hosts.reports import reward_figures
+from engine.hosts.trajectories import Trajectories, copy_group
+from engine.ids import GroupId
+from engine.trajectory import Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
+"""What is done on a group in a state: it may change rewards, and returns the group."""
+
+KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "continues")
+"""What of a trajectory no work may change."""
+
+
+async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The work of a state that has none: a group only passes."""
+    return group
+
+
+class AddedStatesHost:
+    """Carries out `EnterState` orders with the `works` of each state, each at most `timeout_s` long. `emit` takes
+    events."""
+
+    def __init__(
+        self,
+        *,
+        works: Mapping[str, Work],
+        trajectories: Trajectories,
+        emit: Callable[[Event], None],
+        timeout_s: float | None = None,
+    ) -> None:
+        self._works = works
+        self._trajectories = trajectories
+        self._emit = emit
+        self._timeout_s = timeout_s
+        self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
+
+    def carry_out(self, command: EnterState) -> None:
+        """Begin an order and return at once. A repeat changes nothing; a newer attempt ends an older one."""
+        number, task = self._running.get(command.group, (0, None))
+        if number >= command.attempt:
+            return
+        if task is not None:
+            task.cancel()
+        running = asyncio.get_running_loop().create_task(self._carry_out(command))
+        self._running[command.group] = (command.attempt, running)
+
+    async def close(self) -> None:
+        """End all work; nothing is reported any more."""
+        tasks = [task for _, task in self._running.values()]
+        self._running.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _carry_out(self, command: EnterState) -> None:
+        try:
+            event: Event = await self._left(command)
+        except DataFailure as error:
+            event = self._failed(command, "data", error)
+        except Exception as error:
+            event = self._failed(command, "infrastructure", error)
+        except asyncio.CancelledError as error:
+            if self._running.get(command.group, (0, None))[0] != command.attempt:
+                raise  # closed, or overtaken
+            event = self._failed(command, "infrastructure", error)
+        self._running.pop(command.group, None)
+        self._emit(event)
+
+    async def _left(self, command: EnterState) -> StateLeft:
+        work = self._works.get(command.state)
+        if work is None:
+            raise EngineError(f"nobody has said what is done in the state {command.state}")
+        (kept,) = await self._trajectories.get([command.group])
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                group = await work(copy_group(kept))
+        except TimeoutError as error:
+            story = f"the work of {command.state} took longer than {self._timeout_s} s on group {command.group}"
+            raise EngineError(str(error) or story, group=command.group) from error
+        check_worked(command.state, kept, group)
+        await self._trajectories.replace(group, command.attempt)
+        live, mean, spread = reward_figures(group)
+        return StateLeft(
+            group=command.group, attempt=command.attempt, state=command.state, live=live, reward_mean=mean,
+            reward_spread=spread,
+        )  # fmt: skip
+
+    def _failed(self, command: EnterState, cause: str, error: BaseException) -> StateFailed:
+        log.warning("%s failed on group %d (%s)", command.state, command.group, cause, exc_info=error)
+        return StateFailed(
+            group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason_of(error)
+        )
+
+
+def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
+    """Raise unless `after` is the group `before` with other rewards, if that.
+
+    Raises: `DataFailure` for a reward that is missing or no finite number, `EngineError` for any other change.
+    """
+    who = f"the work of {state} on group {before.group}"
+    if not isinstance(after, TrajectoryGroup):
+        raise EngineError(f"{who} must return the group, not {type(after).__name__}")
+    if after.group != before.group or len(after.trajectories) != len(before.trajectories):
+        raise EngineError(f"{who} returned another group, or another number of trajectories")
+    for index, (old, new) in enumerate(zip(before.trajectories, after.trajectories, strict=True)):
+        changed = [name for name in KEPT if not isinstance(new, Trajectory) or getattr(new, name) != getattr(old, name)]
+        if changed:
+            raise EngineError(f"{who} changed {changed[0]} of trajectory {index}; it may change rewards only")
+        problem = reward_problem(new.reward) or segment_problem(after.trajectories, index)
+        if problem:
+            raise DataFailure(f"{who}, trajectory {index}: {problem}", group=before.group, row=before.prompt.row)
+    problem = rewards_problem(after)
+    if problem:
+        raise DataFailure(f"{who}: {problem}", group=before.group, row=before.prompt.row)
