@@ -159,14 +159,13 @@ def median_of(runs: Sequence[Measured]) -> Measured:
 class Bench:
     """Where runs live, and what all of them share."""
 
-    def __init__(self, directory: Path, steps: int, seed: int) -> None:
+    def __init__(self, directory: Path, steps: int, seed: int, warmup: Sequence[str]) -> None:
         self.directory = directory
         self.steps = steps
         self.runs = 0
         self.seed = seed
-        self.made: Prepared = prepare(
-            directory / "made", load_config(CONFIGS / "sync.yaml").model.arithmetic.quickstart(0)
-        )
+        model = load_config(CONFIGS / "sync.yaml", warmup).model.arithmetic
+        self.made: Prepared = prepare(directory / "made", model.quickstart(0))
 
     def config(self, mode: str, overrides: Sequence[str], slow: bool, steps: int) -> Config:
         """A preset on the model that was made; `slow`: with slow rewards, waited for in a pool of their own."""
@@ -251,10 +250,10 @@ def draw(workloads: dict[str, dict[str, Measured]], file: Path) -> None:
     print(f"\n{file}")
 
 
-def main(steps: int, repeat: int, trial: int, plot: Path, seed: int) -> None:
+def main(steps: int, repeat: int, trial: int, plot: Path, seed: int, warmup: Sequence[str] = ()) -> None:
     sys.path.append(str(Path(__file__).resolve().parent))  # actors find `modes:slow_reward` there
     with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), steps, seed)
+        bench = Bench(Path(directory), steps, seed, warmup)
         connect()
         split = best_split(bench, trial)
         workloads = {
@@ -280,5 +279,6 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="a few steps, once: whether it works, not how well")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.steps, chosen.repeat, chosen.trial = 4, 1, 2
-    main(chosen.steps, chosen.repeat, chosen.trial, chosen.plot, chosen.seed)
+        main(4, 1, 2, chosen.plot, chosen.seed, ["model.arithmetic.warmup_steps=20"])
+    else:
+        main(chosen.steps, chosen.repeat, chosen.trial, chosen.plot, chosen.seed)

@@ -98,6 +98,7 @@ class Course:
         self.left_empty: dict[GroupId, int] = {}
         """Slots that stayed empty on the replica where a group was generated, unless that was on its way to sleep."""
         self._slots: dict[ReplicaId, int] = {}
+        self._incarnations: dict[ReplicaId, int] = {}
         self._paused: set[ReplicaId] = set()
         self._running: dict[GroupId, ReplicaId] = {}
         self._attempts: dict[GroupId, int] = {}
@@ -123,7 +124,9 @@ class Course:
 
     def _happened(self, at: int, event: Event) -> None:
         match event:
-            case ReplicaJoined():
+            case ReplicaJoined() if event.incarnation > self._incarnations.get(event.replica, 0):
+                self._lose(event.replica)
+                self._incarnations[event.replica] = event.incarnation
                 self._versions[event.replica] = event.version
                 self._slots[event.replica] = event.slots
                 self._to_sleep.discard(event.replica)
@@ -133,8 +136,8 @@ class Course:
                 self.installed.append((at, event.replica, event.version))
             case ReplicaPaused() if event.replica in self._to_sleep:
                 self.sleeps.append((at, event.replica))
-            case ReplicaLost():
-                self._running = {g: r for g, r in self._running.items() if r != event.replica}
+            case ReplicaLost() if self._incarnations.get(event.replica) == event.incarnation:
+                self._lose(event.replica)
             case GroupGenerated() if self._leaves(event):
                 self.generated[event.group] = event
                 self.ready_at[event.group] = at
@@ -153,6 +156,10 @@ class Course:
                 self._training = None
             case StepFailed() if self._training == event.step:
                 self._training = None
+
+    def _lose(self, replica: ReplicaId) -> None:
+        """An incarnation ended, with what ran on it."""
+        self._running = {group: where for group, where in self._running.items() if where != replica}
 
     def _leaves(self, event: GroupGenerated | GroupAborted | GroupFailed) -> bool:
         """Whether this is the group's newest attempt, which then holds no slot any more."""
