@@ -111,9 +111,9 @@ def test_a_pool_of_validation_alone_is_validation_of_its_own() -> None:
     assert (made.validation.placement, made.validation.replicas) == ("own", 2)
     limits = made.limits()
     assert list(limits.validators()) == [2, 3]
-    assert limits.pools[2] == Pool(tasks=("validation",)) and "validation" not in limits.pools[0].tasks
+    assert limits.pools[2] == Pool(tasks=("validation",), replicas=(2, 3)) and "validation" not in limits.pools[0].tasks
     own = config(pool("rollout"), pool("train"), validation={"placement": "own"}).limits()
-    assert own.pools[-1] == Pool(tasks=("validation",)) and "validation" not in own.pools[0].tasks
+    assert own.pools[-1] == Pool(tasks=("validation",), replicas=(2,)) and "validation" not in own.pools[0].tasks
 
 
 def test_a_pool_of_reward_alone_is_a_state_of_its_own() -> None:
@@ -155,6 +155,11 @@ def test_the_layout_is_told() -> None:
         (
             [pool("rollout"), pool("train"), pool("validation", replicas=2)], {"validation": {"replicas": 3}},
             r"validation\.replicas = 3.*2 would hold",
+        ),
+        (
+            [pool("rollout"), pool("train"), pool("validation")],
+            {"validation": {"at_start": False, "at_end": False}},
+            r"pools\.2\.tasks.*nothing is ever measured",
         ),
         (
             [pool("rollout", "train")], {"scheduler": {"train_after_sync": True}},

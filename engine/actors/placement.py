@@ -118,7 +118,7 @@ def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
     parts: dict[str, list[float]] = {"rollout_gpus": [], "trainer_gpus": [], "scorer_gpus": []}
     limits = plan.limits
     for pool, share in zip(limits.pools, plan.pool_shares, strict=False):
-        replicas = len(pool.replicas) + (len(limits.validators()) if pool.tasks == ("validation",) else 0)
+        replicas = len(pool.replicas)
         scores = "train" not in pool.tasks and any(task in pool.tasks for task in limits.scoring_tasks)
         standing = {"rollout_gpus": replicas, "trainer_gpus": int("train" in pool.tasks), "scorer_gpus": int(scores)}
         actors = sum(standing.values())

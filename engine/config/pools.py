@@ -62,6 +62,9 @@ def check_pools(config: "Config") -> None:
         if pool.tasks == ["reward"] and config.reward.function is None and config.model.make is None:
             law = "the agents bring the reward with them: nothing is left for a pool of its own"
             raise ConfigError(f"{place}.tasks", pool.tasks, law, "reward.function, or reward with rollout")
+        if pool.tasks == ["validation"] and not _measures(config):
+            law = "nothing is ever measured: there are no held-out prompts, or no time to measure them is given"
+            raise ConfigError(f"{place}.tasks", pool.tasks, law, "leave the pool out, or data.validation_path: <file>")
     _check_replicas(config)
     if config.scheduler.train_after_sync:
         for place, pool in _placed(pools):
@@ -96,6 +99,8 @@ def limit_pools(config: "Config") -> tuple[Pool, ...]:
         return ()
     named = {task for pool in config.pools for task in pool.tasks}
     own = ["validation"] if config.validation.placement == "own" else []
+    rollouts = config.rollout.replicas
+    validators = tuple(range(rollouts, rollouts + config.validation.replicas))
     left = {"train": [task for task in TRAINER_TASKS if task not in named], "rollout": []}
     left["rollout"] = [task for task in ("reward", "validation") if task not in [*named, *own]]
     pools = []
@@ -103,9 +108,10 @@ def limit_pools(config: "Config") -> tuple[Pool, ...]:
         tasks = list(pool.tasks)
         for home in [home for home in left if home in tasks]:
             tasks += left.pop(home)
-        pools.append(Pool(tasks=tuple(task for task in TASKS if task in tasks), replicas=replicas))
-    if own and "validation" not in named:
-        pools.append(Pool(tasks=("validation",)))
+        standing = validators if pool.tasks == ["validation"] else replicas
+        pools.append(Pool(tasks=tuple(task for task in TASKS if task in tasks), replicas=standing))
+    if own and "validation" not in named and _measures(config):
+        pools.append(Pool(tasks=("validation",), replicas=validators))
     return tuple(pools)
 
 
@@ -148,6 +154,11 @@ def layout(config: "Config") -> Iterator[str]:
         idle = [task for task in pool.tasks if task in TRAINER_TASKS and task not in needed]
         said += [turns, f"nothing asks for {' and '.join(idle)}" if idle else ""]
         yield "; ".join([f"pool {number}: {', '.join(pool.tasks)}", *filter(None, said)])
+
+
+def _measures(config: "Config") -> bool:
+    v = config.validation
+    return config.held_out and bool(v.at_start or v.every or v.at_end)
 
 
 def _placed(pools: Sequence[PoolSection]) -> list[tuple[str, PoolSection]]:
