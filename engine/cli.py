@@ -345,11 +345,13 @@ def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str
     yield "next:"
     if not finished:
         yield f"  engine resume {place}"
-    yield f"  engine replay {place}"
-    frames = read(directory.schedule).frames(answers=False)
+    record = read(directory.schedule)
+    named = " --extensions" if record.header.config.get("run", {}).get("extensions") else ""
+    yield f"  engine replay {place}{named}"
+    frames = record.frames(answers=False)
     first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]
     if any(getattr(event, "group", None) == 0 for event in first):
-        yield f"  engine replay {place} --at {first[-1].id} --group 0"
+        yield f"  engine replay {place}{named} --at {first[-1].id} --group 0"
 
 
 if __name__ == "__main__":

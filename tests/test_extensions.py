@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import policies
-from engine.cli import main
+from engine import policies, rundir
+from engine.cli import _next_commands, main
 from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added, registry
+from engine.schedule import Header, Recorder
 from engine.simulation.proof import own_policies, prove, scaled_down
 from engine.states.limits import AddedState, Limits, ValidationLimits
 from engine.states.view import GroupView, PoolView, ReplicaView, ValidationView, View
@@ -60,7 +61,7 @@ def a_policy(decision: str, method: str, body: str) -> str:
 
 
 JUDGE = """
-from engine import policies
+from engine import policies, rundir
 
 class Judge:
     def enters(self, view, group):
@@ -230,3 +231,13 @@ def test_the_page_names_every_decision_every_policy_and_every_field() -> None:
     chosen = [name for decision in policies.DEFAULTS for name in (decision, *registry._REGISTERED[decision])]
     missing = [name for name in {*fields, *chosen} if f"`{name}`" not in page and f"`{name}(" not in page]
     assert not missing
+
+
+@pytest.mark.parametrize(("named", "flag"), [(["mine"], " --extensions"), ([], "")])
+def test_what_to_type_next_imports_what_the_config_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[str], flag: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Recorder(Path("here/schedule"), Header(run="x", limits={}, config={"run": {"extensions": named}})).close()
+    said = list(_next_commands(rundir.RunDirectory(Path("here")), finished=True))
+    assert said == ["next:", f"  engine replay here{flag}"]

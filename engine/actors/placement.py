@@ -8,6 +8,7 @@ made it.
 import dataclasses
 import logging
 from dataclasses import dataclass, field
+from math import floor, log2
 from typing import Any
 
 import ray
@@ -83,7 +84,8 @@ def with_gpus(plan: Plan) -> Plan:
     nodes, replicas = node_gpus(), len(plan.lives())
     store, gpus = plan.transport.store_gpus, sum(nodes)
     several = plan.rollout_gpus if plan.rollout_gpus > 1 else 0.0
-    needed = replicas * (several or 1) + 2
+    scorers = len(plan.limits.scorers())
+    needed = replicas * (several or 1) + 2 + scorers
     if store and gpus < needed:
         law = f"each replica, the trainer and the weights store need a GPU of their own: {needed:g}; there are {gpus:g}"
         if several:
@@ -97,21 +99,22 @@ def with_gpus(plan: Plan) -> Plan:
         raise ConfigError("rollout.replicas", replicas, lacking, fix)
     gpus -= store
     if several and not plan.trainer_gpus:
-        left = min(1.0, gpus - replicas * several)
+        left = min(1.0, int(gpus - replicas * several) / (1 + scorers))
         if not left:
             log.warning("the replicas take all GPUs: the trainer has none")
-        return dataclasses.replace(plan, trainer_gpus=left)
+        return dataclasses.replace(plan, trainer_gpus=left, scorer_gpus=left if scorers else 0.0)
     if not gpus or plan.rollout_gpus or plan.trainer_gpus:
         return plan
     if any(plan.pool_shares):
         return dataclasses.replace(plan, **_by_pool(plan, gpus))
-    share = min(1.0, int(1000 * gpus / (replicas + 1 + len(plan.limits.scorers()))) / 1000)
-    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share, scorer_gpus=share)
+    share = min(1.0, int(1000 * gpus / (replicas + 1 + scorers)) / 1000)
+    return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share, scorer_gpus=share if scorers else 0.0)
 
 
 def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
     """GPUs of each kind of actor, by the shares of the pools they stand in; actors of one pool have equal parts of it,
-    and the smallest part is that of all of their kind. (Tested with nodes that say that they have GPUs.)"""
+    and the smallest part is that of all of their kind. Parts are 1, 1/2, 1/4, …: others would not fill whole GPUs.
+    (Tested with nodes that say that they have GPUs.)"""
     parts: dict[str, list[float]] = {"rollout_gpus": [], "trainer_gpus": [], "scorer_gpus": []}
     limits = plan.limits
     for pool, share in zip(limits.pools, plan.pool_shares, strict=False):
@@ -121,5 +124,5 @@ def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
         actors = sum(standing.values())
         for name, count in standing.items():
             if count:
-                parts[name].append(min(1.0, int(1000 * gpus * share / actors) / 1000))
+                parts[name].append(2.0 ** min(0, floor(log2(gpus * share / actors))))
     return {name: min(each) for name, each in parts.items() if each}

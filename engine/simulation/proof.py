@@ -68,7 +68,6 @@ def scaled_down(limits: Limits) -> Limits:
         "max_steps": min(limits.max_steps or 6, 6),
         "added_states": tuple(replace(s, concurrency=min(s.concurrency, 3)) for s in limits.added_states),
         "pools": (),
-        "train_after_sync": False,
         "validation": None,
     }
     if limits.validation is not None:

@@ -55,7 +55,7 @@ def test_the_process_of_the_states_dies_and_goes_on(tmp_path: Path) -> None:
 
 class Rewarded(ModelTrainer):
     def train(self, batch: Batch) -> dict[str, float]:
-        assert all(t.reward is not None and t.text for group in batch.groups for t in group.trajectories)
+        assert all(trajectory.reward is not None for group in batch.groups for trajectory in group.trajectories)
         return super().train(batch)
 
 

@@ -22,6 +22,7 @@ from engine.schedule.replayer import replay
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import GroupView, View
+from tests.core.judging_states import CHECKING
 from tests.core.scripted import Scripted
 from tests.core.test_scenarios import small
 
@@ -301,3 +302,46 @@ def test_memory_is_hashed_replayed_and_kept_over_a_resume(registered: None) -> N
     again.memory["kept"] = not again.memory["kept"]  # type: ignore[attr-defined]
     recovered.scheduler.decisions._keep("filter")
     assert recovered.scheduler.state_hash != before
+
+
+WRONG: dict[str, Any] = {
+    "admission": 10_000, "dispatch": 99, "batching": (0, 0), "deadline": "dorp", "sync": (99,), "filter": None,
+    "retry": None, "resume": ("soon",), "validation": None,
+}  # fmt: skip
+
+
+def erring(decision: str) -> type:
+    """Does as the built-in does, but for every third answer, which is wrong, and every fifth, which is none."""
+    built_in = registry._REGISTERED[decision][policies.DEFAULTS[decision]]
+    method = registry.METHODS[decision]
+
+    def answer(self: Any, *given: Any) -> Any:
+        self.calls += 1
+        if self.calls % 5 == 0:
+            raise RuntimeError("out of order")
+        return WRONG[decision] if self.calls % 3 == 0 else getattr(self.honest, method)(*given)
+
+    def begin(self: Any) -> None:
+        self.calls, self.honest = 0, built_in()
+
+    return type("Erring", (), {"__init__": begin, method: answer, "acts": True})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_keep_every_law_under_policies_that_err_again_and_again(registered: None, seed: int) -> None:
+    for decision in policies.DEFAULTS:
+        policies.register(decision, "erring")(erring(decision))
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort", max_steps=6,
+        deadline_timeout_s=5.0, over_sample=0.5 * (seed % 2), validation=ValidationLimits(rows=4, every=1),
+        added_states=(CHECKING,) if seed % 3 else (),
+    )  # fmt: skip
+    names = {**dict.fromkeys(policies.DEFAULTS, "erring"), "on_error": "builtin"}
+    chosen = policies.PolicySet.from_names(names)
+    recorder = MemoryRecorder(Header(run="erring", limits=limits.to_plain(), policies=dict(chosen.names)))
+    faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.1, fail_state=0.1)
+    world = World(Setting(limits=limits, prompts=60, seed=seed, faults=faults), chosen, recorder)
+    assert world.run().outcome == "finished"
+    assert world.scheduler.state.policy_errors > 20
+    report = replay(read(recorder))
+    assert report.divergence is None, report.divergence
