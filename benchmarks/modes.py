@@ -51,11 +51,10 @@ MODES: dict[str, list[str]] = {
 }
 """Presets, and what of them is set to what the others have."""
 
-SPLITS = {
-    "2 replicas x 1 thread": ["rollout.replicas=2", "rollout.slots=8", "rollout.threads=1"],
-    "1 replica x 2 threads": ["rollout.replicas=1", "rollout.slots=16", "rollout.threads=2"],
-}
-"""How rollout may use both cores; each is tried with one thread of the trainer and with two."""
+SPLITS = {"2 replicas x 1 thread": (2, 1), "1 replica x 2 threads": (1, 2)}
+"""How rollout may use both cores, (replicas, threads); each is tried with one thread of the trainer and with two."""
+COLOCATED = {"sync": 16, "partial_rollout": 24}
+"""Modes that have both cores in every phase, and their slots: they run at the split that is best for `sync`."""
 
 
 COLUMNS = (
@@ -193,26 +192,38 @@ class Bench:
         return measure(self.config(mode, overrides, slow, steps or self.steps), run_dir)
 
 
-def best_split(bench: Bench, steps: int) -> list[str]:
+Split = tuple[int, int, int]
+"""Replicas, threads of each, threads of the trainer."""
+
+
+def split_between(mode: str, replicas: int, threads: int, trainer: int) -> list[str]:
+    """A mode's threads, where it has both cores in every phase; the others keep those of their presets."""
+    if mode not in COLOCATED:
+        return []
+    slots = COLOCATED[mode] // replicas
+    rollout = [f"rollout.replicas={replicas}", f"rollout.slots={slots}", f"rollout.threads={threads}"]
+    return [*rollout, f"trainer.threads={trainer}"]
+
+
+def best_split(bench: Bench, steps: int) -> Split:
     """The thread split at which `sync` is quickest, tried on a few steps."""
-    tried: dict[str, tuple[float, list[str]]] = {}
+    tried: dict[str, tuple[float, Split]] = {}
     for name, split in SPLITS.items():
         for threads in (1, 2):
-            overrides = [*split, f"trainer.threads={threads}"]
-            seconds = bench.run("sync", overrides, steps=steps).wall_s
-            tried[f"{name}, trainer {threads} thread{'s' * (threads > 1)}"] = (seconds, overrides)
+            seconds = bench.run("sync", split_between("sync", *split, threads), steps=steps).wall_s
+            tried[f"{name}, trainer {threads} thread{'s' * (threads > 1)}"] = (seconds, (*split, threads))
     for name, (seconds, _) in tried.items():
         print(f"sync, {steps} steps, {name}: {seconds:.1f} s")
     best = min(tried, key=lambda name: tried[name][0])
-    print(f"sync runs with {best}")
+    print(f"{' and '.join(COLOCATED)} run with {best}")
     return tried[best][1]
 
 
-def compare(bench: Bench, split: list[str], repeat: int, slow: bool) -> dict[str, Measured]:
+def compare(bench: Bench, split: Split, repeat: int, slow: bool) -> dict[str, Measured]:
     runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
     for round_number in range(repeat):
         for mode, measured in runs.items():
-            measured.append(bench.run(mode, split if mode == "sync" else (), slow))
+            measured.append(bench.run(mode, split_between(mode, *split), slow))
             told = f"{measured[-1].wall_s:.1f} s, accuracy {measured[-1].accuracy:.2f}"
             print(f"  {round_number + 1}/{repeat} {mode}: {told}", file=sys.stderr, flush=True)
     return {mode: median_of(measured) for mode, measured in runs.items()}
