@@ -93,17 +93,17 @@ class Measured:
     """(seconds, mean reward) of each step."""
 
 
-def cpu_seconds() -> dict[tuple[int, str], float]:
-    """Of this process and all below it, by process and what it is called."""
-    seconds: dict[tuple[int, str], float] = {}
+def cpu_seconds() -> dict[int, tuple[str, float]]:
+    """Of this process and all below it, by process id: what it is called now, and its CPU seconds so far."""
+    seconds: dict[int, tuple[str, float]] = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
             used = process.cpu_times()
-            seconds[process.pid, " ".join(process.cmdline()[:1])] = used.user + used.system
+            seconds[process.pid] = (" ".join(process.cmdline()[:1]), used.user + used.system)
     return seconds
 
 
-def until_trained(handle: Any) -> tuple[Status, float, dict[tuple[int, str], float]]:
+def until_trained(handle: Any) -> tuple[Status, float, dict[int, tuple[str, float]]]:
     """The status after the last train step, when it was seen, and the CPU time by then."""
     for status in handle.updates():
         if status.step == status.max_steps or status.outcome is not None:
@@ -121,10 +121,10 @@ def measure(config: Config, run_dir: Path) -> Measured:
     if last.outcome != "finished":
         raise SystemExit(f"{run_dir.name}: {last.outcome}, {last.reason}")
     wall = ended - begun
-    used = {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
+    used = [(name, seconds - before.get(pid, (name, 0.0))[1]) for pid, (name, seconds) in after.items()]
+    total = sum(seconds for _, seconds in used)
     rollout, trainer = (
-        sum(seconds for (_, title), seconds in used.items() if name in title)
-        for name in ("RolloutActor", "TrainerActor")
+        sum(seconds for name, seconds in used if actor in name) for actor in ("RolloutActor", "TrainerActor")
     )
     rollout_s = rollout / min(CORES, config.rollout.replicas * config.rollout.threads)
     train_s = trainer / min(CORES, config.trainer.threads or CORES)
@@ -132,12 +132,12 @@ def measure(config: Config, run_dir: Path) -> Measured:
     steps = [row for row in rows if "step" in row]
     return Measured(
         wall_s=wall,
-        cpu_share=sum(used.values()) / (CORES * wall),
+        cpu_share=total / (CORES * wall),
         rollout_idle=trained.rollout_idle_share,
         trainer_idle=trained.trainer_idle_share,
         rollout_s=rollout_s,
         train_s=train_s,
-        bound_s=max(rollout_s, train_s, sum(used.values()) / CORES),
+        bound_s=max(rollout_s, train_s, total / CORES),
         accuracy=last.accuracy or 0.0,
         curve=tuple((row["elapsed_s"], row["reward_mean"]) for row in steps),
     )
