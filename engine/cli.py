@@ -151,13 +151,13 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _proof(config: "Config") -> list[str]:
     """What small worlds say of policies and states that are not the engine's own. Raises: `ConfigError`."""
-    from engine.simulation.proof import own_policies, prove
+    from engine.simulation.proof import prove
 
-    named = config.policies().names
-    own = [*own_policies(named), *(f"state {name}" for name in config.scheduler.states)]
+    policies = config.policies()
+    own = [*policies.own, *(f"state {name}" for name in config.scheduler.states)]
     if not own:
         return []
-    return [f"ok: {prove(config.limits(), named)} simulated runs keep every law under {', '.join(own)}"]
+    return [f"ok: {prove(config.limits(), policies.names)} simulated runs keep every law under {', '.join(own)}"]
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:

@@ -140,8 +140,7 @@ class Scheduler:
         if self._stop is None:
             self.training.advance()
             if state.disturbed:
-                self.pools.advance()
-                self._look_after_weights()
+                self._look_after_hardware()
             if state.validations.sendable:
                 self.validation.send()
             self.rollout.advance()
@@ -156,9 +155,11 @@ class Scheduler:
         check_event(state)
         return self._orders.take(last=self._stop)
 
-    def _look_after_weights(self) -> None:
-        """After anything but a group has changed: which version belongs where."""
+    def _look_after_hardware(self) -> None:
+        """After anything but a group has changed: which task has which pool, and which version belongs where.
+        Validations come first: one that ends here leaves replicas to both."""
         self.validation.advance()
+        self.pools.advance()
         self.sync.advance()
         self.state.disturbed = False
 
@@ -189,7 +190,7 @@ class Scheduler:
         barren = not state.steps_trained and bool(state.last_failure)
         if self.limits.validation is not None and not state.validations.closing and not barren:
             self.validation.close()
-            self._look_after_weights()
+            self._look_after_hardware()
             self.validation.send()
         if state.checkpoint_pending or state.validations.runs:
             return

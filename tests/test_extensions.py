@@ -14,7 +14,7 @@ from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added, registry
 from engine.schedule import Header, Recorder
-from engine.simulation.proof import own_policies, prove, scaled_down
+from engine.simulation.proof import prove, scaled_down
 from engine.states.limits import AddedState, Limits, ValidationLimits
 from engine.states.view import GroupView, PoolView, ReplicaView, ValidationView, View
 from tests.core.scripted import Scripted
@@ -151,7 +151,7 @@ def test_an_installed_package_is_imported_when_a_config_is_read(tmp_path: Path) 
     install(tmp_path, a_policy("admission", "admit(self, view, legal)", "return legal"))
     file = tmp_path / "run.yaml"
     file.write_text(f"{PLAIN}  policies: {{admission: mine}}\n", encoding="utf-8")
-    assert own_policies(load_config(file).policies().names) == ["admission mine"]
+    assert load_config(file).policies().own == ["admission mine"]
     load_extensions()  # once is enough
 
 
@@ -221,7 +221,7 @@ def test_the_example_runs_in_one_process() -> None:
 
 
 def test_the_names_of_the_engines_own_policies_need_no_proof() -> None:
-    assert own_policies(PolicySet.from_names({"admission": "whole-batches", "on_error": "builtin"}).names) == []
+    assert PolicySet.from_names({"admission": "whole-batches", "on_error": "builtin"}).own == []
 
 
 def test_the_page_names_every_decision_every_policy_and_every_field() -> None:

@@ -113,6 +113,7 @@ class Plan:
     """Of the cluster's GPUs, for each of `limits.pools`; empty: every actor has as much as any other."""
 
     def __post_init__(self) -> None:
+        self.limits.require_replicas(self.replicas)
         validation, given = self.limits.validation, len(self.held_out)
         if validation is not None and validation.rows != given:
             law = f"there are {given} held-out prompts to measure"

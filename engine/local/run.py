@@ -103,7 +103,7 @@ async def run_async(
     _require_counts(limits, samples, slots, run_dir)
     limits = _with_held_out(limits, held_out, samples)
     replace, first = _lives(generators, replicas + len(limits.validators()))
-    _require_validators(limits, len(first))
+    _require_numbers(limits, len(first))
     books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
     executor = LocalExecutor(
         trainer=trainer,
@@ -214,8 +214,9 @@ def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: in
     return limits
 
 
-def _require_validators(limits: Limits, generators: int) -> None:
+def _require_numbers(limits: Limits, generators: int) -> None:
     own = limits.validators()
+    limits.require_replicas(generators - len(own))
     if own and (own.start < 1 or own.stop != generators):
         law = f"the last {len(own)} of {generators} generators validate"
         raise ConfigError("limits.validation.own_from", own.start, law, f"{generators - len(own)} would hold")

@@ -124,6 +124,15 @@ class PolicySet:
         """What follows where a policy raises or breaks a law: one of `ON_ERROR`."""
         return self.names.get("on_error", ON_ERROR[0])
 
+    @property
+    def own(self) -> list[str]:
+        """Those that are not the engine's own, as `decision name`."""
+        return [
+            f"{decision} {name}"
+            for decision, name in self.names.items()
+            if decision != "on_error" and not type(getattr(self, decision)).__module__.startswith("engine.policies.")
+        ]
+
     @classmethod
     def from_names(cls, chosen: Mapping[str, str]) -> "PolicySet":
         """Build the named policies, defaults for the rest; `on_error` may be among the names.

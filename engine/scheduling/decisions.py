@@ -18,6 +18,8 @@ from engine.states.view import View
 
 SEQUENCES = ("batching", "sync", "resume")
 """Decisions that are answered with several things; any iterable will do."""
+IDS = ("batching", "sync")
+"""Of these, those that are answered with ids."""
 SHOWN = 200
 """Characters of an answer that go into an error."""
 Unlawful = Callable[[Any], str]
@@ -43,6 +45,7 @@ class Decisions:
     def use(self, policies: PolicySet) -> None:
         """Take these policies from now on, with memories of their own."""
         self.policies = policies
+        self.state.shows_reward = bool(policies.own)
         self._methods = {decision: _method(policies, decision) for decision in DEFAULTS}
         for decision in DEFAULTS:
             self.remember(decision, getattr(policies, decision))
@@ -76,6 +79,8 @@ class Decisions:
                 answer = tuple(answer)
             if type(answer) not in kinds:
                 raise _Refused(answer, f"it must answer with {' or '.join(kind.__name__ for kind in kinds)}")
+            if decision in IDS and answer is not None and any(type(id) is not int for id in answer):
+                raise _Refused(answer, "it must hold ids, which are of type int")
             if unlawful is not None and (law := unlawful(answer)):
                 raise _Refused(answer, law)
             if self._remembering and decision in self._remembering:

@@ -86,8 +86,12 @@ class PoolScheduling:
         return [*(name for place, name in enumerate(names) if place not in known), TRAIN]
 
     def _needed(self, lease: PoolLease) -> bool:
-        """Whether a formed step has a task left that is done there."""
-        return any(self.pools.of(task) is lease for step in self.state.formed_steps for task in self._tasks_left(step))
+        """Whether a formed step has a task left that is done there, and need not wait for another step first."""
+        return any(
+            self.pools.of(task) is lease and (step.id == self.state.steps_trained or self._needs_no_weights(task))
+            for step in self.state.formed_steps
+            for task in self._tasks_left(step)
+        )
 
     def _inputs_exist(self, step: Step, task: str) -> bool:
         state = self.state

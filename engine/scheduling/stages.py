@@ -66,7 +66,8 @@ class StageScheduling:
             group.infrastructure_failures += 1
         if not self.decisions.ask("retry", (view_group(group), event.cause), (bool,)):
             return group
-        self.state.stages.again(event.state, group.id)
+        self.state.stages.leave(event.state, group.id)
+        self.state.enter_stage(group)
         self.state.touch(group)
         return None
 

@@ -37,20 +37,10 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> 
     for seed in range(worlds):
         problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH)
         if problem:
-            own = ", ".join([*own_policies(policies), *(state.name for state in limits.added_states)])
+            own = ", ".join([*PolicySet.from_names(policies).own, *(state.name for state in limits.added_states)])
             law = f"not lawful, in a simulated run of {small.train_batch_size} groups a step: {problem}"
             raise ConfigError("scheduler.policies", own or "built-in", law)
     return worlds
-
-
-def own_policies(policies: Mapping[str, str]) -> list[str]:
-    """Of the named policies those that are not the engine's own, as `decision name`."""
-    chosen = PolicySet.from_names(policies)
-    return [
-        f"{decision} {name}"
-        for decision, name in chosen.names.items()
-        if decision != "on_error" and not type(getattr(chosen, decision)).__module__.startswith("engine.policies.")
-    ]
 
 
 def scaled_down(limits: Limits) -> Limits:

@@ -61,6 +61,7 @@ class Group:
         "data_failures",
         "deadline",
         "digest",
+        "entered",
         "failed_on",
         "id",
         "infrastructure_failures",
@@ -70,6 +71,7 @@ class Group:
         "ready_at",
         "ready_number",
         "replica",
+        "resume_key",
         "reward_mean",
         "started_at",
         "state",
@@ -103,6 +105,10 @@ class Group:
         """The replica its last attempt failed on; another one is preferred for the next."""
         self.ready_number = 0
         """Its place in the order in which groups became ready."""
+        self.resume_key: tuple[float, ...] = ()
+        """Where it is parked: what the resume policy orders it by; empty for its deadline alone."""
+        self.entered = 0
+        """Where it is in an added state: the number of its entry, by which its turn comes."""
         self.ready_at = 0.0
         self.reward_mean = 0.0
         self.digest = 0
@@ -115,11 +121,11 @@ class Group:
             self.oldest_version, self.newest_version, self.tokens, self.kept, self.truncate,
             self.infrastructure_failures, self.data_failures, self.failed_on, self.ready_number,
         )  # fmt: skip
-        return (*numbers, self.unfinished) if self.unfinished else numbers
+        return (*numbers, self.unfinished, self.entered) if self.unfinished or self.entered else numbers
 
-    def figures(self) -> tuple[float, float, float]:
+    def figures(self) -> tuple[float, ...]:
         """The fields that are no integers; hashed as well, since policies see them."""
-        return (self.started_at, self.ready_at, self.reward_mean)
+        return (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
 
     @property
     def begun(self) -> bool:

@@ -207,6 +207,13 @@ class Limits:
 
         self._require_lawful_pools()
 
+    def require_replicas(self, replicas: int) -> None:
+        """Raises: `ConfigError` unless the replicas in pools with rollout are those of the run, from 0 on."""
+        standing = [id for pool in self.pools if "rollout" in pool.tasks for id in pool.replicas]
+        if standing and sorted(standing) != list(range(replicas)):
+            law = f"the {replicas} replicas that generate are numbered from 0, and each stands in one pool"
+            raise ConfigError("pools", standing, law, f"{list(range(replicas))} in all would hold")
+
     def _require_lawful_pools(self) -> None:
         for index, pool in enumerate(self.pools):
             unknown = [task for task in pool.tasks if task not in TASKS and task not in self.scoring_tasks]

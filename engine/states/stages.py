@@ -57,11 +57,6 @@ class Stages:
         self.out += 1
         return group
 
-    def again(self, name: str, group: GroupId) -> None:
-        """The work on a group came to nothing: it waits behind the others."""
-        self.leave(name, group)
-        self.enter(name, group)
-
     def clear(self) -> None:
         for stage in self.by_name.values():
             stage.waiting.clear()

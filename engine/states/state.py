@@ -73,6 +73,8 @@ class State:
         self.checkpoint_pending = False
         self.next_timer: TimerId = 0
         self.next_ready = 0
+        self.next_entered = 1
+        """Counts entries into added states."""
         self.stale_echoes = 0
         self.failed_in_a_row = 0
         """Groups that failed for good since one was generated."""
@@ -81,6 +83,8 @@ class State:
         self.outcome: FinishRun | None = None
         self.now = 0.0
         self.step_reward: float | None = None
+        self.shows_reward = False
+        """There are policies that may look at it, so that it is part of the hash."""
         """Mean reward of the groups of the last step trained."""
         self.policy_errors = 0
         """Decisions of built-in policies in place of one that raised or broke a law."""
@@ -120,6 +124,7 @@ class State:
         self._touched.append(group)
         self.ledger.move(source, target)
         if source is Phase.PARKED:
+            group.resume_key, group.entered = (), 0
             if before == "aborted":
                 self._forget_parked(group)
             else:
@@ -133,13 +138,20 @@ class State:
             self.next_ready += 1
             self.deadlines.ready(group.deadline)
         elif target is Phase.PARKED and group.state != "aborted":
-            self.stages.enter(group.state, group.id)
+            self.enter_stage(group)
         elif target is Phase.PARKED:
+            group.resume_key = key if key != (group.deadline,) else ()
             heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
         elif target is Phase.RELEASED and source is not Phase.WAITING:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
             del self.groups[group.id]
+
+    def enter_stage(self, group: Group) -> None:
+        """A group waits for the work of the added state it is in, behind those that wait already."""
+        self.stages.enter(group.state, group.id)
+        group.entered = self.next_entered
+        self.next_entered += 1
 
     def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:
         """Go back to `steps` train steps. Every group that they do not hold is queued again, in the order of the draws;
@@ -328,6 +340,8 @@ class State:
         return (groups + self._frame_digest(self._digest_others()) + self.policy_books) & MASK
 
     def _frame_digest(self, others: int) -> int:
+        if self.shows_reward and self.step_reward is not None:
+            others += digest((), (self.step_reward,))
         return others + digest(
             (
                 self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,

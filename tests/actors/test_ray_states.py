@@ -32,7 +32,7 @@ class Judged(Counter):
 def test_the_process_of_the_states_dies_and_goes_on(tmp_path: Path) -> None:
     limits = Limits(
         train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=STEPS,
-        added_states=(AddedState(name="judging", concurrency=2),),
+        added_states=(AddedState(name="refereeing", concurrency=2),),
     )  # fmt: skip
     marker = str(tmp_path / "died")
     judged = plan(
@@ -41,7 +41,7 @@ def test_the_process_of_the_states_dies_and_goes_on(tmp_path: Path) -> None:
         make_trainer=Judged,
         make_rollout=lambda replica: Rollout(generator=Quick()),
         make_prompts=lambda: listed([marker] * 40),
-        config={"run": {"extensions": ["judging_state"], "extensions_dir": str(Path(__file__).parent)}},
+        config={"run": {"extensions": ["refereeing_state"], "extensions_dir": str(Path(__file__).parent)}},
     )
     with start(judged) as run:
         status = run.wait()

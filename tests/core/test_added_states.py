@@ -14,8 +14,8 @@ from engine.schedule.codec import decode_command, encode_command
 from engine.states.group import GROUP, STATE_NUMBER, group_table
 from engine.states.limits import AddedState, Limits
 from engine.states.machine import Phase, Table, transitions
-from tests.core.judging_states import CHECKING
 from tests.core.scripted import Scripted
+from tests.core.states_of_our_own import CHECKING
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
     run.finish(0)
     for wrong in (1, 3):
         leave(run, 0, attempt=wrong)
-    run.tell(StateLeft(group=0, attempt=2, state="judging", live=2, reward_mean=0.0, reward_spread=0.0))
+    run.tell(StateLeft(group=0, attempt=2, state="weighing", live=2, reward_mean=0.0, reward_spread=0.0))
     assert run.state.stale_echoes == 3
     assert run.state.groups[0].state == "checking"
     leave(run, 0)
@@ -296,12 +296,12 @@ def test_one_table_serves_the_same_states_and_the_plain_one_none() -> None:
 
 def test_a_state_that_nobody_added_is_refused_with_the_nearest_name() -> None:
     figures = {"train_batch_size": 1, "max_staleness_steps": 0, "max_concurrent_groups": 1}
-    with pytest.raises(ConfigError, match="'juding': no state of that name was added; did you mean 'judging'"):
-        Scripted(**figures, added_states=(AddedState(name="juding", concurrency=1),))
+    with pytest.raises(ConfigError, match="'weihing': no state of that name was added; did you mean 'weighing'"):
+        Scripted(**figures, added_states=(AddedState(name="weihing", concurrency=1),))
     with pytest.raises(ConfigError, match="names a state twice"):
         Limits(**figures, added_states=(CHECKING, CHECKING))  # type: ignore[arg-type]
 
 
 def test_the_order_to_do_the_work_is_recorded() -> None:
-    order = EnterState(group=3, attempt=2, state="judging", cause=7)
+    order = EnterState(group=3, attempt=2, state="weighing", cause=7)
     assert decode_command(encode_command(order), 7) == order

@@ -11,7 +11,7 @@ from engine.schedule.reader import read
 from engine.schedule.replayer import replay
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
 from tests.core.adversary import Adversary
-from tests.core.judging_states import CHECKING, JUDGING
+from tests.core.states_of_our_own import CHECKING, WEIGHING
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (),
@@ -54,7 +54,7 @@ def limits(draw: st.DrawFn) -> Limits:
         data_attempts=draw(st.integers(1, 2)),
         checkpoint_every=draw(st.integers(0, 2)),
         validation=draw(st.none() | validations()),
-        added_states=draw(st.sampled_from([(), (), (JUDGING,), (JUDGING, CHECKING)])),
+        added_states=draw(st.sampled_from([(), (), (WEIGHING,), (WEIGHING, CHECKING)])),
         pools=pools,
         train_after_sync=not shared and draw(st.booleans()),
     )

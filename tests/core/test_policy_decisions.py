@@ -22,8 +22,8 @@ from engine.schedule.replayer import replay
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import GroupView, View
-from tests.core.judging_states import CHECKING
 from tests.core.scripted import Scripted
+from tests.core.states_of_our_own import CHECKING
 from tests.core.test_scenarios import small
 
 
@@ -345,3 +345,35 @@ def test_runs_keep_every_law_under_policies_that_err_again_and_again(registered:
     assert world.scheduler.state.policy_errors > 20
     report = replay(read(recorder))
     assert report.divergence is None, report.divergence
+
+
+def test_ids_that_are_no_ints_are_refused(registered: None) -> None:
+    @policies.register("batching", "floating")
+    class Floating:
+        def select(self, view: View, size: int) -> list[float]:
+            return [float(id) for id, _ in zip(view.ready_ids(), range(size), strict=False)]
+
+    run = small(policies={"batching": "floating", "on_error": "builtin"})
+    run.finish(0, 1)
+    assert run.state.steps_batched == 1 and run.view.policy_errors == 1
+    assert "of type int" in run.view.last_policy_error
+
+
+def test_what_policies_go_by_is_in_the_state_hash(registered: None) -> None:
+    @policies.register("admission", "watching")
+    class Watching:
+        def admit(self, view: View, legal: int) -> int:
+            return legal
+
+    run = small(policies={"admission": "watching", "resume": "longest"}, sync_mode="abort")
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install(pause=False)
+    run.abort(2)
+    seen = {run.state.hash_from_scratch()}
+    run.state.step_reward = 0.875
+    seen.add(run.state.hash_from_scratch())
+    run.state.groups[2].resume_key = (-1.0,)
+    seen.add(run.state.hash_from_scratch())
+    assert len(seen) == 3

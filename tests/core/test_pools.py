@@ -20,6 +20,7 @@ from engine.events import (
     ReplicaJoined,
     ReplicaLost,
     ReplicaPaused,
+    RowsFailed,
     RowsMeasured,
     StepFailed,
     SyncFailed,
@@ -28,7 +29,7 @@ from engine.events import (
 )
 from engine.scheduling.pools import PoolScheduling
 from engine.simulation.judge import Finding
-from engine.simulation.world import Setting, World
+from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from tests.core.scripted import Scripted
 
@@ -235,6 +236,40 @@ def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_slee
     assert states(run) == ["yielding", "ready"]
 
 
+def test_a_validation_that_fails_lets_its_replica_go_to_sleep() -> None:
+    validation = ValidationLimits(rows=2, rows_per_slot=1, at_start=True)
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
+    run = small(pools, replicas=2, slots=2, validation=validation, infrastructure_attempts=1)
+    run.finish(*run.state.fleet.replicas[1].groups)
+    assert states(run) == ["ready", "yielding"]
+    sleep(run, 1)
+    run.tell(RowsFailed(validation=0, chunk=0, attempt=1, replica=0, incarnation=1, reason="no luck"))
+    assert states(run) == ["yielding", "asleep"], "nothing else will ever say that its rows are measured no more"
+
+
+def test_replicas_do_not_sleep_for_what_has_to_wait_for_another_step() -> None:
+    pools = (
+        Pool(tasks=("rollout", "old_logprobs"), replicas=(0,)), Pool(tasks=("ref_logprobs",)), Pool(tasks=("train",)),
+    )  # fmt: skip
+    run = small(pools, scoring_tasks=("ref_logprobs", "old_logprobs"))
+    run.finish(0, 1, 2, 3)
+    sleep(run)
+    score(run, "ref_logprobs")
+    score(run, "old_logprobs")
+    assert run.state.steps_batched == 2, "the reference scores the next batch"
+    assert len(run.ordered(TrainStep)) == 1 and states(run) == ["ready"], "its old log-probs wait for this training"
+    run.train()
+    assert states(run) == ["yielding"]
+
+
+def test_replicas_of_pools_are_those_of_the_run() -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, pools=LENT)
+    limits.require_replicas(2)
+    for replicas in (1, 3):
+        with pytest.raises(ConfigError, match="numbered from 0, and each stands in one pool"):
+            limits.require_replicas(replicas)
+
+
 def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
     run = small((), replicas=2, train_after_sync=True)
     run.finish(0, 1, 2, 3)
@@ -263,10 +298,19 @@ def test_unlawful_pools_are_refused(pools: tuple[Pool, ...], more: dict[str, boo
         Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, pools=pools, **more)  # type: ignore[arg-type]
 
 
-def worlds(count: int) -> list[World]:
+def worlds(count: int, faults: Faults | None = None, **limits: Any) -> list[World]:
     pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
-    figures = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, pools=pools)
-    return [World(Setting(limits=figures, replicas=2, prompts=20, seed=seed)) for seed in range(count)]
+    figures = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, pools=pools, **limits)
+    return [
+        World(Setting(limits=figures, replicas=2, prompts=20, seed=seed, faults=faults or Faults()))
+        for seed in range(count)
+    ]
+
+
+def test_validations_that_fail_do_not_hold_up_training() -> None:
+    validation = ValidationLimits(rows=12, rows_per_slot=1, every=1)
+    for world in worlds(40, Faults(fail_rows=0.3), validation=validation, infrastructure_attempts=2):
+        assert world.run().outcome == "finished"
 
 
 def nobody_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from engine.schedule import Handled, Header, Record, Recorder, read, replay
 from engine.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool
-from tests.core.judging_states import CHECKING
 from tests.core.scripted import Scripted
+from tests.core.states_of_our_own import CHECKING
 
 LIMITS = Limits(
     train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6

@@ -17,7 +17,7 @@ from engine.metrics.journal import Journal
 from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.states.limits import Limits, Pool, ValidationLimits
-from tests.core.judging_states import CHECKING
+from tests.core.states_of_our_own import CHECKING
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -26,5 +26,5 @@ class Judge:
 
 
 policies.add_state(
-    machine="group", state="judging", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=2
+    machine="group", state="refereeing", phase="parked", between=("generated", "batched"), policy=Judge, concurrency=2
 )

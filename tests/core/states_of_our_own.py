@@ -1,4 +1,4 @@
-"""Two added states for the tests of the core: `judging`, which some groups enter, then `checking`, which all do."""
+"""Two added states for the tests of the core: `weighing`, which some groups enter, then `checking`, which all do."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ class Every:
         return True
 
 
-for name, concurrency, policy in (("judging", 2, Some), ("checking", 1, Every)):
+for name, concurrency, policy in (("weighing", 2, Some), ("checking", 1, Every)):
     policies.add_state(
         machine="group", state=name, phase="parked", between=("generated", "batched"), policy=policy,
         concurrency=concurrency,
     )  # fmt: skip
-JUDGING, CHECKING = policies.added_states(("judging", "checking"))
+WEIGHING, CHECKING = policies.added_states(("weighing", "checking"))
