@@ -139,6 +139,18 @@ class Trainer(Protocol):
         """Write a checkpoint of everything after `step` train steps into an empty directory."""
 
 
+@runtime_checkable
+class Offloadable(Protocol):
+    """A trainer that can leave its accelerator to the replicas of its pool and come back. `weights` and `save` are
+    called in between as well; one that cannot leave keeps its memory."""
+
+    def offload(self) -> None:
+        """Give the accelerator's memory back, and keep what was there elsewhere. On error nothing has changed."""
+
+    def onload(self) -> None:
+        """Take it again. On error nothing has changed, and it may be called again."""
+
+
 class Scorer(Protocol):
     """Scores batches on hardware of its own, while the trainer trains. Calls are blocking, one at a time."""
 

@@ -18,6 +18,7 @@ from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import EngineError
 from engine.hosts.threads import contained
 from engine.hosts.trainer import TrainerHost
+from engine.hosts.turns import taking_turns
 from engine.hosts.weights import Trained
 from engine.ids import Incarnation, Version
 from engine.roles import Trainer
@@ -93,7 +94,7 @@ class TrainerActor:
             if self._plan.restore_trainer is None:
                 raise EngineError("this trainer cannot be restored")
             self._plan.restore_trainer(trainer, restore)
-        return trainer
+        return taking_turns(trainer) if self._plan.limits.trains_in_turns else trainer
 
     def _carry(self, batch: bytes) -> None:
         if self._host is None:

@@ -18,6 +18,7 @@ from engine.events import RunStarted, StopRequested
 from engine.hosts.added import Work, unchanged
 from engine.hosts.clock import WallClock
 from engine.hosts.prompts import Prompts, as_prompts, listed
+from engine.hosts.turns import taking_turns
 from engine.ids import ReplicaId, StepId
 from engine.local.executor import LocalExecutor
 from engine.metrics.collector import RunMetrics, Transitions
@@ -106,7 +107,7 @@ async def run_async(
     _require_numbers(limits, len(first))
     books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
     executor = LocalExecutor(
-        trainer=trainer,
+        trainer=taking_turns(trainer) if limits.trains_in_turns else trainer,
         prompts=listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
         samples=samples,
         slots=slots,

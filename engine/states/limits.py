@@ -128,6 +128,11 @@ class Limits:
     """What a group passes through between its last token and `generated`, in order."""
 
     @property
+    def trains_in_turns(self) -> bool:
+        """Whether replicas stand in the pool in which the trainer trains."""
+        return any(pool.shared and "train" in pool.tasks for pool in self.pools)
+
+    @property
     def surplus(self) -> int:
         """X: groups that may be started beyond what the bound needs, floor(over_sample · B)."""
         return floor(self.over_sample * self.train_batch_size + ROUNDING)

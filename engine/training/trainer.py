@@ -26,7 +26,7 @@ from engine.ids import StepId
 from engine.roles import Batch
 from engine.training.batch import Sample, by_rollout, trainable_samples
 from engine.training.checkpoint import TrainerState, read_checkpoint, write_checkpoint
-from engine.training.device import device_named, runs_in_bf16
+from engine.training.device import device_named, move, runs_in_bf16
 from engine.training.diagnostics import Diagnostics
 from engine.training.gradients import Policy, accumulate_gradient
 from engine.training.losses import token_weights
@@ -115,6 +115,17 @@ class ModelTrainer:
             self._proximal = (self._score_key(batch, samples), self.policy.score(samples))
         if task == "ref_logprobs" and self.reference is not None:
             self._reference = (self._score_key(batch, samples), self.reference.score(samples))
+
+    def offload(self) -> None:
+        """Leave the accelerator, if there is one, for the host's memory."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.policy.device.type != "cpu":
+            move([policy.model for policy in (self.policy, self.reference) if policy], self.optimizer, device)
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One outer step. On any exception the weights, the optimizer and the random state are as before it.

@@ -18,14 +18,27 @@ STEPS = 4
 
 
 class Counting(SimpleTrainer):
-    """Trains only while every replica sleeps; weights are the steps done."""
+    """Is on the accelerator only while every replica sleeps; weights are the steps done."""
 
     def __init__(self, replicas: list[Sleepy]) -> None:
         self.replicas = replicas
         self.steps = 0
+        self.loaded = True
+        """It is made there; replicas have not begun."""
+
+    def offload(self) -> None:
+        assert self.loaded and (not self.steps or self.asleep())
+        self.loaded = False
+
+    def onload(self) -> None:
+        assert not self.loaded and self.asleep()
+        self.loaded = True
+
+    def asleep(self) -> bool:
+        return all(replica.asleep for replica in self.replicas)
 
     def train(self, batch: Batch) -> dict[str, float]:
-        assert all(replica.asleep for replica in self.replicas)
+        assert self.loaded and self.asleep()
         self.steps += 1
         return {}
 
@@ -42,10 +55,12 @@ def test_replicas_sleep_while_the_trainer_has_their_pool(apart: int) -> None:
     limits = Limits(
         train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=STEPS, pools=(shared, *own)
     )
+    trainer = Counting(made[:2])
     result = engine.local.run(
-        generators=made, trainer=Counting(made[:2]), prompts=[f"question {n}" for n in range(40)], limits=limits,
+        generators=made, trainer=trainer, prompts=[f"question {n}" for n in range(40)], limits=limits,
         samples=2, slots=4,
     )  # fmt: skip
     assert (result.outcome, result.steps, result.groups["consumed"]) == ("finished", STEPS, 4 * STEPS)
     check_asleep_at_each_step(result.record, STEPS)
+    assert not trainer.loaded
     assert [replica.naps > 0 for replica in made] == [True, True, *[False] * apart]

@@ -1,0 +1,57 @@
+"""A trainer that takes turns with replicas on the hardware of its pool: off the accelerator but while it works.
+
+Put around the trainer by `local` and by the trainer actor where `Limits.trains_in_turns`. The scheduler gives
+rollout the pool back only after `train` has returned and what it publishes is in the weights store.
+"""
+
+from typing import Any
+
+from engine.ids import StepId
+from engine.roles import Batch, Offloadable, Trainer
+
+
+def taking_turns(trainer: Trainer) -> Trainer:
+    """The trainer itself where it cannot leave the accelerator."""
+    return TakingTurns(trainer, trainer) if isinstance(trainer, Offloadable) else trainer
+
+
+class TakingTurns:
+    """Passes every call on. From the first score or training of a step to the end of its training the trainer is on the
+    accelerator; a step that fails leaves it, and comes back with its retry."""
+
+    def __init__(self, trainer: Trainer, offloadable: Offloadable) -> None:
+        self._trainer = trainer
+        self._offloadable = offloadable
+        self._loaded = True
+        self._leave()
+
+    def score(self, batch: Batch, task: str) -> None:
+        self._come_back()
+        try:
+            self._trainer.score(batch, task)
+        except BaseException:
+            self._leave()
+            raise
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self._come_back()
+        try:
+            return self._trainer.train(batch)
+        finally:
+            self._leave()
+
+    def weights(self) -> Any:
+        return self._trainer.weights()
+
+    def save(self, directory: str, step: StepId) -> None:
+        self._trainer.save(directory, step)
+
+    def _come_back(self) -> None:
+        if not self._loaded:
+            self._offloadable.onload()
+            self._loaded = True
+
+    def _leave(self) -> None:
+        if self._loaded:
+            self._offloadable.offload()
+            self._loaded = False
