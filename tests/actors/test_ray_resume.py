@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_not_what_was_written_is_refused_by_name(made: Path
     run_dir.mkdir()
     plan = plan_of(parse_config(tree(made)), run_dir)
     cut_off(plan, 4)
-    (newest,) = (run_dir / "checkpoints").iterdir()
+    newest = max((run_dir / "checkpoints").iterdir())  # one more may have come until all was down
     weights = newest / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
