@@ -12,7 +12,7 @@ from engine.actors.outbox import Outbox
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import RemoteTrajectories
 from engine.actors.wire import InOrder, unpack_orders
-from engine.commands import EnterState
+from engine.commands import DiscardGroups, EnterState
 from engine.config import load_extensions_of
 from engine.hosts.added import AddedStatesHost, Work, unchanged
 from engine.hosts.threads import contained
@@ -78,8 +78,11 @@ class AddedStatesActor:
             self._early.append(batch)
             return
         for command, _ in unpack_orders(batch):
-            assert isinstance(command, EnterState)
-            self._host.carry_out(command)
+            if isinstance(command, DiscardGroups):
+                self._host.discard(command.groups)
+            else:
+                assert isinstance(command, EnterState)
+                self._host.carry_out(command)
 
     def _break(self, reason: str) -> None:
         if self._broken is not None and not self._broken.done():

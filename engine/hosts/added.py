@@ -6,7 +6,7 @@ scheduler to say. It must never let work change a token, nor bring back a group 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from engine.commands import EnterState
@@ -61,6 +61,13 @@ class AddedStatesHost:
         running = asyncio.get_running_loop().create_task(self._carry_out(command))
         self._running[command.group] = (command.attempt, running)
 
+    def discard(self, groups: Sequence[GroupId]) -> None:
+        """End the work on groups that were dropped: nothing is reported of them any more."""
+        for group in groups:
+            _, task = self._running.pop(group, (0, None))
+            if task is not None:
+                task.cancel()
+
     async def close(self) -> None:
         """End all work; nothing is reported any more."""
         tasks = [task for _, task in self._running.values()]
@@ -77,11 +84,16 @@ class AddedStatesHost:
         except Exception as error:
             event = self._failed(command, "infrastructure", error)
         except asyncio.CancelledError as error:
-            if self._running.get(command.group, (0, None))[0] != command.attempt:
-                raise  # closed, or overtaken
+            if not self._wanted(command):
+                raise
             event = self._failed(command, "infrastructure", error)
-        self._running.pop(command.group, None)
-        self._emit(event)
+        if self._wanted(command):  # work may have caught its own cancellation
+            del self._running[command.group]
+            self._emit(event)
+
+    def _wanted(self, command: EnterState) -> bool:
+        """Whether it is the newest order on its group, which was not dropped; nothing is wanted once it is closed."""
+        return self._running.get(command.group, (0, None))[0] == command.attempt
 
     async def _left(self, command: EnterState) -> StateLeft:
         work = self._works.get(command.state)

@@ -154,6 +154,7 @@ class LocalExecutor:
         elif isinstance(command, TRAINER_COMMANDS):
             self._trainer.carry_out(command)
         elif isinstance(command, DiscardGroups):
+            self._added.discard(command.groups)
             self.trajectories.store.discard(command.groups)
         elif isinstance(command, DrawPrompts):
             self._draw(command.count)

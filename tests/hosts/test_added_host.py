@@ -211,6 +211,32 @@ def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
     play(lambda: Bench(slow), scene)
 
 
+def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def stubborn(group: TrajectoryGroup) -> TrajectoryGroup:
+        begun.append(group.group)
+        if group.group == 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(group.group)
+        return await praise(group)
+
+    async def scene(bench: Bench) -> None:
+        bench.order(group=3)
+        while not begun:
+            await asyncio.sleep(0)
+        bench.host.discard([3, 5])
+        bench.order(group=4)
+        left = await bench.until(1)
+        assert isinstance(left, StateLeft) and left.group == 4
+        assert ended == [3] and begun == [3, 4] and bench.events == [left]
+
+    play(lambda: Bench(stubborn), scene)
+
+
 def test_a_state_that_nobody_works_in_is_named() -> None:
     async def scene(bench: Bench) -> None:
         bench.order(state="other")
