@@ -18,6 +18,7 @@ from engine.hosts.added import AddedStatesHost, Work, unchanged
 from engine.hosts.threads import contained
 from engine.ids import Incarnation
 from engine.policies.added import work_of
+from engine.states.limits import REWARDING
 
 SOURCE = "states"
 
@@ -51,6 +52,8 @@ class AddedStatesActor:
             trajectories=RemoteTrajectories(self._trajectories),
             emit=outbox.add,
             timeout_s=plan.state_timeout_s,
+            untimed=(REWARDING,),
+            broken=self._break,
         )
         early, self._early = self._early, []
         for batch in early:

@@ -14,13 +14,11 @@ from pydantic import Field
 from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
-from engine.states.limits import TASKS, TRAINER_TASKS, AddedState, Pool
+from engine.states.limits import REWARDING, TASKS, TRAINER_TASKS, AddedState, Pool
 
 if TYPE_CHECKING:
     from engine.config.schema import Config
 
-REWARDING = "rewarding"
-"""The built-in added state in which groups are rewarded, where `reward` has a pool of its own."""
 TOLERANCE = 1e-6
 
 

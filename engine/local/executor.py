@@ -38,10 +38,9 @@ from engine.hosts.trainer import Report, TrainerHost
 from engine.ids import ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Scorer, Trainer
+from engine.states.limits import REWARDING
 from engine.trajectory import Prompt
 
-REWARDING = "rewarding"
-"""The built-in added state in which groups are rewarded: generators may leave rewards out then."""
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 
@@ -90,7 +89,11 @@ class LocalExecutor:
         }
         self._works = works or {}
         self._added = AddedStatesHost(
-            works=self._works, trajectories=self.trajectories, emit=self.deliver, timeout_s=state_timeout_s
+            works=self._works,
+            trajectories=self.trajectories,
+            emit=self.deliver,
+            timeout_s=state_timeout_s,
+            untimed=(REWARDING,),
         )
         self._scorer_of = {task: host for tasks, host in self._scorers.items() for task in tasks}
         self._trainer = TrainerHost(

@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, group_table
-from engine.states.limits import AddedState
+from engine.states.limits import REWARDING, AddedState
 from engine.states.machine import Phase, Table
 
 FIELD = "policies.add_state"
@@ -133,6 +133,6 @@ class Rewarding:
 
 
 add_state(
-    machine="group", state="rewarding", phase="parked", between=("generated", "batched"), policy=Rewarding,
+    machine="group", state=REWARDING, phase="parked", between=("generated", "batched"), policy=Rewarding,
     concurrency=1,
 )  # fmt: skip

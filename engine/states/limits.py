@@ -15,6 +15,8 @@ SYNC_MODES = ("keep", "abort", "wait")
 CONFLICTS = ("hold", "cancel")
 TRAINER_TASKS = ("old_logprobs", "ref_logprobs", "train")
 TASKS = ("rollout", "reward", *TRAINER_TASKS, "validation")
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded, where `reward` has a pool of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
