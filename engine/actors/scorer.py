@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from engine.actors.failures import named
 from engine.actors.outbox import Outbox
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
@@ -17,7 +18,7 @@ from engine.commands import ScoreBatch
 from engine.errors import ConfigError
 from engine.hosts.scorer import ScorerHost
 from engine.hosts.threads import contained
-from engine.ids import Incarnation
+from engine.ids import Incarnation, StepId
 
 
 class ScorerActor:
@@ -59,6 +60,7 @@ class ScorerActor:
             trajectories=RemoteTrajectories(trajectories),
             weights=RemoteWeights(weights, plan.transport),
             emit=outbox.add,
+            ask=self._ask,
         )
         early, self._early = self._early, []
         for batch in early:
@@ -73,6 +75,10 @@ class ScorerActor:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
         assert self._broken is not None
         return await self._broken
+
+    async def _ask(self, steps: StepId) -> None:
+        with named():
+            await self._scheduler.hand_over.remote(steps)
 
     def _carry(self, batch: bytes) -> None:
         if self._host is None:

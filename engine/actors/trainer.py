@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from engine.hosts.threads import contained
 from engine.hosts.trainer import TrainerHost
 from engine.hosts.weights import Trained
-from engine.ids import Incarnation, Version
+from engine.ids import Incarnation, StepId, Version
 from engine.roles import Trainer
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class TrainerActor:
         self._early: list[bytes] = []
         self._broken: asyncio.Future[str] | None = None
         self._host: TrainerHost | None = None
+        self._opened = asyncio.Event()
         self._weights = RemoteWeights(weights, self._plan.transport)
 
     async def open(self, restore: Restore | None = None) -> None:
@@ -69,6 +70,7 @@ class TrainerActor:
         if restore is not None and restore.steps:
             await host.hand_over(restore.steps)
         self._host = host
+        self._opened.set()
         early, self._early = self._early, []
         for batch in early:
             self._carry(batch)
@@ -77,6 +79,12 @@ class TrainerActor:
     async def carry_out(self, sequence: int, orders: bytes) -> None:
         for batch in self._orders.take(sequence, orders):
             self._carry(batch)
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Asked for a scorer: the weights after so many steps, should they still be owed."""
+        await self._opened.wait()
+        assert self._host is not None
+        await self._host.hand_over_again(steps)
 
     async def give(self, version: Version | Trained) -> Any:
         """Asked by the weights store: the weights being published."""

@@ -84,7 +84,13 @@ class LocalExecutor:
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
         self._scorers = {
-            tasks: ScorerHost(scorer=scorer, trajectories=self.trajectories, weights=self.weights, emit=self.deliver)
+            tasks: ScorerHost(
+                scorer=scorer,
+                trajectories=self.trajectories,
+                weights=self.weights,
+                emit=self.deliver,
+                ask=lambda steps: self._trainer.hand_over_again(steps),
+            )
             for tasks, scorer in (scorers or {}).items()
         }
         self._works = works or {}
