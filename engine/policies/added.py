@@ -95,12 +95,16 @@ def check_table(table: Table) -> None:
 
 
 def state_names() -> list[str]:
-    """Every state that was added."""
-    return sorted(_ADDED)
+    """Every state that a run may name."""
+    return sorted(name for name in _ADDED if name != REWARDING)
 
 
 def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
-    """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added."""
+    """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added, and
+    for the built-in one, which a pool brings with it."""
+    if REWARDING in names:
+        law = "nothing would be rewarded there: it belongs to a pool with the task reward alone"
+        raise ConfigError("scheduler.states", REWARDING, law, "a pool with the task reward alone, or leave it out")
     return tuple(AddedState(name=name, concurrency=_find(name).concurrency) for name in names)
 
 
@@ -119,8 +123,9 @@ def work_of(name: str) -> Any:
 def _find(name: str) -> _Added:
     found = _ADDED.get(name)
     if found is None:
-        near = get_close_matches(name, _ADDED, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(state_names())}"
+        known = state_names()
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}" if known else "add it first"
         raise ConfigError("scheduler.states", name, "no state of that name was added", hint)
     return found
 
