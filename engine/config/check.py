@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from engine.config.deterministic import remarks
 from engine.config.machine import gpu_count, gpus_of_their_own
-from engine.config.pools import layout
+from engine.config.pools import layout, surprises
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
@@ -106,6 +106,7 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         longest = config.model.arithmetic.family().most_tokens
         if r.max_tokens < longest:
             yield f"rollout.max_tokens = {r.max_tokens} cuts the longest right answers, which take {longest} tokens"
+    yield from surprises(config)
     yield from remarks(config)
     if config.trainer.checkpoint_every == 0:
         yield "checkpoint_every 0: nothing is saved, and a crash starts over"
