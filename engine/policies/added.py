@@ -9,6 +9,7 @@ them it uses. Used by the config layer and by the scheduler's builder.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -97,6 +98,17 @@ def check_table(table: Table) -> None:
 def state_names() -> list[str]:
     """Every state that a run may name."""
     return sorted(name for name in _ADDED if name != REWARDING)
+
+
+def registered() -> list[type]:
+    """The class of every state's policy."""
+    return [added.policy for added in _ADDED.values()]
+
+
+def forget(classes: Collection[type]) -> None:
+    """Take states back whose module could not be imported to its end."""
+    for name in [name for name, added in _ADDED.items() if added.policy in classes]:
+        del _ADDED[name]
 
 
 def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
