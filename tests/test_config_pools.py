@@ -75,6 +75,7 @@ def test_published_layouts(
     limits = made.limits()
     assert list(limits.pools) == built
     assert limits.scorers() == scorers
+    assert limits.scored_apart == tuple(task for tasks in scorers for task in tasks)
     given = (made.rollout.threads, made.trainer.threads, threads_of_scorers(made, limits.scorers()))
     assert given == threads
     again = parse_config(made.model_dump(mode="json"))

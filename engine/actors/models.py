@@ -29,7 +29,6 @@ from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.scoring import Rewarding, Scorer
 from engine.rollout.vllm_args import built_for_cpu, workers_of
-from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
@@ -72,7 +71,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
         make_rollout=partial(make_rollout, config, inputs),
-        make_trainer=partial(make_trainer, inputs.model, with_reference(settings), _apart(limits)),
+        make_trainer=partial(make_trainer, inputs.model, with_reference(settings), limits.scored_apart),
         make_work=partial(make_work, config, inputs),
         state_timeout_s=config.scheduler.state_timeout_s,
         make_scorer=partial(make_scorer, inputs.model, with_reference(settings)),
@@ -171,11 +170,6 @@ def make_prompts(config: Config, inputs: Inputs) -> Prompts:
     data = Dataset.load(inputs.training, prompt_field=inputs.prompt_field)
     source = PromptSource(data, seed=config.run.seed, epochs=config.run.epochs, shuffle=config.data.shuffle)
     return CountedPrompts(source.total, source.prompt)
-
-
-def _apart(limits: Limits) -> tuple[str, ...]:
-    """Tasks that are scored on pools of their own."""
-    return tuple(task for tasks in limits.scorers() for task in tasks)
 
 
 def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) -> Trainer:

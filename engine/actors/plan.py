@@ -120,7 +120,7 @@ class Plan:
     @property
     def hands_over(self) -> bool:
         """Whether a scorer needs the weights after every train step."""
-        return any(task in OF_TRAINED_WEIGHTS for tasks in self.limits.scorers() for task in tasks)
+        return any(task in OF_TRAINED_WEIGHTS for task in self.limits.scored_apart)
 
     @property
     def rewarded(self) -> bool:

@@ -148,6 +148,11 @@ class Limits:
         apart = [pool.tasks for pool in self.pools if "train" not in pool.tasks]
         return tuple(found for tasks in apart if (found := tuple(t for t in self.scoring_tasks if t in tasks)))
 
+    @property
+    def scored_apart(self) -> tuple[str, ...]:
+        """The scoring tasks that are not the trainer's."""
+        return tuple(task for tasks in self.scorers() for task in tasks)
+
     def validators(self) -> range:
         """Replicas that are there for validations alone."""
         validation = self.validation
