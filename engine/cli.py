@@ -180,12 +180,24 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError("--group", arguments.group, "is a story up to an event", "give the event with --at N")
     directory = open_run(arguments.directory).path
     _load_recorded_extensions(directory, named=arguments.extensions)
-    if arguments.at is not None:
-        print(at_text(directory, arguments.at, arguments.group))
-        return DONE
-    text, code = replay_text(directory)
+    try:
+        if arguments.at is not None:
+            print(at_text(directory, arguments.at, arguments.group))
+            return DONE
+        text, code = replay_text(directory)
+    except RecordError as error:
+        unknown = isinstance(error.__cause__, ConfigError)  # a name that nobody has registered here
+        if unknown and not arguments.extensions and _names_extensions(directory):
+            error.add_note("the run's config names extensions: they are imported with --extensions")
+        raise
     print(text)
     return code
+
+
+def _names_extensions(directory: Path) -> bool:
+    from engine.schedule import read
+
+    return bool(read(directory / "schedule").header.config.get("run", {}).get("extensions"))
 
 
 def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
@@ -346,7 +358,7 @@ def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str
     if not finished:
         yield f"  engine resume {place}"
     record = read(directory.schedule)
-    named = " --extensions" if record.header.config.get("run", {}).get("extensions") else ""
+    named = " --extensions" if _names_extensions(directory.path) else ""
     yield f"  engine replay {place}{named}"
     frames = record.frames(answers=False)
     first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]

@@ -87,11 +87,11 @@ class Generator(Protocol):
 
 @runtime_checkable
 class Fallible(Protocol):
-    """A generator that notices by itself that it can go on no more; one that does not is found out by its failures."""
+    """A generator, or work of an added state, that notices by itself that it can go on no more; one that does not is
+    found out by its failures."""
 
     async def failed(self) -> str:
-        """Return once nothing can be generated any more, with the reason: the replica is then lost. Never while all is
-        well."""
+        """Return once it can go on no more, with the reason: its process is then replaced. Never while all is well."""
 
 
 @runtime_checkable

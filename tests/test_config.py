@@ -551,6 +551,23 @@ def test_nccl_is_refused_where_gpus_are_too_few(transport: str) -> None:
             check_nccl(config, needed, True)
 
 
+def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
+    config = parse_config(
+        {
+            **MADE,
+            "rollout": {"transport": "distributed", "transport_backend": "nccl", "replicas": 2},
+            "trainer": {"kl_loss_coef": 0.1, "old_policy": "proximal"},
+            "pools": [{"tasks": [task]} for task in ("rollout", "train", "old_logprobs", "ref_logprobs")],
+            "validation": {"placement": "own"},
+        }
+    )
+    with pytest.raises(
+        ConfigError, match=r"each replica, 2 scorers, the trainer and the weights store need a GPU .*: 7"
+    ):
+        check_nccl(config, 6, False)
+    check_nccl(config, 7, False)
+
+
 def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
     assert gpu_count(tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):

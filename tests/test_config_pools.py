@@ -7,7 +7,7 @@ import pytest
 from engine.config import pools as pools_module
 from engine.config.check import check_config
 from engine.config.loading import parse_config
-from engine.config.pools import threads_of_scorers
+from engine.config.pools import surprises, threads_of_scorers
 from engine.errors import ConfigError
 from engine.states.limits import AddedState, Pool
 
@@ -75,6 +75,7 @@ def test_published_layouts(
     limits = made.limits()
     assert list(limits.pools) == built
     assert limits.scorers() == scorers
+    assert limits.scored_apart == tuple(task for tasks in scorers for task in tasks)
     given = (made.rollout.threads, made.trainer.threads, threads_of_scorers(made, limits.scorers()))
     assert given == threads
     again = parse_config(made.model_dump(mode="json"))
@@ -130,6 +131,28 @@ def test_the_layout_is_told() -> None:
     assert "ok: pool 1: reward; 50% of the threads; 5 groups at once" in told
     idle = "\n".join(check_config(config(pool("rollout"), pool("train"), pool("ref_logprobs"), trainer={})))
     assert "nothing asks for ref_logprobs" in idle
+
+
+def test_nothing_is_said_of_tasks_that_no_pool_names() -> None:
+    told = check_config(config(pool("rollout"), pool("train"), trainer={}))
+    assert not [line for line in told if "nothing asks for" in line]
+
+
+@pytest.mark.parametrize(
+    ("backend", "arguments", "tasks", "noted"),
+    [
+        ("vllm", {}, ("rollout", "train"), True),
+        ("vllm", {"enable_sleep_mode": True}, ("rollout", "train"), False),
+        ("vllm", {}, ("rollout",), False),
+        ("torch", {}, ("rollout", "train"), False),
+    ],
+)
+def test_replicas_that_keep_their_memory_while_others_have_the_pool_are_noted(
+    backend: str, arguments: dict[str, Any], tasks: tuple[str, ...], noted: bool
+) -> None:
+    others = [] if "train" in tasks else [pool("train")]
+    made = config(pool(*tasks), *others, rollout={"backend": backend, "engine_args": arguments})
+    assert any("without enable_sleep_mode" in note for note in surprises(made)) == noted
 
 
 @pytest.mark.parametrize(

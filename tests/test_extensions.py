@@ -1,5 +1,6 @@
 """Extensions: modules beside a config and installed packages are imported; `engine check` proves them lawful first."""
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -99,6 +100,17 @@ def test_an_added_state_is_named_in_the_config_and_drawn(
     assert "judged" not in capsys.readouterr().out
 
 
+def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.states = 'rewarding'.*; a pool with the task reward alone"):
+        load_config(config(JUDGE, "states: [rewarding]"))
+    with pytest.raises(
+        ConfigError,
+        match=r"scheduler\.states = 'rewardin': no state of that name was added; (add|one of (?!.*rewarding))",
+    ):
+        load_config(config("", "states: [rewardin]"))
+    assert "rewarding" not in added.state_names()
+
+
 @pytest.mark.parametrize(
     ("module", "chosen", "says"),
     [
@@ -136,6 +148,51 @@ def test_a_module_that_cannot_be_imported_is_named(
         "run.extensions = 'mine': cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
         in said
     )
+
+
+def test_a_module_that_fails_after_it_has_registered_fails_by_the_same_error_again(
+    config: Callable[..., Path],
+) -> None:
+    good = JUDGE + a_policy("admission", "admit(self, view, legal)", "return legal")
+    file = config(good + "raise RuntimeError('out of order')\n", "states: [judged]")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="'mine': cannot be imported: RuntimeError: out of order"):
+            load_config(file)
+    assert "judged" not in added.state_names() and "mine" not in registry.names("admission")
+    (file.parent / "mine.py").write_text(good, encoding="utf-8")
+    importlib.invalidate_caches()
+    assert load_config(file).scheduler.states == ("judged",)
+
+
+def test_modules_of_one_name_beside_two_configs_are_refused(config: Callable[..., Path], tmp_path: Path) -> None:
+    file = config(JUDGE, "states: [judged]")
+    load_config(file)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.py").write_text("", encoding="utf-8")
+    (other / "run.yaml").write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    says = rf"{tmp_path}/mine\.py is imported under that name, and {other}/mine\.py is another module"
+    with pytest.raises(ConfigError, match=says):
+        load_config(other / "run.yaml")
+    load_config(file)
+
+
+def test_a_replay_says_that_the_extensions_of_its_run_are_not_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(a_policy("admission", "admit(self, view, legal)", "return legal"))
+    limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8).to_plain()
+    written = {"run": {"extensions": ["mine"], "extensions_dir": str(tmp_path)}}
+    for name, own in (("own", written), ("plain", {})):
+        header = Header(run=name, limits=limits, policies={"admission": "mine"}, config=own)
+        Recorder(tmp_path / name / "schedule", header).close()
+    says = "engine: the run's config names extensions: they are imported with --extensions"
+    assert main(["replay", str(tmp_path / "own")]) == 2
+    assert says in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "plain")]) == 2
+    assert says not in capsys.readouterr().err
+    main(["replay", str(tmp_path / "own"), "--extensions"])
+    assert "no policy of that name" not in capsys.readouterr().err
 
 
 def install(place: Path, module: str, points: str = "own = packaged") -> None:

@@ -70,7 +70,7 @@ class RayExecutor:
         self._carry: dict[type[Command], Callable[[Any], None]] = {
             StartGroup: self._start,
             ResumeGroup: self._start,
-            DiscardGroups: lambda command: self._discards.extend(command.groups),
+            DiscardGroups: self._discard,
             DrawPrompts: self._draw,
             SetTimer: self._timers.set,
             CancelTimer: self._timers.cancel,
@@ -119,6 +119,10 @@ class RayExecutor:
             self._deliver(failed)
             return
         self._fleet.order_replica(Order(command, prompt))
+
+    def _discard(self, command: DiscardGroups) -> None:
+        self._fleet.discard(command)
+        self._discards.extend(command.groups)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         """The replica stops, and so do the agents of held-out rows, if there are any."""

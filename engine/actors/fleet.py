@@ -19,7 +19,7 @@ from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.actors.workers import Workers
-from engine.commands import Command
+from engine.commands import Command, DiscardGroups
 from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
 from engine.ids import Incarnation, ReplicaId
@@ -122,6 +122,10 @@ class Fleet:
         """Whatever the trainer does, or a worker where there is one for it."""
         if not self._workers.take(command):
             self.trainer.order(command)
+
+    def discard(self, command: DiscardGroups) -> None:
+        """End what is done on groups that are forgotten now."""
+        self._workers.discard(command)
 
     def answered(self, source: str, event: Event) -> None:
         """To be told of every event of an actor, before the scheduler is."""

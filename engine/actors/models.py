@@ -27,14 +27,13 @@ from engine.metrics.endpoint import FOLDER
 from engine.roles import Scorer as RoleScorer
 from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
-from engine.rollout.scoring import Scorer
+from engine.rollout.scoring import Rewarding, Scorer
 from engine.rollout.vllm_args import built_for_cpu, workers_of
-from engine.states.limits import Limits
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
 from engine.training.settings import TrainerSettings
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.trajectory import Prompt
 
 Progress = Callable[[float, str], None]
 
@@ -72,9 +71,9 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
         make_rollout=partial(make_rollout, config, inputs),
-        make_trainer=partial(make_trainer, inputs.model, with_reference(settings), _apart(limits)),
+        make_trainer=partial(make_trainer, inputs.model, with_reference(settings), limits.scored_apart),
         make_work=partial(make_work, config, inputs),
-        state_timeout_s=config.reward.timeout_s,
+        state_timeout_s=config.scheduler.state_timeout_s,
         make_scorer=partial(make_scorer, inputs.model, with_reference(settings)),
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, stop_ids_of),
@@ -173,11 +172,6 @@ def make_prompts(config: Config, inputs: Inputs) -> Prompts:
     return CountedPrompts(source.total, source.prompt)
 
 
-def _apart(limits: Limits) -> tuple[str, ...]:
-    """Tasks that are scored on pools of their own."""
-    return tuple(task for tasks in limits.scorers() for task in tasks)
-
-
 def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) -> Trainer:
     from engine.training.trainer import ModelTrainer
 
@@ -226,12 +220,7 @@ def make_work(config: Config, inputs: Inputs, state: str) -> Work:
 
     tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
     scorer = Scorer(tokenizer, load_reward(inputs.reward), threads=at_once, timeout_s=config.reward.timeout_s)
-
-    async def reward(group: TrajectoryGroup) -> TrajectoryGroup:
-        await scorer.score(group)
-        return group
-
-    return reward
+    return Rewarding(scorer)
 
 
 def torch_backend(config: Config, inputs: Inputs, replica: ReplicaId) -> RolloutBackend:

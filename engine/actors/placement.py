@@ -16,9 +16,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.actors.plan import Plan
+from engine.config.machine import gpus_of_their_own
 from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+ROUNDED_UP = 1 + 1e-5
+"""Shares are given with so many digits: 0.333333 of three GPUs is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,9 @@ def with_gpus(plan: Plan) -> Plan:
     store, gpus = plan.transport.store_gpus, sum(nodes)
     several = plan.rollout_gpus if plan.rollout_gpus > 1 else 0.0
     scorers = len(plan.limits.scorers())
-    needed = replicas * (several or 1) + 2 + scorers
+    needed, who = gpus_of_their_own(replicas, int(several or 1), scorers)
     if store and gpus < needed:
-        law = f"each replica, the trainer and the weights store need a GPU of their own: {needed:g}; there are {gpus:g}"
-        if several:
-            law = f"{replicas} replicas of {several:g} GPUs, the trainer and the weights store need {needed:g}; "
-            law += f"there are {gpus:g}"
+        law = f"{who}; there are {gpus:g}"
         raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
     lacking = shortfall(plan, replicas)
     if lacking:
@@ -99,7 +100,7 @@ def with_gpus(plan: Plan) -> Plan:
         raise ConfigError("rollout.replicas", replicas, lacking, fix)
     gpus -= store
     if several and not plan.trainer_gpus:
-        left = min(1.0, int(gpus - replicas * several) / (1 + scorers))
+        left = part_of(int(gpus - replicas * several), 1 + scorers)
         if not left:
             log.warning("the replicas take all GPUs: the trainer has none")
         return dataclasses.replace(plan, trainer_gpus=left, scorer_gpus=left if scorers else 0.0)
@@ -107,14 +108,19 @@ def with_gpus(plan: Plan) -> Plan:
         return plan
     if any(plan.pool_shares):
         return dataclasses.replace(plan, **_by_pool(plan, gpus))
-    share = min(1.0, int(1000 * gpus / (replicas + 1 + scorers)) / 1000)
+    share = part_of(gpus, replicas + 1 + scorers)
     return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share, scorer_gpus=share if scorers else 0.0)
+
+
+def part_of(gpus: float, actors: int) -> float:
+    """GPUs of each of so many actors: 1, 1/2, 1/4, …, or 0 where there are none. Other parts would not fill whole GPUs:
+    2/3 fits into each of two once, and the third actor would wait for ever."""
+    return 2.0 ** min(0, floor(log2(gpus / actors * ROUNDED_UP))) if gpus > 0 else 0.0
 
 
 def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
     """GPUs of each kind of actor, by the shares of the pools they stand in; actors of one pool have equal parts of it,
-    and the smallest part is that of all of their kind. Parts are 1, 1/2, 1/4, …: others would not fill whole GPUs.
-    (Tested with nodes that say that they have GPUs.)"""
+    and the smallest part is that of all of their kind. (Tested with nodes that say that they have GPUs.)"""
     parts: dict[str, list[float]] = {"rollout_gpus": [], "trainer_gpus": [], "scorer_gpus": []}
     limits = plan.limits
     for pool, share in zip(limits.pools, plan.pool_shares, strict=False):
@@ -124,5 +130,5 @@ def _by_pool(plan: Plan, gpus: float) -> dict[str, Any]:
         actors = sum(standing.values())
         for name, count in standing.items():
             if count:
-                parts[name].append(2.0 ** min(0, floor(log2(gpus * share / actors))))
+                parts[name].append(part_of(gpus * share, actors))
     return {name: min(each) for name, each in parts.items() if each}

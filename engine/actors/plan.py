@@ -16,15 +16,11 @@ from engine.hosts.prompts import Prompts
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS
 from engine.ids import ReplicaId
 from engine.roles import Generator, Scorer, Trainer
-from engine.states.limits import Limits
+from engine.states.limits import REWARDING, Limits
 from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
     from engine.actors.gateway import GatewayParts
-
-
-REWARDING = "rewarding"
-"""The built-in added state in which groups are rewarded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +66,7 @@ class Plan:
     make_work: Callable[[str], Work] | None = None
     """Makes what is done in an added state whose policy has no `work` of its own; None: groups only pass."""
     state_timeout_s: float | None = None
-    """How long the work on one group may take."""
+    """How long the work on one group may take; in the state `rewarding` it is each call of the reward that is timed."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
     resume: bool = False
@@ -125,7 +121,7 @@ class Plan:
     @property
     def hands_over(self) -> bool:
         """Whether a scorer needs the weights after every train step."""
-        return any(task in OF_TRAINED_WEIGHTS for tasks in self.limits.scorers() for task in tasks)
+        return any(task in OF_TRAINED_WEIGHTS for task in self.limits.scored_apart)
 
     @property
     def rewarded(self) -> bool:

@@ -207,6 +207,11 @@ class SchedulerActor:
         """End the run resumably."""
         self._deliver(StopRequested(reason=reason))
 
+    async def hand_over(self, steps: StepId) -> None:
+        """Asked by a scorer: have the trainer hand over the weights after so many steps, should it still owe them."""
+        with named():
+            await self._fleet.trainer.hand_over(steps)
+
     async def next_update(self, since: int) -> Update:
         """The newest status, as soon as it is newer than the one numbered `since`. Raises what ended the run, if
         something did."""

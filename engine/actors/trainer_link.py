@@ -17,6 +17,7 @@ from engine.actors.process import PackedPlan
 from engine.actors.trainer import TrainerActor
 from engine.actors.wire import Order, pack_orders
 from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.errors import EngineError
 from engine.events import (
     BatchScored,
     CheckpointFailed,
@@ -28,6 +29,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.hosts.checkpoints import list_checkpoints
+from engine.ids import StepId
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,12 @@ class TrainerLink:
             self._steps = event.step + 1
         elif isinstance(event, WeightsPublished) and isinstance(command, PublishWeights):
             self._steps_published = command.steps
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Have the trainer that there is now hand over weights that it owes to scorers. Raises why it cannot."""
+        if self._gone is not None:
+            raise EngineError(self._gone)
+        await self.actor.hand_over.remote(steps)
 
     def reported(self, figures: Mapping[str, Any]) -> None:
         """To be told what the trainer says of a step, once."""

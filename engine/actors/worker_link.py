@@ -12,7 +12,7 @@ import ray
 
 from engine.actors.failures import failure_reason
 from engine.actors.wire import Order, pack_orders
-from engine.commands import Command
+from engine.commands import Command, DiscardGroups, EnterState
 from engine.events import Event
 from engine.ids import Incarnation
 
@@ -67,6 +67,14 @@ class WorkerLink:
             return
         self._pending.append(command)
         self._orders.append(Order(command))
+
+    def discard(self, command: DiscardGroups) -> None:
+        """What was ordered on these groups is not wanted any more: nothing answers it."""
+        forgotten = set(command.groups)
+        kept = [order for order in self._pending if not (isinstance(order, EnterState) and order.group in forgotten)]
+        if len(kept) < len(self._pending):
+            self._pending = kept
+            self._orders.append(Order(command))
 
     def flush(self) -> int:
         if not self._orders:

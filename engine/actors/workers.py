@@ -15,7 +15,7 @@ from engine.actors.plan import Plan
 from engine.actors.scorer import ScorerActor
 from engine.actors.trainer_link import Given, answers, failure_of
 from engine.actors.worker_link import WorkerLink
-from engine.commands import Command, EnterState, ScoreBatch
+from engine.commands import Command, DiscardGroups, EnterState, ScoreBatch
 from engine.events import Event, StateFailed, StateLeft
 from engine.ids import Incarnation
 
@@ -68,6 +68,12 @@ class Workers:
         if link is not None:
             link.order(command)
         return link is not None
+
+    def discard(self, command: DiscardGroups) -> None:
+        """End what the added states do on groups that are forgotten now."""
+        link = self._links.get(SOURCE)
+        if link is not None:
+            link.discard(command)
 
     def flush(self) -> int:
         return sum(link.flush() for link in self._links.values())

@@ -6,8 +6,8 @@ A configuration that breaks a law is refused before it comes here; these are the
 from collections.abc import Callable, Iterator
 
 from engine.config.deterministic import remarks
-from engine.config.machine import gpu_count
-from engine.config.pools import layout
+from engine.config.machine import gpu_count, gpus_of_their_own
+from engine.config.pools import layout, surprises
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
@@ -67,9 +67,11 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
     fix = "rollout.transport_backend: gloo would hold"
     if r.transport == "vllm" and vllm_for_cpu:
         raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
-    needed = r.replicas * max(1, int(r.gpus), workers_of(r.engine_args)) + 2
+    limits = config.limits()
+    each = max(1, int(r.gpus), workers_of(r.engine_args))
+    needed, who = gpus_of_their_own(r.replicas + len(limits.validators()), each, len(limits.scorers()))
     if gpus is not None and gpus < needed:
-        law = f"each replica, the trainer and the weights store need GPUs of their own: {needed}; there are {gpus}"
+        law = f"{who}; there are {gpus}"
         raise ConfigError("rollout.transport_backend", "nccl", law, fix)
 
 
@@ -104,6 +106,7 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
         longest = config.model.arithmetic.family().most_tokens
         if r.max_tokens < longest:
             yield f"rollout.max_tokens = {r.max_tokens} cuts the longest right answers, which take {longest} tokens"
+    yield from surprises(config)
     yield from remarks(config)
     if config.trainer.checkpoint_every == 0:
         yield "checkpoint_every 0: nothing is saved, and a crash starts over"

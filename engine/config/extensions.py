@@ -5,13 +5,18 @@ Installed packages offer theirs under the entry point group `step_engine.extensi
 process.
 """
 
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
+from engine.policies import added, registry
 
 GROUP = "step_engine.extensions"
 """Entry points of this group name a module, or a function without arguments in one."""
@@ -29,8 +34,10 @@ def load_extensions(modules: Iterable[str] = (), directory: str | None = None) -
             _load_point(point)
             _loaded.add(point.value)
     for name in modules:
-        if directory is not None and directory not in sys.path:
-            sys.path.append(directory)
+        if directory is not None:
+            if directory not in sys.path:
+                sys.path.append(directory)
+            _refuse_another(name, directory)
         _import(name)
 
 
@@ -46,9 +53,11 @@ def load_extensions_of(config: Mapping[str, Any]) -> None:
 def _load_point(point: EntryPoint) -> None:
     package = point.dist.name if point.dist is not None else "a package"
     try:
-        loaded = point.load()
-        if callable(loaded):
-            loaded()
+        with _whole():
+            loaded = point.load()
+        with _whole():
+            if callable(loaded):
+                loaded()
     except Exception as error:
         law = f"the extension {point.name!r} of {package} is broken: {_reason(error)}"
         raise ConfigError("extensions", point.value, law, f"uninstall {package}, or mend it") from error
@@ -56,11 +65,44 @@ def _load_point(point: EntryPoint) -> None:
 
 def _import(name: str) -> None:
     try:
-        import_module(name)
+        with _whole():
+            import_module(name)
     except Exception as error:
-        sys.modules.pop(name, None)
         law = f"cannot be imported: {_reason(error)}"
         raise ConfigError("run.extensions", name, law, "a module on the path or beside the config") from error
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Around what registers: where it fails, what it has registered so far is taken back, so that it fails by the same
+    error when it is tried again. What modules registered that were imported to their end meanwhile stays: they will not
+    do so twice."""
+    modules = set(sys.modules)
+    before = {*registry.registered(), *added.registered()}
+    try:
+        yield
+    except Exception:
+        imported = set(sys.modules) - modules
+        new = [cls for cls in (*registry.registered(), *added.registered()) if cls not in before]
+        halves = [cls for cls in new if cls.__module__ not in imported]
+        registry.forget(halves)
+        added.forget(halves)
+        raise
+
+
+def _refuse_another(name: str, directory: str) -> None:
+    """Raises: `ConfigError` where the module of this name is another one than that in `directory`, which would never be
+    imported."""
+    top = name.partition(".")[0]
+    beside = PathFinder.find_spec(top, [directory])
+    try:
+        found = find_spec(top)
+    except ValueError:  # a module that was put together by hand
+        found = None
+    files = [spec.origin for spec in (found, beside) if spec is not None and spec.origin is not None]
+    if len(files) == 2 and not os.path.samefile(*files):
+        law = f"{files[0]} is imported under that name, and {files[1]} is another module"
+        raise ConfigError("run.extensions", name, law, "modules of different names")
 
 
 def _reason(error: Exception) -> str:

@@ -26,6 +26,16 @@ def gpu_count(devices: Path = Path("/dev")) -> int | None:
     return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
 
 
+def gpus_of_their_own(replicas: int, each: int, scorers: int) -> tuple[int, str]:
+    """GPUs that a run needs whose weights travel from GPU to GPU, between processes that must not share one: how many,
+    and who needs them. Replicas have `each`."""
+    needed = replicas * each + 1 + scorers + 1
+    whose = f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"
+    scoring = {0: "", 1: "the scorer, "}.get(scorers, f"{scorers} scorers, ")
+    of_their_own = "" if each > 1 else " a GPU of their own:"
+    return needed, f"{whose}, {scoring}the trainer and the weights store need{of_their_own} {needed}"
+
+
 def memory_bytes() -> int:
     """Of this machine, or of the container this process is in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

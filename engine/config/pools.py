@@ -14,13 +14,11 @@ from pydantic import Field
 from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
-from engine.states.limits import TASKS, TRAINER_TASKS, AddedState, Pool
+from engine.states.limits import REWARDING, TASKS, TRAINER_TASKS, AddedState, Pool
 
 if TYPE_CHECKING:
     from engine.config.schema import Config
 
-REWARDING = "rewarding"
-"""The built-in added state in which groups are rewarded, where `reward` has a pool of its own."""
 TOLERANCE = 1e-6
 
 
@@ -151,9 +149,18 @@ def layout(config: "Config") -> Iterator[str]:
         if pool.tasks == ("reward",):
             said.append(f"{config.pools[number].slots or config.rollout.slots} groups at once")
         turns = "take turns, the replicas asleep meanwhile" if pool.shared else ""
-        idle = [task for task in pool.tasks if task in TRAINER_TASKS and task not in needed]
+        named = config.pools[number].tasks if number < len(config.pools) else []
+        idle = [task for task in pool.tasks if task in named and task in TRAINER_TASKS and task not in needed]
         said += [turns, f"nothing asks for {' and '.join(idle)}" if idle else ""]
         yield "; ".join([f"pool {number}: {', '.join(pool.tasks)}", *filter(None, said)])
+
+
+def surprises(config: "Config") -> Iterator[str]:
+    """What `engine check` notes of the pools."""
+    rollout = config.rollout
+    shared = any(pool.shared for pool in limit_pools(config))
+    if shared and rollout.backend == "vllm" and not rollout.engine_args.get("enable_sleep_mode"):
+        yield "rollout.engine_args without enable_sleep_mode: replicas keep their memory while their pool trains"
 
 
 def _measures(config: "Config") -> bool:

@@ -80,6 +80,9 @@ class SchedulerSection(Section):
         max_length=100,
         description="Added states that groups pass through before a step may take them, in order.",
     )
+    state_timeout_s: float = Field(
+        600.0, gt=0, le=86_400, description="Seconds that an added state may work on one group."
+    )
     policies: PoliciesSection = Field(default_factory=PoliciesSection, description="Who decides.")
 
     @model_validator(mode="after")

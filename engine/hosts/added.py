@@ -6,7 +6,7 @@ scheduler to say. It must never let work change a token, nor bring back a group 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.commands import EnterState
@@ -17,6 +17,7 @@ from engine.hosts.reasons import reason_of
 from engine.hosts.reports import reward_figures
 from engine.hosts.trajectories import Trajectories, copy_group
 from engine.ids import GroupId
+from engine.roles import Fallible
 from engine.trajectory import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,11 @@ async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 class AddedStatesHost:
-    """Carries out `EnterState` orders with the `works` of each state, each at most `timeout_s` long. `emit` takes
-    events."""
+    """Carries out `EnterState` orders with the `works` of each state, each at most `timeout_s` long, but for those
+    that are `untimed`: their calls have a time of their own, and wait for their turn as long as it takes.
+
+    `emit` takes events; `broken(reason)` is called where work that is `Fallible` can go on no more.
+    """
 
     def __init__(
         self,
@@ -44,12 +48,20 @@ class AddedStatesHost:
         trajectories: Trajectories,
         emit: Callable[[Event], None],
         timeout_s: float | None = None,
+        untimed: Collection[str] = (),
+        broken: Callable[[str], None] | None = None,
     ) -> None:
         self._works = works
         self._trajectories = trajectories
         self._emit = emit
         self._timeout_s = timeout_s
+        self._untimed = untimed
         self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
+        self._listening: list[asyncio.Task[None]] = []
+        own: list[object] = list(works.values())
+        for work in own:
+            if broken is not None and isinstance(work, Fallible):
+                self._listening.append(asyncio.get_running_loop().create_task(self._listen(work, broken)))
 
     def carry_out(self, command: EnterState) -> None:
         """Begin an order and return at once. A repeat changes nothing; a newer attempt ends an older one."""
@@ -61,13 +73,23 @@ class AddedStatesHost:
         running = asyncio.get_running_loop().create_task(self._carry_out(command))
         self._running[command.group] = (command.attempt, running)
 
+    def discard(self, groups: Sequence[GroupId]) -> None:
+        """End the work on groups that were dropped: nothing is reported of them any more."""
+        for group in groups:
+            _, task = self._running.pop(group, (0, None))
+            if task is not None:
+                task.cancel()
+
     async def close(self) -> None:
         """End all work; nothing is reported any more."""
-        tasks = [task for _, task in self._running.values()]
+        tasks = [*self._listening, *(task for _, task in self._running.values())]
         self._running.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self, work: Fallible, broken: Callable[[str], None]) -> None:
+        broken(await work.failed())
 
     async def _carry_out(self, command: EnterState) -> None:
         try:
@@ -77,22 +99,28 @@ class AddedStatesHost:
         except Exception as error:
             event = self._failed(command, "infrastructure", error)
         except asyncio.CancelledError as error:
-            if self._running.get(command.group, (0, None))[0] != command.attempt:
-                raise  # closed, or overtaken
+            if not self._wanted(command):
+                raise
             event = self._failed(command, "infrastructure", error)
-        self._running.pop(command.group, None)
-        self._emit(event)
+        if self._wanted(command):  # work may have caught its own cancellation
+            del self._running[command.group]
+            self._emit(event)
+
+    def _wanted(self, command: EnterState) -> bool:
+        """Whether it is the newest order on its group, which was not dropped; nothing is wanted once it is closed."""
+        return self._running.get(command.group, (0, None))[0] == command.attempt
 
     async def _left(self, command: EnterState) -> StateLeft:
         work = self._works.get(command.state)
         if work is None:
             raise EngineError(f"nobody has said what is done in the state {command.state}")
         (kept,) = await self._trajectories.get([command.group])
+        timeout_s = None if command.state in self._untimed else self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 group = await work(copy_group(kept))
         except TimeoutError as error:
-            story = f"the work of {command.state} took longer than {self._timeout_s} s on group {command.group}"
+            story = f"the work of {command.state} took longer than {timeout_s} s on group {command.group}"
             raise EngineError(str(error) or story, group=command.group) from error
         check_worked(command.state, kept, group)
         await self._trajectories.replace(group, command.attempt)

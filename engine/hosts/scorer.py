@@ -6,11 +6,12 @@ trained from, nor say that a batch is scored before its scores are in the trajec
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.commands import ScoreBatch
+from engine.errors import EngineError
 from engine.events import BatchScored, Event, StepFailed
 from engine.hosts.reasons import reason_of
 from engine.hosts.scores import checked_scores
@@ -27,15 +28,25 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 
 
 class ScorerHost:
-    """Carries out `ScoreBatch` orders for the tasks of one pool. `emit` takes events."""
+    """Carries out `ScoreBatch` orders for the tasks of one pool. `emit` takes events.
+
+    `ask(steps)` has the trainer hand the weights after so many steps over, should it still owe them; raises why not.
+    """
 
     def __init__(
-        self, *, scorer: Scorer, trajectories: Trajectories, weights: Weights, emit: Callable[[Event], None]
+        self,
+        *,
+        scorer: Scorer,
+        trajectories: Trajectories,
+        weights: Weights,
+        emit: Callable[[Event], None],
+        ask: Callable[[StepId], Awaitable[None]],
     ) -> None:
         self._scorer = scorer
         self._trajectories = trajectories
         self._weights = weights
         self._emit = emit
+        self._ask = ask
         self._loaded: StepId = 0
         self._seen: set[tuple[StepId, int, str]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
@@ -75,7 +86,7 @@ class ScorerHost:
 
     async def _score(self, command: ScoreBatch) -> None:
         if command.task in OF_TRAINED_WEIGHTS and command.step != self._loaded:
-            weights = await self._weights.get(Trained(command.step))
+            weights = await self._trained(command.step)
             self._loaded = -1  # a load that fails half way leaves neither
             await self._call(self._scorer.load, weights)
             self._loaded = command.step
@@ -83,6 +94,15 @@ class ScorerHost:
         batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
         scores = checked_scores(groups, await self._call(self._scorer.score, batch, command.task))
         await self._trajectories.put_scores(command.step, command.task, command.groups, scores)
+
+    async def _trained(self, steps: StepId) -> Any:
+        """The weights after so many train steps. The trainer is asked for those that are missing: an attempt of the
+        step must never find the same gap as the one before."""
+        try:
+            return await self._weights.get(Trained(steps))
+        except EngineError:
+            await self._ask(steps)
+        return await self._weights.get(Trained(steps))
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a call of the scorer on its thread."""

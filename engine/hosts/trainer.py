@@ -34,6 +34,9 @@ from engine.roles import Batch, Trainer
 
 log = logging.getLogger(__name__)
 
+HAND_OVERS = 3
+"""Times that weights are handed over at once, should it fail; then again whenever a scorer asks for them."""
+
 Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
@@ -67,6 +70,8 @@ class TrainerHost:
         self._keep = keep
         self._scored_apart = scored_apart
         self._hands_over = hands_over
+        self._owed: StepId | None = None
+        self._handing_over = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._seen: set[tuple[object, ...]] = set()
         self._orders: asyncio.Queue[Command] = asyncio.Queue()
@@ -83,9 +88,29 @@ class TrainerHost:
             self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the present weights, which are those after `steps` train steps."""
-        if self._hands_over:
-            await self._weights.put(Trained(steps), await self._call(self.trainer.weights))
+        """Give scorers the present weights, which are those after `steps` train steps. Never raises: what cannot be
+        handed over is owed, and whoever lacks it asks for it."""
+        if not self._hands_over:
+            return
+        self._owed = steps
+        for left in reversed(range(HAND_OVERS)):
+            try:
+                await self.hand_over_again(steps)
+                return
+            except EngineError as error:
+                log.warning("%s; tried %d times more", error, left, exc_info=error)
+
+    async def hand_over_again(self, steps: StepId) -> None:
+        """The same for weights that are still owed; nothing where they are not. Raises: `EngineError`."""
+        async with self._handing_over:
+            if self._owed != steps:
+                return
+            try:
+                await self._weights.put(Trained(steps), await self._call(self.trainer.weights))
+            except Exception as error:
+                law = f"the weights after {steps} train steps cannot be handed over: {reason_of(error)}"
+                raise EngineError(law) from error
+            self._owed = None
 
     async def close(self) -> None:
         """End when the call that runs has returned; nothing queued is begun, nothing is reported any more."""
@@ -135,11 +160,7 @@ class TrainerHost:
             log.warning("train step %d failed", command.step, exc_info=error)
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
         self._report(command.step, metrics or {})
-        try:
-            await self.hand_over(command.step + 1)
-        except Exception:
-            # The step is trained all the same. The next one's scorer finds other weights, and says so.
-            log.exception("the weights after %d train steps cannot be handed over", command.step + 1)
+        await self.hand_over(command.step + 1)
         return StepTrained(step=command.step, attempt=command.attempt)
 
     async def _publish(self, command: PublishWeights) -> Event:

@@ -38,10 +38,9 @@ from engine.hosts.trainer import Report, TrainerHost
 from engine.ids import ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Scorer, Trainer
+from engine.states.limits import REWARDING
 from engine.trajectory import Prompt
 
-REWARDING = "rewarding"
-"""The built-in added state in which groups are rewarded: generators may leave rewards out then."""
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
 
@@ -85,12 +84,22 @@ class LocalExecutor:
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
         self._scorers = {
-            tasks: ScorerHost(scorer=scorer, trajectories=self.trajectories, weights=self.weights, emit=self.deliver)
+            tasks: ScorerHost(
+                scorer=scorer,
+                trajectories=self.trajectories,
+                weights=self.weights,
+                emit=self.deliver,
+                ask=lambda steps: self._trainer.hand_over_again(steps),
+            )
             for tasks, scorer in (scorers or {}).items()
         }
         self._works = works or {}
         self._added = AddedStatesHost(
-            works=self._works, trajectories=self.trajectories, emit=self.deliver, timeout_s=state_timeout_s
+            works=self._works,
+            trajectories=self.trajectories,
+            emit=self.deliver,
+            timeout_s=state_timeout_s,
+            untimed=(REWARDING,),
         )
         self._scorer_of = {task: host for tasks, host in self._scorers.items() for task in tasks}
         self._trainer = TrainerHost(
@@ -154,6 +163,7 @@ class LocalExecutor:
         elif isinstance(command, TRAINER_COMMANDS):
             self._trainer.carry_out(command)
         elif isinstance(command, DiscardGroups):
+            self._added.discard(command.groups)
             self.trajectories.store.discard(command.groups)
         elif isinstance(command, DrawPrompts):
             self._draw(command.count)

@@ -9,6 +9,7 @@ them it uses. Used by the config layer and by the scheduler's builder.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -17,7 +18,7 @@ from engine.errors import ConfigError
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, group_table
-from engine.states.limits import AddedState
+from engine.states.limits import REWARDING, AddedState
 from engine.states.machine import Phase, Table
 
 FIELD = "policies.add_state"
@@ -95,12 +96,27 @@ def check_table(table: Table) -> None:
 
 
 def state_names() -> list[str]:
-    """Every state that was added."""
-    return sorted(_ADDED)
+    """Every state that a run may name."""
+    return sorted(name for name in _ADDED if name != REWARDING)
+
+
+def registered() -> list[type]:
+    """The class of every state's policy."""
+    return [added.policy for added in _ADDED.values()]
+
+
+def forget(classes: Collection[type]) -> None:
+    """Take states back whose module could not be imported to its end."""
+    for name in [name for name, added in _ADDED.items() if added.policy in classes]:
+        del _ADDED[name]
 
 
 def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
-    """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added."""
+    """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added, and
+    for the built-in one, which a pool brings with it."""
+    if REWARDING in names:
+        law = "nothing would be rewarded there: it belongs to a pool with the task reward alone"
+        raise ConfigError("scheduler.states", REWARDING, law, "a pool with the task reward alone, or leave it out")
     return tuple(AddedState(name=name, concurrency=_find(name).concurrency) for name in names)
 
 
@@ -119,8 +135,9 @@ def work_of(name: str) -> Any:
 def _find(name: str) -> _Added:
     found = _ADDED.get(name)
     if found is None:
-        near = get_close_matches(name, _ADDED, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(state_names())}"
+        known = state_names()
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}" if known else "add it first"
         raise ConfigError("scheduler.states", name, "no state of that name was added", hint)
     return found
 
@@ -133,6 +150,6 @@ class Rewarding:
 
 
 add_state(
-    machine="group", state="rewarding", phase="parked", between=("generated", "batched"), policy=Rewarding,
+    machine="group", state=REWARDING, phase="parked", between=("generated", "batched"), policy=Rewarding,
     concurrency=1,
 )  # fmt: skip

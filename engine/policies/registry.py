@@ -6,7 +6,7 @@
 Used by the config layer, by the scheduler's builder and by replay, which finds the names in a record's header.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -92,6 +92,18 @@ def require_api(api: int, what: str) -> None:
 def names(decision: str) -> list[str]:
     """Registered names for a decision."""
     return sorted(_REGISTERED[decision])
+
+
+def registered() -> list[type]:
+    """The class of every policy."""
+    return [cls for names_of in _REGISTERED.values() for cls in names_of.values()]
+
+
+def forget(classes: Collection[type]) -> None:
+    """Take policies back whose module could not be imported to its end."""
+    for names_of in _REGISTERED.values():
+        for name in [name for name, cls in names_of.items() if cls in classes]:
+            del names_of[name]
 
 
 def _build(decision: str, name: str) -> Any:

@@ -175,6 +175,21 @@ class Scorer:
         )
 
 
+class Rewarding:
+    """The work of the state in which groups are rewarded; a `roles.Fallible`."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    async def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        await self._scorer.score(group)
+        return group
+
+    async def failed(self) -> str:
+        """As `RewardCalls.failed`."""
+        return await self._scorer.failed()
+
+
 async def first_failure(*failures: Awaitable[str]) -> str:
     """The reason of whichever fails first; the others are no longer waited for."""
     ends = [asyncio.ensure_future(failure) for failure in failures]

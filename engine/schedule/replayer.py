@@ -115,7 +115,7 @@ def replay(
     try:
         scheduler = build(record.header)
     except (EngineError, TypeError, ValueError) as error:
-        raise record.header_error(f"it builds no scheduler: {error}") from None
+        raise record.header_error(f"it builds no scheduler: {error}") from error
     events = commands = 0
     rejected: list[Rejected] = []
     divergence: Divergence | None = None

@@ -15,6 +15,8 @@ SYNC_MODES = ("keep", "abort", "wait")
 CONFLICTS = ("hold", "cancel")
 TRAINER_TASKS = ("old_logprobs", "ref_logprobs", "train")
 TASKS = ("rollout", "reward", *TRAINER_TASKS, "validation")
+REWARDING = "rewarding"
+"""The built-in added state in which groups are rewarded, where `reward` has a pool of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,11 @@ class Limits:
         trainer's."""
         apart = [pool.tasks for pool in self.pools if "train" not in pool.tasks]
         return tuple(found for tasks in apart if (found := tuple(t for t in self.scoring_tasks if t in tasks)))
+
+    @property
+    def scored_apart(self) -> tuple[str, ...]:
+        """The scoring tasks that are not the trainer's."""
+        return tuple(task for tasks in self.scorers() for task in tasks)
 
     def validators(self) -> range:
         """Replicas that are there for validations alone."""

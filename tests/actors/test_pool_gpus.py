@@ -38,6 +38,35 @@ def test_each_pool_has_its_share(
     assert (given.trainer_gpus, given.scorer_gpus, given.rollout_gpus) == (trainer, scorer, rollout)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "replicas", "part"), [(2.0, 2, 0.5), (3.0, 2, 1.0), (1.0, 2, 0.25), (5.0, 6, 0.5), (8.0, 1, 1.0)]
+)
+def test_parts_fill_whole_gpus(monkeypatch: pytest.MonkeyPatch, gpus: float, replicas: int, part: float) -> None:
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [gpus])
+    given = with_gpus(plan(Path(), replicas=replicas))
+    assert (given.trainer_gpus, given.rollout_gpus) == (part, part)
+    assert gpus * int(1 / part) >= replicas + 1, "each actor can be placed"
+
+
+def test_scorers_and_trainer_fill_whole_gpus_of_what_large_replicas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [6.0])
+    three = replace(LIMITS, scoring_tasks=("ref_logprobs", "old_logprobs"), pools=(
+        *LIMITS.pools[:2], Pool(tasks=("old_logprobs",)), Pool(tasks=("rollout",), replicas=(0, 1)),
+    ))  # fmt: skip
+    given = with_gpus(plan(Path(), limits=three, replicas=2, rollout_gpus=2.0))
+    assert (given.trainer_gpus, given.scorer_gpus) == (0.5, 0.5), "three on two, and 2/3 of a GPU fits once only"
+    none = with_gpus(plan(Path(), limits=three, replicas=3, rollout_gpus=2.0))
+    assert (none.trainer_gpus, none.scorer_gpus) == (0.0, 0.0)
+
+
+def test_a_third_of_three_gpus_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [3.0])
+    given = with_gpus(plan(Path(), replicas=1, limits=replace(LIMITS, pools=(
+        Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",)), Pool(tasks=("rollout",), replicas=(0,)),
+    )), pool_shares=(0.333333, 0.333333, 0.333334)))  # fmt: skip
+    assert (given.trainer_gpus, given.scorer_gpus, given.rollout_gpus) == (1.0, 1.0, 1.0)
+
+
 def test_replicas_and_trainer_of_one_pool_have_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [3.0])
     shared = replace(LIMITS, pools=(Pool(tasks=("rollout", "ref_logprobs", "train"), replicas=(0, 1)),))

@@ -17,7 +17,8 @@ from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.run import start
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
-from engine.events import BatchScored, CheckpointSaved, RunResumed, StepFailed
+from engine.events import BatchScored, CheckpointSaved, PublishFailed, RunResumed, StepFailed
+from engine.hosts.trainer import HAND_OVERS
 from engine.metrics.status import Status
 from engine.roles import Batch
 from engine.states.limits import Limits, Pool
@@ -92,6 +93,25 @@ def test_every_step_has_the_scores_of_its_own_weights(tmp_path: Path) -> None:
     assert (status.outcome, status.step) == ("finished", STEPS), status.reason
     assert not events_of(tmp_path, StepFailed)
     assert len(events_of(tmp_path, BatchScored)) == 2 * STEPS
+    check_record(tmp_path)
+
+
+class Stingy(Watchful):
+    """Cannot give its weights the third time it is asked, nor as often as it is asked again at once."""
+
+    asked = 0
+
+    def weights(self) -> Any:
+        self.asked += 1
+        if 3 <= self.asked < 3 + HAND_OVERS:
+            raise RuntimeError("no room")
+        return super().weights()
+
+
+def test_weights_that_could_not_be_handed_over_are_asked_for(tmp_path: Path) -> None:
+    status = run_whole(scored_apart(tmp_path, make_trainer=Stingy))
+    assert (status.outcome, status.step) == ("finished", STEPS), status.reason
+    assert not events_of(tmp_path, StepFailed) and not events_of(tmp_path, PublishFailed)
     check_record(tmp_path)
 
 

@@ -63,7 +63,7 @@ def test_the_configured_reward_is_given_in_a_pool_of_its_own(tmp_path: Path) -> 
     config: dict[str, Any] = {
         "run": {"dir": str(tmp_path), "max_steps": 2, "seed": 3},
         "model": {"make": "arithmetic", "arithmetic": SMALLEST},
-        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4},
+        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4, "state_timeout_s": 7.0},
         "rollout": {"slots": 6, "max_tokens": 30},
         "pools": [{"tasks": ["rollout"]}, {"tasks": ["train"]}, {"tasks": ["reward"], "slots": 3}],
         "trainer": {"checkpoint_every": 0, "threads": 1},
@@ -71,6 +71,7 @@ def test_the_configured_reward_is_given_in_a_pool_of_its_own(tmp_path: Path) -> 
     }
     (tmp_path / "run").mkdir()
     planned = plan_of(parse_config(config), tmp_path / "run")
+    assert planned.state_timeout_s == 7.0
     model, settings = planned.make_trainer.args[:2]  # type: ignore[attr-defined]
     with start(replace(planned, make_trainer=lambda: Rewarded(model, settings))) as run:
         status = run.wait()

@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +18,16 @@ from engine.hosts.trajectories import copy_group
 from engine.local import response
 from engine.local.stores import LocalTrajectories
 from engine.roles import Generated, GroupWork
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.rollout.scoring import MOST_STUCK, Rewarding, Scorer
+from engine.states.limits import REWARDING
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 PROMPT = Prompt(row=7, text="?")
+
+
+class Digits:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, token_ids))
 
 
 async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -29,16 +37,22 @@ async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 class Bench:
-    def __init__(self, work: Work, timeout_s: float | None = None) -> None:
+    def __init__(self, work: Work, timeout_s: float | None = None, state: str = "judging") -> None:
         self.events: list[Event] = []
         self.trajectories = LocalTrajectories()
         self._news = asyncio.Event()
         self.host = AddedStatesHost(
-            works={"judging": work}, trajectories=self.trajectories, emit=self._emit, timeout_s=timeout_s
-        )
+            works={state: work}, trajectories=self.trajectories, emit=self._emit, timeout_s=timeout_s,
+            untimed=[REWARDING], broken=self._break,
+        )  # fmt: skip
+        self.reasons: list[str] = []
 
     def _emit(self, event: Event) -> None:
         self.events.append(event)
+        self._news.set()
+
+    def _break(self, reason: str) -> None:
+        self.reasons.append(reason)
         self._news.set()
 
     def order(self, group: int = 3, attempt: int = 2, state: str = "judging") -> None:
@@ -190,6 +204,36 @@ def test_work_that_takes_too_long_is_ended() -> None:
     play(lambda: Bench(for_ever, timeout_s=0.01), scene)
 
 
+@pytest.mark.parametrize("stuck", [1, MOST_STUCK])
+def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck: int) -> None:
+    go_on = threading.Event()
+
+    def reward(prompt: Prompt, trajectory: Trajectory) -> float:
+        go_on.wait()
+        return 1.0
+
+    def bench() -> Bench:
+        scorer = Scorer(Digits(), reward, threads=stuck, timeout_s=0.01)
+        return Bench(Rewarding(scorer), timeout_s=1e-9, state=REWARDING)
+
+    async def scene(bench: Bench) -> None:
+        for number in range(10, 10 + stuck):
+            group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
+            group.trajectories[0].reward = None
+            await bench.trajectories.put(group, attempt=1)
+            bench.order(group=number, state=REWARDING)
+        failed = await bench.until(stuck)
+        assert isinstance(failed, StateFailed) and failed.cause == "data", failed
+        assert "took longer than 0.01 s on prompt row 7" in failed.reason
+        while stuck == MOST_STUCK and not bench.reasons:
+            await asyncio.sleep(0)
+        assert len(bench.reasons) == (stuck == MOST_STUCK)
+        assert all("64 calls of reward" in reason for reason in bench.reasons)
+        go_on.set()
+
+    play(bench, scene)
+
+
 def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -209,6 +253,32 @@ def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
         assert "does not hold groups [3]" in (await bench.until(2)).reason  # type: ignore[attr-defined]
 
     play(lambda: Bench(slow), scene)
+
+
+def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def stubborn(group: TrajectoryGroup) -> TrajectoryGroup:
+        begun.append(group.group)
+        if group.group == 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(group.group)
+        return await praise(group)
+
+    async def scene(bench: Bench) -> None:
+        bench.order(group=3)
+        while not begun:
+            await asyncio.sleep(0)
+        bench.host.discard([3, 5])
+        bench.order(group=4)
+        left = await bench.until(1)
+        assert isinstance(left, StateLeft) and left.group == 4
+        assert ended == [3] and begun == [3, 4] and bench.events == [left]
+
+    play(lambda: Bench(stubborn), scene)
 
 
 def test_a_state_that_nobody_works_in_is_named() -> None:

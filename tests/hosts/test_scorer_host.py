@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.events import BatchScored, Event, StepFailed, StepTrained
 from engine.hosts.scorer import ScorerHost
 from engine.hosts.scores import pack_scores, unpack_scores
-from engine.hosts.trainer import TrainerHost
+from engine.hosts.trainer import HAND_OVERS, TrainerHost
 from engine.hosts.weights import Trained
 from engine.local import response
 from engine.local.stores import LocalTrajectories, LocalWeights
@@ -52,12 +52,17 @@ class Learner(Scribe):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[Batch] = []
+        self.asked = 0
+        self.fails_at: range | tuple[int, ...] = ()
 
     def train(self, batch: Batch) -> dict[str, float]:
         self.batches.append(batch)
         return {}
 
     def weights(self) -> Any:
+        self.asked += 1
+        if self.asked in self.fails_at:
+            raise RuntimeError("no room")
         return len(self.batches)
 
 
@@ -70,10 +75,13 @@ class Bench:
         self._news = asyncio.Event()
         shared: dict[str, Any] = {"trajectories": self.trajectories, "weights": self.weights, "emit": self._emit}
         self.reader, self.learner = Reader(), Learner()
-        self.scorer = ScorerHost(scorer=self.reader, **shared)
+        self.scorer = ScorerHost(scorer=self.reader, ask=self._ask, **shared)
         self.trainer = TrainerHost(
             trainer=self.learner, report=lambda *_: None, scored_apart=["old_logprobs"], hands_over=True, **shared
         )
+
+    async def _ask(self, steps: int) -> None:
+        await self.trainer.hand_over_again(steps)
 
     def _emit(self, event: Event) -> None:
         self.events.append(event)
@@ -133,6 +141,28 @@ def test_weights_of_any_other_step_are_never_scored_under() -> None:
         await bench.weights.put(Trained(2), 2)
         assert "it holds those after 2" in (await bench.score(1, attempt=2)).reason  # type: ignore[attr-defined]
         assert not any(call.startswith("score") for call in bench.reader.calls)
+
+    play(scene)
+
+
+def test_weights_that_could_not_be_handed_over_are_handed_over_again_when_a_scorer_asks() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.score(0)
+        bench.learner.fails_at = (1,)
+        assert isinstance(await bench.train(0), StepTrained)
+        assert bench.learner.asked == 2, "tried again before the step is reported"
+        assert isinstance(await bench.score(1), BatchScored)
+        bench.learner.fails_at = range(3, 3 + HAND_OVERS + 1)
+        assert await bench.train(1) == StepTrained(step=1, attempt=1), "a step that is trained is trained"
+        failed = await bench.score(2)
+        assert isinstance(failed, StepFailed)
+        assert "the weights after 2 train steps cannot be handed over: RuntimeError: no room" in failed.reason
+        assert isinstance(await bench.score(2, attempt=2), BatchScored)
+        assert isinstance(await bench.score(2, attempt=3), BatchScored)
+        asked = bench.learner.asked
+        await bench.trainer.hand_over_again(2)
+        await bench.trainer.hand_over_again(1)
+        assert bench.learner.asked == asked == 2 + HAND_OVERS + 2, "once they are there nobody owes them"
 
     play(scene)
 

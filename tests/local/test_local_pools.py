@@ -134,6 +134,38 @@ def test_groups_are_rewarded_in_a_state_of_their_own_as_many_at_once_as_it_has_s
     assert (result.outcome, result.steps, most) == ("finished", STEPS, 3)
 
 
+def test_what_is_dropped_while_it_is_rewarded_makes_place_for_the_next() -> None:
+    under_way: set[int] = set()
+    most, cut_short = 0, 0
+
+    async def reward(group: TrajectoryGroup) -> TrajectoryGroup:
+        nonlocal most, cut_short
+        under_way.add(group.group)
+        most = max(most, len(under_way))
+        try:
+            if group.group % 3 == 0:
+                await asyncio.Event().wait()  # never: it is dropped, or the run would not end
+        except asyncio.CancelledError:
+            cut_short += 1
+            raise
+        finally:
+            under_way.remove(group.group)
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.reward = float(index)
+        return group
+
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=8, max_steps=STEPS, over_sample=1.0,
+        added_states=(AddedState(name="rewarding", concurrency=4),),
+    )  # fmt: skip
+    result = engine.local.run(
+        generators=[Unrewarded(), Unrewarded()], trainer=Rewarded(), prompts=[f"question {n}" for n in range(60)],
+        limits=limits, samples=2, works={"rewarding": reward},
+    )  # fmt: skip
+    assert (result.outcome, result.steps) == ("finished", STEPS)
+    assert cut_short > 4 and most <= 4, "as many at once as it has slots, whatever was dropped"
+
+
 def test_the_example_of_a_slow_judge_never_asks_it_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
     import judge_state
