@@ -24,13 +24,15 @@ from engine.metrics.status import Status
 from engine.schedule import Header, Recorder
 from engine.states.group import GROUP
 from engine.states.machine import Table
+from engine.states.pool import POOL
 from engine.states.replica import REPLICA
 from engine.states.step import STEP
+from engine.states.validation import VALIDATION
 from engine.states.version import VERSION
 from engine.tasks.tokenizer import save_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLES = (GROUP, STEP, REPLICA, VERSION)
+TABLES = (GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL)
 
 Capture = pytest.CaptureFixture[str]
 
@@ -709,7 +711,7 @@ def test_the_table_has_every_state_and_every_trigger(capsys: Capture, table: Tab
 def test_both_are_shown_by_default(capsys: Capture) -> None:
     assert cli.main(["states"]) == 0
     out = capsys.readouterr().out
-    assert out.count("stateDiagram-v2") == 5 and out.count("| next state") == 5
+    assert out.count("stateDiagram-v2") == out.count("| next state") == len(TABLES)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
