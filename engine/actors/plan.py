@@ -118,6 +118,13 @@ class Plan:
             law = f"replicas of validation's own come behind the {self.replicas} that generate"
             raise ConfigError("limits.validation.own_from", validation.own_from, law, f"{self.replicas} would hold")
 
+    def require_scorers(self) -> None:
+        """Raises: `ConfigError` where scoring tasks stand apart from the trainer and nothing can score there."""
+        tasks = [task for apart in self.limits.scorers() for task in apart]
+        if tasks and self.make_scorer is None:
+            law = f"{', '.join(tasks)} have a pool without train, and nothing there can score"
+            raise ConfigError("Plan.make_scorer", None, law, "a function that makes a roles.Scorer")
+
     @property
     def hands_over(self) -> bool:
         """Whether a scorer needs the weights after every train step."""

@@ -48,6 +48,7 @@ def launch(
 
 def start(plan: Plan) -> "RunHandle":
     """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
+    plan.require_scorers()
     own = not ray.is_initialized()
     actor: Any = None
     try:

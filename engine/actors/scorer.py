@@ -11,7 +11,6 @@ from engine.actors.failures import named
 from engine.actors.hosted import HostedActor
 from engine.actors.process import PackedPlan
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
-from engine.errors import ConfigError
 from engine.hosts.scorer import ScorerHost
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
@@ -30,11 +29,9 @@ class ScorerActor(HostedActor):
         self._stores = (trajectories, weights)
 
     async def open(self) -> None:
-        """Load what scores. Raises whatever the user's factory raises, `ConfigError` where there is none."""
+        """Load what scores. Raises whatever the user's factory raises."""
         plan, outbox = self._plan, self._begin(self._threads)
-        if plan.make_scorer is None:
-            law = f"{', '.join(self._tasks)} have a pool without train, and nothing there can score"
-            raise ConfigError("Plan.make_scorer", None, law, "a function that makes a roles.Scorer")
+        assert plan.make_scorer is not None  # `start` has refused a plan without
         scorer = await asyncio.to_thread(contained, plan.make_scorer, self._tasks)
         trajectories, weights = self._stores
         host = ScorerHost(

@@ -55,7 +55,8 @@ def test_scorers_and_trainer_fill_whole_gpus_of_what_large_replicas_leave(monkey
     ))  # fmt: skip
     given = with_gpus(plan(Path(), limits=three, replicas=2, rollout_gpus=2.0))
     assert (given.trainer_gpus, given.scorer_gpus) == (0.5, 0.5), "three on two, and 2/3 of a GPU fits once only"
-    none = with_gpus(plan(Path(), limits=three, replicas=3, rollout_gpus=2.0))
+    more = replace(three, pools=(*three.pools[:3], Pool(tasks=("rollout",), replicas=(0, 1, 2))))
+    none = with_gpus(plan(Path(), limits=more, replicas=3, rollout_gpus=2.0))
     assert (none.trainer_gpus, none.scorer_gpus) == (0.0, 0.0)
 
 
