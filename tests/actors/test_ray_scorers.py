@@ -149,9 +149,7 @@ def test_a_run_that_goes_on_scores_under_what_was_restored(tmp_path: Path) -> No
 
 
 def test_a_plan_whose_pools_need_a_scorer_has_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"make_scorer.*_logprobs, .*_logprobs have a pool without train"
-    ):
+    with pytest.raises(ConfigError, match=r"make_scorer.*_logprobs, .*_logprobs have a pool without train"):
         start(replace(scored_apart(tmp_path), make_scorer=None))
 
 
