@@ -4,18 +4,16 @@ Called by `local` and by the scorer actor. It must never score under other weigh
 trained from, nor say that a batch is scored before its scores are in the trajectory store.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.commands import ScoreBatch
 from engine.errors import EngineError
 from engine.events import BatchScored, Event, StepFailed
+from engine.hosts.one_by_one import OneByOne
 from engine.hosts.reasons import reason_of
 from engine.hosts.scores import checked_scores
-from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Trained, Weights
 from engine.ids import StepId
@@ -27,7 +25,7 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 """Tasks that read the weights after every step before the one they score."""
 
 
-class ScorerHost:
+class ScorerHost(OneByOne[ScoreBatch]):
     """Carries out `ScoreBatch` orders for the tasks of one pool. `emit` takes events.
 
     `ask(steps)` has the trainer hand the weights after so many steps over, should it still owe them; raises why not.
@@ -42,38 +40,15 @@ class ScorerHost:
         emit: Callable[[Event], None],
         ask: Callable[[StepId], Awaitable[None]],
     ) -> None:
+        super().__init__("scorer", emit)
         self._scorer = scorer
         self._trajectories = trajectories
         self._weights = weights
-        self._emit = emit
         self._ask = ask
         self._loaded: StepId = 0
-        self._seen: set[tuple[StepId, int, str]] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
-        self._orders: asyncio.Queue[ScoreBatch] = asyncio.Queue()
-        self._worker: asyncio.Task[None] | None = None
 
-    def carry_out(self, command: ScoreBatch) -> None:
-        """Queue an order and return at once; a repeat changes nothing."""
-        key = (command.step, command.attempt, command.task)
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self._orders.put_nowait(command)
-        if self._worker is None:
-            self._worker = asyncio.get_running_loop().create_task(self._work())
-
-    async def close(self) -> None:
-        """End when the call that runs has returned; nothing is reported any more."""
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-
-    async def _work(self) -> None:
-        while True:
-            command = await self._orders.get()
-            self._emit(await self._answer(command))
+    def _key(self, command: ScoreBatch) -> tuple[object, ...]:
+        return (command.step, command.attempt, command.task)
 
     async def _answer(self, command: ScoreBatch) -> Event:
         try:
@@ -103,7 +78,3 @@ class ScorerHost:
         except EngineError:
             await self._ask(steps)
         return await self._weights.get(Trained(steps))
-
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a call of the scorer on its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, contained, function, *arguments)

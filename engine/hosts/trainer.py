@@ -8,7 +8,6 @@ event loop stays free; it must never run two at once, or report a checkpoint tha
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.hosts.checkpoints import save_checkpoint
+from engine.hosts.one_by_one import OneByOne
 from engine.hosts.reasons import reason_of
-from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Trained, Weights
 from engine.ids import StepId
@@ -40,7 +39,7 @@ HAND_OVERS = 3
 Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
-class TrainerHost:
+class TrainerHost(OneByOne[Command]):
     """Carries out the trainer's commands. `emit` takes events, `report(step, metrics)` what the trainer says of a step.
 
     `checkpoints` is the directory of `step-N` directories, of which the newest `keep` stay; None: none can be saved.
@@ -61,10 +60,10 @@ class TrainerHost:
         scored_apart: Sequence[str] = (),
         hands_over: bool = False,
     ) -> None:
+        super().__init__("trainer", emit)
         self.trainer = trainer
         self._trajectories = trajectories
         self._weights = weights
-        self._emit = emit
         self._report = report
         self._checkpoints = checkpoints
         self._keep = keep
@@ -72,20 +71,6 @@ class TrainerHost:
         self._hands_over = hands_over
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._seen: set[tuple[object, ...]] = set()
-        self._orders: asyncio.Queue[Command] = asyncio.Queue()
-        self._worker: asyncio.Task[None] | None = None
-
-    def carry_out(self, command: Command) -> None:
-        """Queue a command and return at once; a repeat changes nothing."""
-        key = _key(command)
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self._orders.put_nowait(command)
-        if self._worker is None:
-            self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the present weights, which are those after `steps` train steps. Never raises: what cannot be
@@ -112,17 +97,16 @@ class TrainerHost:
                 raise EngineError(law) from error
             self._owed = None
 
-    async def close(self) -> None:
-        """End when the call that runs has returned; nothing queued is begun, nothing is reported any more."""
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-
-    async def _work(self) -> None:
-        while True:
-            command = await self._orders.get()
-            self._emit(await self._answer(command))
+    def _key(self, command: Command) -> tuple[object, ...]:
+        if isinstance(command, ScoreBatch):
+            return ("score", command.step, command.attempt, command.task)
+        if isinstance(command, TrainStep):
+            return ("train", command.step, command.attempt)
+        if isinstance(command, PublishWeights):
+            return ("publish", command.version, command.attempt)
+        if isinstance(command, SaveCheckpoint):
+            return ("save", command.steps)
+        raise EngineError(f"{type(command).__name__} is not for the trainer")
 
     async def _answer(self, command: Command) -> Event:
         """Carry out one command; the event that says how it ended."""
@@ -180,20 +164,3 @@ class TrainerHost:
             log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
             return CheckpointFailed(steps=command.steps, reason=reason_of(error))
         return CheckpointSaved(steps=command.steps)
-
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a call of the trainer on its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, contained, function, *arguments)
-
-
-def _key(command: Command) -> tuple[object, ...]:
-    """What tells a repeated order from a new one."""
-    if isinstance(command, ScoreBatch):
-        return ("score", command.step, command.attempt, command.task)
-    if isinstance(command, TrainStep):
-        return ("train", command.step, command.attempt)
-    if isinstance(command, PublishWeights):
-        return ("publish", command.version, command.attempt)
-    if isinstance(command, SaveCheckpoint):
-        return ("save", command.steps)
-    raise EngineError(f"{type(command).__name__} is not for the trainer")

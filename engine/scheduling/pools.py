@@ -150,7 +150,7 @@ class PoolScheduling:
         replica.staging = replica.staged = None
         replica.sync_attempt += 1
         self.state.fire_replica(replica, "yield")
-        self.orders.add(PauseReplica(**self._address(replica), version=replica.version, mode="sleep"))
+        self.orders.add(PauseReplica(**replica.address(self.orders.cause), version=replica.version, mode="sleep"))
 
     def _wake(self, lease: PoolLease) -> None:
         """Wake who sleeps: with the version it is behind by once that is staged, else as it is."""
@@ -160,15 +160,7 @@ class PoolScheduling:
             target = self.state.target_of(replica)
             if replica.version >= target:
                 self.state.fire_replica(replica, "wake")
-                self.orders.add(ResumeReplica(**self._address(replica)))
+                self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
             elif replica.staged == target:
                 self.state.fire_replica(replica, "install")
-                self.orders.add(InstallWeights(**self._address(replica), version=target))
-
-    def _address(self, replica: Replica) -> dict[str, int]:
-        return {
-            "replica": replica.id,
-            "incarnation": replica.incarnation,
-            "attempt": replica.sync_attempt,
-            "cause": self.orders.cause,
-        }
+                self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=target))

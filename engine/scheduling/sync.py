@@ -116,7 +116,7 @@ class SyncScheduling:
         assert replica.staged is not None  # it was paused for what is staged
         self.state.fire_replica(replica, "paused")
         self.state.fire_replica(replica, "install")
-        self.orders.add(InstallWeights(**self._address(replica), version=replica.staged))
+        self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=replica.staged))
 
     def on_weights_installed(self, event: WeightsInstalled) -> None:
         replica = self._current(event, "installing")
@@ -126,7 +126,7 @@ class SyncScheduling:
         replica.version, replica.staged = replica.staged, None
         replica.sync_failures = 0
         self.state.fire_replica(replica, "installed")
-        self.orders.add(ResumeReplica(**self._address(replica)))
+        self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
 
     def on_sync_failed(self, event: SyncFailed) -> None:
         replica = self._current(event, "ready", "asleep", "yielding", *IN_SYNC)
@@ -141,7 +141,7 @@ class SyncScheduling:
             self._give_up(replica, event)
         elif replica.state in IN_SYNC or replica.state == "yielding":
             self.state.fire_replica(replica, "revert")
-            self.orders.add(ResumeReplica(**self._address(replica)))
+            self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
 
     def _give_up(self, replica: Replica, event: SyncFailed) -> None:
         """A replica has spent its install budget: another life may do. A version no replica can take ends the run."""
@@ -159,15 +159,6 @@ class SyncScheduling:
             r.version < event.version for r in state.fleet.rollouts()
         ):
             self.failure = f"{reason}; {version.refused} replicas were given up for it and none has taken it"
-
-    def _address(self, replica: Replica) -> dict[str, int]:
-        """What every order of a sync carries."""
-        return {
-            "replica": replica.id,
-            "incarnation": replica.incarnation,
-            "attempt": replica.sync_attempt,
-            "cause": self.orders.cause,
-        }
 
     # orders
 
@@ -203,7 +194,7 @@ class SyncScheduling:
         replica.staged = None
         replica.staging = version
         replica.sync_attempt += 1
-        self.orders.add(StageWeights(**self._address(replica), version=version))
+        self.orders.add(StageWeights(**replica.address(self.orders.cause), version=version))
 
     def _pause(self, behind: list[tuple[Replica, Version]]) -> None:
         ready = [r for r, target in behind if r.state == "ready" and r.staged == target]
@@ -229,7 +220,7 @@ class SyncScheduling:
         assert replica.staged is not None  # else it would not be paused
         self.state.fire_replica(replica, "pause")
         mode = self.state.limits.sync_mode
-        self.orders.add(PauseReplica(**self._address(replica), version=replica.staged, mode=mode))
+        self.orders.add(PauseReplica(**replica.address(self.orders.cause), version=replica.staged, mode=mode))
 
     def _retire(self, latest: Version) -> None:
         state = self.state

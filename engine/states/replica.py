@@ -1,7 +1,7 @@
 """The replica: one rollout engine, its weights and its slots. Driven by `scheduling/sync.py` and
 `scheduling/rollout.py`."""
 
-from engine.ids import GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.ids import EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
 from engine.states.machine import Table, transitions
 
 REPLICA = Table(
@@ -81,6 +81,10 @@ class Replica:
     def heading(self) -> Version:
         """The newest version it has or is about to have."""
         return max(self.version, self.staging or 0, self.staged or 0)
+
+    def address(self, cause: EventId) -> dict[str, int]:
+        """What every order of a sync carries."""
+        return {"replica": self.id, "incarnation": self.incarnation, "attempt": self.sync_attempt, "cause": cause}
 
     def count_taken(self) -> None:
         """To be called after a change of its slots or chunks."""
