@@ -11,11 +11,10 @@ from typing import Any
 
 import ray
 
-from engine.actors.failures import failure_reason
+from engine.actors.link import Link
 from engine.actors.plan import Plan, Restore
 from engine.actors.process import PackedPlan
 from engine.actors.trainer import TrainerActor
-from engine.actors.wire import Order, pack_orders
 from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import (
@@ -29,7 +28,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.hosts.checkpoints import list_checkpoints
-from engine.ids import StepId
+from engine.ids import Incarnation, StepId
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ Given = tuple[PackedPlan, Any, Any, Any]
 """What every child is given: the plan, then the actors of scheduler, trajectory store and weights store."""
 
 
-class TrainerLink:
+class TrainerLink(Link):
     """One trainer in all its lives."""
 
     def __init__(
@@ -49,52 +48,21 @@ class TrainerLink:
     ) -> None:
         self._plan = plan
         self._given = given
-        self._deliver = deliver
-        self._spawn = spawn
-        self._incarnation = 0
-        self._gone: str | None = None
-        self._closed = False
-        self._pending: list[Command] = []
         self._steps = 0
         self._steps_published = 0
         self._optimizer_steps = 0
-        self._begin()
+        super().__init__(start=self._actor_of, failure=failure_of, deliver=deliver, spawn=spawn)
 
-    def _begin(self) -> None:
-        self._incarnation += 1
-        self._sequence = 0
-        self._orders: list[Order] = []
+    def _actor_of(self, incarnation: Incarnation) -> Any:
         packed, *handles = self._given
-        self.actor: Any = (
-            ray.remote(TrainerActor)
-            .options(num_cpus=0, num_gpus=self._plan.trainer_gpus, enable_task_events=False)
-            .remote(packed, self._incarnation, *handles)
-        )
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._plan.trainer_gpus, "enable_task_events": False}
+        return ray.remote(TrainerActor).options(**options).remote(packed, incarnation, *handles)
 
     async def open(self, restore: Restore | None = None) -> None:
         """`restore`: what an earlier life of the run left. Raises what the user's factory raises."""
         if restore is not None:
             self._steps, self._optimizer_steps = restore.steps, restore.optimizer_steps
         await self.actor.open.remote(restore)
-
-    def watch(self) -> None:
-        self._spawn(self._watch(self.actor))
-
-    def order(self, command: Command) -> None:
-        """Keep an order for the end of the drain; where there is no trainer any more, answer it."""
-        if self._gone is not None:
-            self._deliver(failure_of(command, self._gone))
-            return
-        self._pending.append(command)
-        self._orders.append(Order(command))
-
-    def flush(self) -> int:
-        if not self._orders:
-            return 0
-        self._sequence += 1
-        self.actor.carry_out.remote(self._sequence, pack_orders(self._orders))
-        self._orders = []
-        return 1
 
     def answered(self, event: Event) -> None:
         """To be told of every event of the trainer, before the scheduler is."""
@@ -119,18 +87,6 @@ class TrainerLink:
         """To be told what the trainer says of a step, once."""
         self._optimizer_steps += int(figures.get("optimizer_steps", 0))
 
-    def close(self) -> None:
-        self._closed = True
-        ray.kill(self.actor)
-
-    async def _watch(self, actor: Any) -> None:
-        try:
-            reason = await actor.alive.remote()
-        except Exception as error:
-            reason = failure_reason(error)
-        if not self._closed:
-            await self._replace(reason)
-
     async def _replace(self, reason: str) -> None:
         """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""
         log.warning("the trainer is lost (life %d): %s", self._incarnation, reason)
@@ -152,15 +108,6 @@ class TrainerLink:
         for command in pending:
             saved = isinstance(command, PublishWeights) and command.version <= newest
             self._deliver(published(command) if saved else failure_of(command, f"the trainer is lost: {reason}"))
-
-    async def _reopen(self, actor: Any, restore: Restore) -> None:
-        try:
-            await actor.open.remote(restore)
-        except Exception as error:
-            if not self._closed:
-                await self._replace(f"it could not be started again: {failure_reason(error)}")
-            return
-        await self._watch(actor)
 
     def _restore(self) -> Restore | None:
         """What a new trainer could go on from without losing a step; None if there is nothing."""

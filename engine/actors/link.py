@@ -1,0 +1,97 @@
+"""An actor as seen from the scheduler: what it was ordered and has not answered, through all its lives.
+
+Base of `trainer_link.TrainerLink` and `worker_link.WorkerLink`, which say what follows when it dies.
+"""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypedDict
+
+import ray
+
+from engine.actors.failures import failure_reason
+from engine.actors.wire import Order, pack_orders
+from engine.commands import Command
+from engine.events import Event
+from engine.ids import Incarnation
+
+
+class LinkOptions(TypedDict):
+    """What every link is given."""
+
+    start: Callable[[Incarnation], Any]
+    failure: Callable[[Any, str], Event]
+    deliver: Callable[[Event], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Link:
+    """`start` makes the actor of a life, `failure` the event of an order that came to nothing."""
+
+    def __init__(
+        self,
+        *,
+        start: Callable[[Incarnation], Any],
+        failure: Callable[[Any, str], Event],
+        deliver: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._start = start
+        self._failure = failure
+        self._deliver = deliver
+        self._spawn = spawn
+        self._incarnation = 0
+        self._gone: str | None = None
+        """Why there is none any more."""
+        self._closed = False
+        self._pending: list[Command] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._incarnation += 1
+        self._sequence = 0
+        self._orders: list[Order] = []
+        self.actor = self._start(self._incarnation)
+
+    def watch(self) -> None:
+        self._spawn(self._watch(self.actor))
+
+    def order(self, command: Command) -> None:
+        """Keep an order for the end of the drain; where there is no actor any more, answer it."""
+        if self._gone is not None:
+            self._deliver(self._failure(command, self._gone))
+            return
+        self._pending.append(command)
+        self._orders.append(Order(command))
+
+    def flush(self) -> int:
+        if not self._orders:
+            return 0
+        self._sequence += 1
+        self.actor.carry_out.remote(self._sequence, pack_orders(self._orders))
+        self._orders = []
+        return 1
+
+    def close(self) -> None:
+        self._closed = True
+        ray.kill(self.actor)
+
+    async def _replace(self, reason: str) -> None:
+        """Answer what the dead actor was ordered, then go on with a new one if that may be."""
+        raise NotImplementedError
+
+    async def _watch(self, actor: Any) -> None:
+        try:
+            reason = await actor.alive.remote()
+        except Exception as error:
+            reason = failure_reason(error)
+        if not self._closed:
+            await self._replace(reason)
+
+    async def _reopen(self, actor: Any, *given: Any) -> None:
+        try:
+            await actor.open.remote(*given)
+        except Exception as error:
+            if not self._closed:
+                await self._replace(f"it could not be started again: {failure_reason(error)}")
+            return
+        await self._watch(actor)
