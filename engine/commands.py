@@ -135,12 +135,15 @@ class ResumeReplica(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReplica(Command):
-    """End a replica that cannot be brought up to date → `ReplicaLost`, which says whether another one comes."""
+    """End a replica that cannot be brought up to date, or is not wanted any more → `ReplicaLost`, which says whether
+    another one comes."""
 
     tag: ClassVar[int] = 11
     replica: ReplicaId
     incarnation: Incarnation
     reason: str
+    returns: bool = True
+    """Another life of it is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,11 +258,32 @@ class EnterState(Command):
     state: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkGroup(Command):
+    """Cut a running group short and keep what it has → `GroupAborted`, unless it ended before."""
+
+    tag: ClassVar[int] = 33
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartReplica(Command):
+    """Start a replica that there has not been, or another life of one that was let go → `ReplicaJoined` or
+    `ReplicaLost`."""
+
+    tag: ClassVar[int] = 34
+    replica: ReplicaId
+
+
 COMMANDS: dict[int, type[Command]] = {
     cls.tag: cls
     for cls in (
         DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
         InstallWeights, ResumeReplica, StopReplica, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
         SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
+        ParkGroup, StartReplica,
     )
 }  # fmt: skip

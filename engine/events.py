@@ -308,6 +308,11 @@ class RunResumed(Event):
     replicas: int
     consumed: tuple[GroupId, ...]
     released: tuple[GroupId, ...]
+    kept: bool = False
+    """The trajectory store holds what it held, and the trainer has trained the steps since its checkpoint again, from
+    their batches: `steps` are all there were, and only what ran is lost."""
+    missing: tuple[GroupId, ...] = ()
+    """With `kept`: groups whose trajectories are not there although they should be; they begin again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,12 +341,58 @@ class StateFailed(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerRecovered(Event):
+    """The scheduler's process ended, another has built it again from the record, and the actors live on. Whatever had
+    been ordered and not answered is ordered again."""
+
+    tag: ClassVar[int] = 34
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested(Event):
+    """The user wants the run to come to rest and end resumably: nothing starts, what runs is parked, the batch under
+    way is trained, a checkpoint is written."""
+
+    tag: ClassVar[int] = 35
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLeaves(Event):
+    """A replica will be taken away, as spot instances are: it gets no more groups, and those it has go on elsewhere."""
+
+    tag: ClassVar[int] = 36
+    replica: ReplicaId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasWanted(Event):
+    """The user wants so many replicas that generate, numbered from 0."""
+
+    tag: ClassVar[int] = 37
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChanged(Event):
+    """The user has set a figure or a policy of the running scheduler, to what `value` says. What it may be is in
+    `scheduling/settings.py`."""
+
+    tag: ClassVar[int] = 38
+    setting: str
+    value: str
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
-        RunResumed, RowsMeasured, RowsFailed, StateLeft, StateFailed,
+        RunResumed, RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
+        ReplicasWanted, SettingChanged,
     )
 }  # fmt: skip

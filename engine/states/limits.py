@@ -128,6 +128,12 @@ class Limits:
     """Groups started beyond what the bound needs, in batches; those not wanted once a batch is full are dropped."""
     added_states: tuple[AddedState, ...] = ()
     """What a group passes through between its last token and `generated`, in order."""
+    keeps_batches: bool = False
+    """Trajectories stay in their store until a checkpoint contains their step: it can be trained again from them."""
+    group_timeout_s: float | None = None
+    """How long one attempt of a group may take; then it is parked, and costs an attempt; None: for ever."""
+    give_up_s: float = 0.0
+    """How long a run waits for a replica once the last one is gone for good; then it ends, resumably."""
 
     @property
     def trains_in_turns(self) -> bool:
