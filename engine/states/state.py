@@ -14,6 +14,7 @@ from engine.commands import FinishRun
 from engine.events import NO_VERSION
 from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
+from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import PHASES, Group, group_table
 from engine.states.ledger import Deadlines, Ledger
@@ -59,6 +60,7 @@ class State:
         self.latest_version: Version = 0
         self.ledger = Ledger()
         self.deadlines = Deadlines(limits.surplus)
+        self.ended = Ended(bool(limits.checkpoint_every))
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
@@ -146,6 +148,8 @@ class State:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
             del self.groups[group.id]
+            if self.ended.tracks and target is Phase.RELEASED:
+                self.ended.release(group.id, self.steps_trained)
 
     def enter_stage(self, group: Group) -> None:
         """A group waits for the work of the added state it is in, behind those that wait already."""
@@ -169,6 +173,7 @@ class State:
         self.stages.clear()
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
+        self.ended.branch(steps)
         for pool in self.pools.leases:
             if pool.task:
                 self.give_back(pool)
@@ -238,6 +243,8 @@ class State:
 
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
+        if step.state == "trained":
+            self.ended.train(step.id, step.groups, step.staleness)
         self.disturb()
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
@@ -318,6 +325,21 @@ class State:
         self._touched.append(group)
 
     # the state hash
+
+    def watched_by(self, observe: Observer | None) -> None:
+        """Tell of every change of state from now on."""
+        for machine in (
+            self._group_machine, self._step_machine, self._replica_machine, self._version_machine, self._pool_machine,
+            self.validations.machine,
+        ):  # fmt: skip
+            machine.observe = observe
+
+    def resettle(self) -> None:
+        """Make anew what follows from the records alone, after they were put in place from a snapshot."""
+        self._sum, self._others = 0, None
+        self._touched = [group for group in self.groups.values() if group.begun]
+        self.settle()
+        self.fleet.rebuild()
 
     def settle(self) -> None:
         """Bring the hash up to date with the groups touched by this event."""

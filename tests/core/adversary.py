@@ -40,7 +40,7 @@ from engine.states.limits import Limits
 class Adversary:
     """Executor whose every effect waits until the test asks for it."""
 
-    def __init__(self, limits: Limits, policies: PolicySet, prompts: int, slots: int) -> None:
+    def __init__(self, limits: Limits, policies: PolicySet, prompts: int, slots: int, snapshot_every: int = 0) -> None:
         self.limits = limits
         self.prompts = prompts
         self.slots = slots
@@ -51,7 +51,8 @@ class Adversary:
         self.scheduler = Scheduler(limits, policies, observe=self.judge.changed)
         header = Header(run="adversary", limits=limits.to_plain(), policies=dict(policies.names))
         self.recorder = MemoryRecorder(header)
-        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe)
+        self.snapshot_every = snapshot_every
+        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe, snapshot_every=snapshot_every)
         self.up: dict[int, deque[Event]] = {}
         self.down: dict[int, deque[Command]] = {}
         self.replicas: dict[int, SimReplica] = {}
@@ -143,7 +144,9 @@ class Adversary:
         recovered = recover(read(self.recorder), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
         self.scheduler = recovered.scheduler
-        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe, recovered.events)
+        self.driver = Driver(
+            self.scheduler, self, self.recorder, self, self._observe, recovered.events, self.snapshot_every
+        )
         saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.steps_trained]
         self.trainer = SimTrainer(self._post(-1))
         self.trainer.saved = saved

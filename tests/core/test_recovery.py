@@ -35,12 +35,19 @@ def until_trained(made: Adversary, steps: int) -> None:
 @given(
     limits=limits(), names=any_policies(), prompts=st.integers(1, 40), slots=st.integers(1, 4),
     replicas=st.integers(1, 3), crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=4),
+    snapshot_every=st.sampled_from([0, 1, 7, 30]),
 )  # fmt: skip
 def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
-    limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int, crashes: list[tuple[int, int]]
+    limits: Limits,
+    names: dict[str, str],
+    prompts: int,
+    slots: int,
+    replicas: int,
+    crashes: list[tuple[int, int]],
+    snapshot_every: int,
 ) -> None:
     """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays."""
-    made = Adversary(limits, PolicySet.from_names(names), prompts, slots)
+    made = Adversary(limits, PolicySet.from_names(names), prompts, slots, snapshot_every)
     least = limits.validators().stop
     for id in range(max(replicas, least)):
         made.join(id)
