@@ -27,8 +27,10 @@ from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import Group
 from engine.states.invariants import check_all
+from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
+from engine.states.live import Live
 from engine.states.pool import PoolLease, Pools
 from engine.states.replica import Replica
 from engine.states.stages import Stage, Stages
@@ -53,13 +55,13 @@ SAMPLES: dict[str, Any] = {
     )
 }  # fmt: skip
 """A record of each class that is made anew from a snapshot, groups aside: its fields and their types."""
-PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Validations, Ended)
+PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Validations, Ended, KeptBatches, Live)
 """What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
-DECIDING = ("decisions", "stages", "rollout", "pools", "training", "sync", "validation")
+DECIDING = ("decisions", "stages", "rollout", "pools", "training", "sync", "validation", "leaving", "attempts")
 """The modules of `scheduling/` by their attribute of the scheduler."""
 HANDS = {
     "state", "limits", "view", "decisions", "orders", "stages", "rollout", "pools", "training", "sync", "validation",
-    "books",
+    "leaving", "attempts", "books", "live",
 }  # fmt: skip
 """What `scheduler.py` and the modules of `scheduling/` hold of one another."""
 WIRING: dict[str, set[str]] = {
@@ -125,7 +127,7 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
             if counted is None:
                 raise CodecError("nothing is said of what was counted until then")
             books.take(_value(counted))
-        scheduler.state.watched_by(observe)
+        watch(scheduler, observe)
     except (EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
         raise CodecError(f"no snapshot that this engine can go on from: {error}") from error
     return scheduler
@@ -139,16 +141,30 @@ def same_engine(parts: Sequence[Plain], scheduler: Scheduler) -> bool:
 def _restore_into(scheduler: Scheduler, fields: Plain, books: Sequence[Plain], rows: Sequence[Plain]) -> None:
     if fields != _fields_of_all(scheduler):
         raise CodecError("it was written by an engine whose records have other fields")
-    state, own, deciding = books
+    said, own, deciding = books
+    state = scheduler.state
     for row in chain.from_iterable(rows):
         group = _group(row)
-        scheduler.state.groups[group.id] = group
-    _fill(scheduler.state, state)
+        state.groups[group.id] = group
+    _fill(state, said)
     _fill(scheduler, own)
     for name, values in zip(DECIDING, deciding, strict=True):
         _fill(getattr(scheduler, name), values)
     scheduler.decisions.recall()
-    scheduler.state.resettle()
+    state._touched = [group for group in state.groups.values() if group.begun]
+    state._sum, state._others = 0, None
+    state.settle()
+    state.fleet.rebuild()
+
+
+def watch(scheduler: Scheduler, observe: Observer | None) -> None:
+    """Tell of every change of state from now on: of none that it took to put a scheduler together."""
+    state = scheduler.state
+    for machine in (
+        state._group_machine, state._step_machine, state._replica_machine, state._version_machine, state._pool_machine,
+        state.validations.machine,
+    ):  # fmt: skip
+        machine.observe = observe
 
 
 # groups: so many that each is one row
@@ -205,7 +221,7 @@ def _fields_of_all(scheduler: Scheduler) -> list[Plain]:
     things = [
         scheduler, *(getattr(scheduler, name) for name in DECIDING), state, state.pools, *state.pools.leases[:1],
         state.stages, *list(state.stages.by_name.values())[:1], state.fleet, state.ledger, state.deadlines,
-        state.validations, state.ended, *SAMPLES.values(),
+        state.validations, state.ended, state.kept, state.live, *SAMPLES.values(),
     ]  # fmt: skip
     return [list(GROUP_FIELDS), *([type(thing).__name__, *_fields(thing)] for thing in things)]
 

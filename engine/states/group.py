@@ -28,6 +28,7 @@ GROUP = Table(
     transitions=transitions(
         ("start", "queued", "generating", "admitted on a replica (law 3)"),
         ("abort", "generating resumed", "aborted", "weight sync, lost replica or failed attempt; it keeps its place"),
+        ("lose", "generated", "aborted", "what the trajectory store held of it is gone: it begins again"),
         ("resume", "aborted", "resumed", "a free slot on a replica new enough"),
         ("generate", "generating resumed", "generated", "all its trajectories are finished"),
         ("batch", "generated", "batched", "taken by a train step"),
@@ -68,11 +69,13 @@ class Group:
         "kept",
         "newest_version",
         "oldest_version",
+        "parking",
         "ready_at",
         "ready_number",
         "replica",
         "resume_key",
         "reward_mean",
+        "seated_at",
         "started_at",
         "state",
         "tokens",
@@ -101,6 +104,10 @@ class Group:
         self.infrastructure_failures = 0
         self.data_failures = 0
         self.started_at = 0.0
+        self.seated_at = 0.0
+        """When its present attempt began, where attempts are timed; 0 where they are not."""
+        self.parking = False
+        """Its replica was told to park it: the attempt takes too long."""
         self.failed_on: ReplicaId = -1
         """The replica its last attempt failed on; another one is preferred for the next."""
         self.ready_number = 0
@@ -125,7 +132,14 @@ class Group:
 
     def figures(self) -> tuple[float, ...]:
         """The fields that are no integers; hashed as well, since policies see them."""
-        return (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
+        figures = (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
+        return (*figures, self.seated_at, float(self.parking)) if self.seated_at else figures
+
+    def forget_tokens(self) -> None:
+        """What earlier attempts left is gone: the next one begins with the prompt."""
+        self.kept = False
+        self.tokens = self.unfinished = 0
+        self.oldest_version = self.newest_version = NO_VERSION
 
     @property
     def begun(self) -> bool:
@@ -154,7 +168,7 @@ def group_table(added: tuple[str, ...] = ()) -> Table:
         return GROUP
     rows = []
     for row in GROUP.transitions:
-        also = added if row.trigger in ("generate", "drop", "fail") else ()
+        also = added if row.trigger in ("generate", "drop", "fail", "lose") else ()
         rows.append(Transition(trigger=row.trigger, sources=(*row.sources, *also), target=row.target, why=row.why))
         if row.trigger == "resume":
             rows += [

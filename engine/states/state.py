@@ -7,7 +7,6 @@ operation keeps the ledger, the deadlines and the state hash in step with the re
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Any
 
 from engine.commands import FinishRun
@@ -17,14 +16,17 @@ from engine.states.digest import MASK, digest
 from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import PHASES, Group, group_table
+from engine.states.hashing import digest_figures, digest_records
+from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
+from engine.states.live import Live
 from engine.states.machine import Phase, SharedMachine
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.replica import REPLICA, Replica
 from engine.states.stages import Stages
 from engine.states.step import STEP, Step
-from engine.states.validation import VALIDATION, Validation, Validations
+from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
 
 Observer = Callable[[str, Any, str, str], None]
@@ -54,6 +56,8 @@ class State:
         self.next_step(0)
         self.stages = Stages(self.limits.added_states)
         self.fleet = Fleet()
+        self.kept = KeptBatches()
+        self.live = Live(limits)
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
@@ -66,13 +70,10 @@ class State:
         """The source has no more prompts."""
         self.asked = 0
         """Prompts ordered from the source and not yet drawn."""
-        self.steps_batched = 0
-        self.steps_trained = 0
-        self.publishing_attempt = 0
-        self.publish_failures = 0
+        self.steps_batched = self.steps_trained = 0
+        self.publishing_attempt = self.publish_failures = 0
         self.publishing = False
-        self.checkpoint_ordered = 0
-        self.checkpoint_pending = False
+        self.checkpoint_ordered, self.checkpoint_pending = 0, False
         self.next_timer: TimerId = 0
         self.next_ready = 0
         self.next_entered = 1
@@ -104,10 +105,9 @@ class State:
         self._touched: list[Group] = []
         self._sum = 0
         self._others: int | None = None
-        first = WeightsVersion(0, 0)
-        self.versions[0] = first
+        self.versions[0] = WeightsVersion(0, 0)
         self.steps_in[0] = 0
-        self.fire_version(first, "live")
+        self.fire_version(self.versions[0], "live")
 
     # groups
 
@@ -134,6 +134,9 @@ class State:
         if source is Phase.READY:
             del self.ready[group.id]
             self.deadlines.leave(group.deadline, ready=True)
+            if target is Phase.PARKED:
+                self.deadlines.start(group.deadline)
+                self._park(group, key)
         elif target is Phase.READY:
             self.ready[group.id] = None
             group.ready_number = self.next_ready
@@ -142,14 +145,26 @@ class State:
         elif target is Phase.PARKED and group.state != "aborted":
             self.enter_stage(group)
         elif target is Phase.PARKED:
-            group.resume_key = key if key != (group.deadline,) else ()
-            heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
+            self._park(group, key)
         elif target is Phase.RELEASED and source is not Phase.WAITING:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
             del self.groups[group.id]
             if self.ended.tracks and target is Phase.RELEASED:
                 self.ended.release(group.id, self.steps_trained)
+
+    def _park(self, group: Group, key: Key) -> None:
+        group.resume_key = key if key != (group.deadline,) else ()
+        heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
+
+    def begin_anew(self, group: Group, key: Key) -> None:
+        """A group that was ready or parked, and has forgotten its tokens, waits in its place for an attempt from
+        nothing."""
+        if group.state == "aborted":
+            self._park(group, key)  # under the version it may resume from now; the old entry is skipped
+            self.touch(group)
+        else:
+            self.fire_group(group, "lose", key)
 
     def enter_stage(self, group: Group) -> None:
         """A group waits for the work of the added state it is in, behind those that wait already."""
@@ -171,6 +186,7 @@ class State:
         self.ready = {}
         self.parked = {}
         self.stages.clear()
+        self.kept.clear()
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         self.ended.branch(steps)
@@ -181,15 +197,30 @@ class State:
         self.next_step(steps)
         self.steps_batched = self.steps_trained = steps
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
-        for version in list(self.versions.values()):
-            self.fire_version(version, "retire")
+        self.retire_all()
         self._sum = 0
         self._touched = [group for group in self.groups.values() if group.attempt]
+
+    def retire_all(self) -> None:
+        """The weights of every version are gone."""
+        for version in list(self.versions.values()):
+            self.fire_version(version, "retire")
+
+    def begin_again(self) -> None:
+        """New processes carry the run: nothing is under way any more, and it is not over."""
+        self.started = True
+        self.outcome = None
+        self.asked = 0
+        self.publish_failures = self.failed_in_a_row = 0
+        self.last_failure = ""
+        self.live.rest_is_over()
 
     def seat(self, group: Group, replica: Replica) -> None:
         """Give a group a slot, after its trigger was fired."""
         group.attempt += 1
         group.replica = replica.id
+        if self.limits.group_timeout_s is not None:
+            group.seated_at = self.now
         replica.groups[group.id] = None
         self.fleet.changed(replica)
 
@@ -198,6 +229,8 @@ class State:
         replica = self.fleet.replicas[group.replica]
         del replica.groups[group.id]
         group.replica = -1
+        if group.seated_at:
+            group.seated_at, group.parking = 0.0, False
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
@@ -266,6 +299,19 @@ class State:
         if version.state == "retired":
             del self.versions[version.id]
 
+    def change(self, limits: Limits) -> None:
+        """Other bounds from now on; groups keep the deadlines they have."""
+        self.limits, self._ahead = limits, limits.ahead
+        self.live.loosest = max(self.live.loosest, limits.max_staleness_steps)
+        self.live.over = max(0, self.ledger.running - limits.max_concurrent_groups)
+        self.disturb()
+
+    def new_timer(self) -> TimerId:
+        timer = self.next_timer
+        self.next_timer += 1
+        self.disturb()
+        return timer
+
     # figures of the laws
 
     @property
@@ -326,21 +372,6 @@ class State:
 
     # the state hash
 
-    def watched_by(self, observe: Observer | None) -> None:
-        """Tell of every change of state from now on."""
-        for machine in (
-            self._group_machine, self._step_machine, self._replica_machine, self._version_machine, self._pool_machine,
-            self.validations.machine,
-        ):  # fmt: skip
-            machine.observe = observe
-
-    def resettle(self) -> None:
-        """Make anew what follows from the records alone, after they were put in place from a snapshot."""
-        self._sum, self._others = 0, None
-        self._touched = [group for group in self.groups.values() if group.begun]
-        self.settle()
-        self.fleet.rebuild()
-
     def settle(self) -> None:
         """Bring the hash up to date with the groups touched by this event."""
         for group in self._touched:
@@ -353,34 +384,10 @@ class State:
     def hash(self) -> int:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
-            self._others = self._digest_others()
-        return (self._sum + self._frame_digest(self._others) + self.policy_books) & MASK
+            self._others = digest_records(self)
+        return (self._sum + digest_figures(self, self._others) + self.policy_books) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        return (groups + self._frame_digest(self._digest_others()) + self.policy_books) & MASK
-
-    def _frame_digest(self, others: int) -> int:
-        if self.shows_reward and self.step_reward is not None:
-            others += digest((), (self.step_reward,))
-        return others + digest(
-            (
-                self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
-                self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures,
-                self.publishing, self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.next_ready,
-                self.stale_echoes, self.failed_in_a_row, self.outcome is not None,
-            )
-        )  # fmt: skip
-
-    def _digest_others(self) -> int:
-        """Of steps, replicas, versions and validations, in their order."""
-        records: list[Step | Replica | WeightsVersion | Validations | Validation | PoolLease] = [
-            *self.steps.values(),
-            *(self.pools.leases if self.pools.listed else ()),
-            *self.fleet.replicas.values(),
-            *self.versions.values(),
-            self.validations,
-            *self.validations.runs.values(),
-        ]
-        return digest(tuple(chain.from_iterable(record.identity() for record in records)))
+        return (groups + digest_figures(self, digest_records(self)) + self.policy_books) & MASK

@@ -20,6 +20,7 @@ from engine.commands import (
     SaveCheckpoint,
     ScoreBatch,
     SetTimer,
+    StartReplica,
     StopReplica,
     TrainStep,
 )
@@ -35,6 +36,8 @@ from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_ans
 from engine.simulation.judge import Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
+
+AT_REST = "the test wants it to rest"
 
 
 class Adversary:
@@ -101,7 +104,10 @@ class Adversary:
                     self.trainer.take(command)
                 case StopReplica():
                     if command.replica in self.replicas:
-                        self.kill(command.replica, returns=True)
+                        self.kill(command.replica, returns=command.returns)
+                case StartReplica():
+                    if command.replica not in (*self.replicas, *self.dead):
+                        self.dead.append(command.replica)
                 case DiscardGroups():
                     self.store.discard(command.groups)
                 case EnterState():
@@ -138,8 +144,11 @@ class Adversary:
         lost = ReplicaLost(replica=id, incarnation=replica.incarnation, returns=returns, reason="killed")
         self.up.setdefault(1000 + id, deque()).append(lost)
 
-    def crash(self, replicas: int) -> None:
-        """Every process ends at once; what is left is the record and the checkpoints. Then the run is resumed."""
+    def crash(self, replicas: int, *, kept: bool = False, missing: Callable[[int], bool] = lambda group: False) -> None:
+        """Every process ends at once; what is left is the record and the checkpoints. Then the run is resumed.
+
+        `kept`: the trajectory store is left as well, but for groups that are `missing` from it.
+        """
         judging = False
         recovered = recover(read(self.recorder), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
@@ -159,7 +168,13 @@ class Adversary:
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
-        self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
+        if kept:
+            state = self.scheduler.state
+            stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state == "aborted")]
+            gone = tuple(g.id for g in stored if missing(g.id))
+            self.deliver(recovered.kept(replicas=replicas, missing=gone))
+        else:
+            self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
         self.past.clear()  # nobody is left who could say any of it again
         for id in range(replicas):
             self.join(id)
@@ -214,6 +229,9 @@ class Adversary:
         """Let everything happen that can, fairly, until the run ends. Fails when nothing can and it has not (law 7)."""
         for _ in range(patience):
             if self.driver.outcome is not None:
+                if self.driver.outcome.reason == AT_REST:
+                    self.crash(max(1, self.limits.validators().stop, len(self.replicas)), kept=True)
+                    continue
                 self.judge.close(self.scheduler.state, self.driver.outcome, self.prompts)
                 return self.driver.outcome
             if not self.act():

@@ -19,7 +19,7 @@ from engine.policies import PolicySet
 from engine.schedule import Handled, Header, MemoryRecorder, read, recover, replay
 from engine.schedule.frames import encode_snapshot
 from engine.schedule.packing import CodecError, pack, unpack
-from engine.schedule.snapshots import GROUPS_IN_A_PART, restore, snapshot
+from engine.schedule.snapshots import GROUPS_IN_A_PART, restore, snapshot, watch
 from engine.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.fleet import Fleet, load_of
@@ -316,7 +316,7 @@ def test_what_observers_counted_goes_on(tmp_path: Path) -> None:
         snapshot_every=EVERY,
     )  # fmt: skip
     judged = world.judge.changed
-    world.scheduler.state.watched_by(lambda *change: [judged(*change), counted(*change)])  # type: ignore[func-returns-value]
+    watch(world.scheduler, lambda *change: [judged(*change), counted(*change)])  # type: ignore[func-returns-value]
     counted("version", world.scheduler.state.versions[0], "published", "live")
     world.driver.books = counted
     world.run()
