@@ -140,7 +140,7 @@ class Short(SimpleGenerator):
 
 class Still(SimpleTrainer):
     def train(self, batch: Batch) -> dict[str, float]:
-        time.sleep(0.05)
+        time.sleep(0.2)
         return {"loss": 0.0}
 
     def weights(self) -> bytes:
