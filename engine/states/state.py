@@ -216,8 +216,8 @@ class State:
         """Give a group a slot, after its trigger was fired."""
         group.attempt += 1
         group.replica = replica.id
-        if self.limits.group_timeout_s is not None:
-            group.seated_at = self.now
+        if self.limits.timed:
+            group.seated_at, group.seated_tokens = self.now, group.tokens
         replica.groups[group.id] = None
         self.fleet.changed(replica)
 
@@ -227,7 +227,7 @@ class State:
         del replica.groups[group.id]
         group.replica = -1
         if group.seated_at:
-            group.seated_at, group.parking = 0.0, False
+            group.seated_at, group.parking, group.moving = 0.0, False, False
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
