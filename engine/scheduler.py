@@ -50,6 +50,7 @@ from engine.scheduling.attempts import AttemptTiming
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.leaving import LeavingScheduling
 from engine.scheduling.orders import Orders
+from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
@@ -80,7 +81,8 @@ class Scheduler:
         policies = policies if policies is not None else PolicySet.from_names({})
         self.decisions = Decisions(policies, self.state, self.view)
         self.stages = StageScheduling(self.state, self.decisions, self._orders)
-        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages)
+        self.pace = PaceScheduling(self.state, self._orders)
+        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages, self.pace)
         self.pools = PoolScheduling(self.state, self._orders)
         self.training = TrainingScheduling(
             self.state, self.decisions, self._orders, self.view, self.rollout, self.pools
@@ -163,6 +165,8 @@ class Scheduler:
             if state.validations.sendable:
                 self.validation.send()
             self.rollout.advance()
+            if state.live.slow:
+                self.pace.advance()
             if state.stages.waiting:
                 self.stages.advance()
             self.training.watch()
@@ -174,14 +178,15 @@ class Scheduler:
         state.outcome = self._stop
         state.settle()
         if state.live.over:
-            state.live.over = min(state.live.over, max(0, state.ledger.running - state.limits.max_concurrent_groups))
+            state.fewer_over()
         check_event(state)
         return self._orders.take(last=self._stop)
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.
         Validations come first: one that ends here leaves replicas to both."""
-        self.leaving.advance()
+        if self.state.live.moved:
+            self.leaving.advance()
         self.validation.advance()
         self.pools.advance()
         self.sync.advance()
