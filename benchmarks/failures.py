@@ -142,9 +142,8 @@ def main() -> int:
     held = on_the_virtual_clock()
     if parser.parse_args().ray:
         held = over_ray() and held
-    print(
-        f"targets: at least {FALLS_TO:.0%} without them, {BACK_TO:.0%} once they are back: {'held' if held else 'NOT held'}"
-    )
+    told = "held" if held else "NOT held"
+    print(f"targets: at least {FALLS_TO:.0%} without them, {BACK_TO:.0%} once they are back: {told}")
     return 0 if held else 1
 
 

@@ -53,7 +53,7 @@ def past_of(run_dir: Path, restores: bool, observe: Transitions) -> Past:
     record = read(schedule)
     lock = RecordLock(schedule)
     try:
-        recovered = recover(record, observe, observe)
+        recovered = recover(record, observe, books=observe)
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and outcome.outcome == "finished":
             raise ConfigError("RUN", str(run_dir), f"has finished ({outcome.reason}): there is nothing to go on with")

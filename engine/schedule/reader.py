@@ -68,14 +68,17 @@ class Record:
         except CodecError as error:
             raise self.header_error(str(error)) from None
 
-    def frames(self, answers: bool = True, *, after: Place | None = None) -> Iterator[Handled | Rejected]:
-        """Every event of the record, in order, or those behind a snapshot; without `answers`, commands are neither
+    def frames(self, answers: bool = True, *, before: Place | None = None) -> Iterator[Handled | Rejected]:
+        """Every event of the record, in order, or those before a snapshot; without `answers`, commands are neither
         decoded nor checked.
 
         Raises: `RecordError`.
         """
-        for frame in self.frames_and_snapshots(answers, after=after):
-            if not isinstance(frame, Snapshot):
+        for frame in self.frames_and_snapshots(answers):
+            if isinstance(frame, Snapshot):
+                if before is not None and frame.position >= before.position:
+                    return
+            else:
                 yield frame
 
     def frames_and_snapshots(

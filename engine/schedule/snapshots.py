@@ -29,7 +29,7 @@ from engine.states.group import Group
 from engine.states.invariants import check_all
 from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
-from engine.states.limits import Limits
+from engine.states.limits import Limits, ValidationLimits
 from engine.states.live import Live
 from engine.states.pool import PoolLease, Pools
 from engine.states.replica import Replica
@@ -38,6 +38,7 @@ from engine.states.state import Observer, State
 from engine.states.step import Step
 from engine.states.validation import Chunk, Validation, Validations
 from engine.states.version import WeightsVersion
+from engine.states.view import View
 
 Plain = Any
 """None, bool, int, float, str, and lists of these that begin with what they stand for."""
@@ -45,6 +46,7 @@ Plain = Any
 GROUPS_IN_A_PART = 4096
 LIST, TUPLE, QUEUE, MAPPING, BYTES, RECORD = range(6)
 SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, deque: QUEUE}
+SCHEDULING = "engine.scheduling."
 SCALARS = {type(None), bool, int, float, str}
 
 SAMPLES: dict[str, Any] = {
@@ -57,13 +59,6 @@ SAMPLES: dict[str, Any] = {
 """A record of each class that is made anew from a snapshot, groups aside: its fields and their types."""
 PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Validations, Ended, KeptBatches, Live)
 """What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
-DECIDING = ("decisions", "stages", "rollout", "pools", "training", "sync", "validation", "leaving", "attempts")
-"""The modules of `scheduling/` by their attribute of the scheduler."""
-HANDS = {
-    "state", "limits", "view", "decisions", "orders", "stages", "rollout", "pools", "training", "sync", "validation",
-    "leaving", "attempts", "books", "live",
-}  # fmt: skip
-"""What `scheduler.py` and the modules of `scheduling/` hold of one another."""
 WIRING: dict[str, set[str]] = {
     "State": {
         "limits", "_ahead", "groups", "_touched", "_sum", "_others", "_group_machine", "_step_machine",
@@ -74,11 +69,13 @@ WIRING: dict[str, set[str]] = {
     "PoolLease": {"pool"},
     "Fleet": {"_heap"},
     "Validations": {"_fleet", "machine", "_disturb"},
-    "Scheduler": {*HANDS, "_orders", "_handlers"},
-    "Decisions": {*HANDS, "policies", "_builtin", "_remembering", "_methods"},
-    "PoolScheduling": {*HANDS, "_shared"},
+    "Scheduler": {"_handlers"},
+    "Decisions": {"policies", "_builtin", "_remembering", "_methods"},
+    "PoolScheduling": {"_shared"},
+    "Orders": {"_commands", "_discards", "cause"},
 }  # fmt: skip
-"""Fields that the constructor makes, or that follow from others; of every other class of `DECIDING`: `HANDS`."""
+"""Fields that the constructor makes, or that follow from others; besides them what the scheduler and the modules of
+`scheduling/` hold of one another and of the state, which `_is_hand` knows by its class."""
 
 
 class Books(Protocol):
@@ -96,7 +93,6 @@ def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
     """The parts of a snapshot, between two events. Raises: `CodecError` for what has no plain form."""
     groups = iter(scheduler.state.groups.values())
     rows = [list(map(_row, islice(groups, GROUPS_IN_A_PART))) for _ in range(_parts(len(scheduler.state.groups)))]
-    deciding = [(name, getattr(scheduler, name)) for name in DECIDING]
     first = [
         _fields_of_all(scheduler),
         _plain(scheduler.limits.to_plain()),
@@ -105,7 +101,7 @@ def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
         len(scheduler.state.groups),
         _values(scheduler.state),
         _values(scheduler),
-        [_values(module) for _, module in deciding],
+        [_values(module) for module in _deciding(scheduler)],
         None if books is None else _plain(books.to_plain()),
     ]
     return [first, *rows]
@@ -148,8 +144,8 @@ def _restore_into(scheduler: Scheduler, fields: Plain, books: Sequence[Plain], r
         state.groups[group.id] = group
     _fill(state, said)
     _fill(scheduler, own)
-    for name, values in zip(DECIDING, deciding, strict=True):
-        _fill(getattr(scheduler, name), values)
+    for module, values in zip(_deciding(scheduler), deciding, strict=True):
+        _fill(module, values)
     scheduler.decisions.recall()
     state._touched = [group for group in state.groups.values() if group.begun]
     state._sum, state._others = 0, None
@@ -209,17 +205,28 @@ def _parts(groups: int) -> int:
 def _fields(thing: Any) -> tuple[str, ...]:
     """Names of what a snapshot takes of an object."""
     cls = type(thing)
-    left_out = WIRING.get(cls.__name__, HANDS if cls.__module__.startswith("engine.scheduling.") else set())
+    left_out = WIRING.get(cls.__name__, set())
     names = cls.__slots__ if hasattr(cls, "__slots__") else tuple(vars(thing))
     if cls is FinishRun:
         names = ("outcome", "reason", "cause")
+    if cls is Scheduler or cls.__module__.startswith(SCHEDULING):
+        names = [name for name in names if not _is_hand(getattr(thing, name))]
     return tuple(sorted(name for name in names if name not in left_out))
+
+
+def _deciding(scheduler: Scheduler) -> list[Any]:
+    """The modules of `scheduling/` that a scheduler has, in the order of their names."""
+    return [held for _, held in sorted(vars(scheduler).items()) if type(held).__module__.startswith(SCHEDULING)]
+
+
+def _is_hand(value: Any) -> bool:
+    return isinstance(value, (*PARTS, View, ValidationLimits)) or type(value).__module__.startswith(SCHEDULING)
 
 
 def _fields_of_all(scheduler: Scheduler) -> list[Plain]:
     state = scheduler.state
     things = [
-        scheduler, *(getattr(scheduler, name) for name in DECIDING), state, state.pools, *state.pools.leases[:1],
+        scheduler, *_deciding(scheduler), state, state.pools, *state.pools.leases[:1],
         state.stages, *list(state.stages.by_name.values())[:1], state.fleet, state.ledger, state.deadlines,
         state.validations, state.ended, state.kept, state.live, *SAMPLES.values(),
     ]  # fmt: skip

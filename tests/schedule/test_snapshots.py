@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_samples import FAULTS, LIMITS, record_run
 
@@ -84,6 +84,7 @@ def a_world(seed: int, figures: Limits, names: dict[str, str], recorder: MemoryR
     return World(setting, PolicySet.from_names(names), recorder, check=False)
 
 
+@settings(max_examples=40)
 @given(limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), share=st.floats(0, 1))
 def test_from_any_point_on_it_decides_as_the_other_would_have(
     limits: Limits, names: dict[str, str], seed: int, share: float
@@ -166,6 +167,9 @@ def test_the_run_goes_on_from_the_newest_snapshot_and_a_replay_checks_each() -> 
     recovered = recover(record)
     plain = recover(read(without_snapshots(recorder)))
     assert recovered.began_at == places[0] and plain.began_at is None
+    seen: list[int] = []
+    assert recover(record, watch=lambda frame: seen.append(frame.event.id)).began_at == places[0]
+    assert seen == list(range(recorder.next_event)), "who watches sees all of it"
     assert recovered.report.events < EVERY <= recovered.events == plain.events == recorder.next_event
     assert recovered.at == plain.at
     assert structure(recovered.scheduler) == structure(plain.scheduler)
@@ -280,7 +284,7 @@ def test_wherever_the_end_is_torn_the_rest_is_recovered(tmp_path: Path) -> None:
     straight = [frame.state_hash for frame in read(tmp_path / "whole").frames() if isinstance(frame, Handled)]
     assert len(straight) == recorder.next_event
     began = set()
-    for cut in range(len(data) // 2, len(data), 61):
+    for cut in range(len(data) // 2, len(data), 131):
         last.write_bytes(data[:cut])
         recovered = recover(read(tmp_path / "whole"))
         assert recovered.scheduler.state_hash == straight[recovered.events - 1]
@@ -321,12 +325,14 @@ def test_what_observers_counted_goes_on(tmp_path: Path) -> None:
     world.driver.books = counted
     world.run()
     resumed = Transitions()
-    recovered = recover(read(recorder), resumed, resumed)
+    recovered = recover(read(recorder), resumed, books=resumed)
     assert recovered.began_at is not None
     assert resumed.count == counted.count
     assert resumed.ended == resumed.validations == counted.ended != []
     uncounted = Transitions()
-    assert recover(read(recorded()), uncounted, uncounted).began_at is None, "a snapshot that lacks them is of no use"
+    assert recover(read(recorded()), uncounted, books=uncounted).began_at is None, (
+        "a snapshot that lacks them is of no use"
+    )
 
 
 def test_what_a_run_keeps_of_what_ended_does_not_grow() -> None:
