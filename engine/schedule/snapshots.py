@@ -176,7 +176,7 @@ _KEY = GROUP_FIELDS.index("resume_key")
 def _row(group: Group) -> Plain:
     """The fields of a group; its id alone for one of which there is no more to know."""
     row: tuple[Any, ...] = _figures(group)
-    return row[0] if row[1:] == _FRESH else row
+    return row[0] if not group.attempt and row[1:] == _FRESH else row
 
 
 def _group(row: Plain) -> Group:
