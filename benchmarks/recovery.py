@@ -89,7 +89,8 @@ def main() -> None:
             begun = recover(read(path)).began_at
             told = f"{begun.position} events before it" if begun else "no snapshot"
             print(
-                f"{name}: {chosen.events} events, {size / 1e6:.1f} MB, {live} live groups, {told}: {seconds:.2f} s, {busy:.2f} s of CPU"
+                f"{name}: {chosen.events} events, {size / 1e6:.1f} MB, {live} live groups, {told}: "
+                f"{seconds:.2f} s, {busy:.2f} s of CPU"
             )
     for groups in (10_000, 100_000):
         scheduler = started(groups)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_samples import FAULTS, LIMITS, record_run
+from schedule_samples import FAULTS, LIMITS, answer, event, fill, header, record_run
 
 from engine.commands import Command
 from engine.errors import RecordError
 from engine.ids import GroupId
 from engine.metrics.collector import Transitions
 from engine.policies import PolicySet
-from engine.schedule import Handled, Header, MemoryRecorder, read, recover, replay
+from engine.schedule import Handled, Header, MemoryRecorder, Recorder, read, recover, replay
 from engine.schedule.frames import encode_snapshot
 from engine.schedule.packing import CodecError, pack, unpack
 from engine.schedule.snapshots import GROUPS_IN_A_PART, restore, snapshot, watch
@@ -149,6 +149,28 @@ def test_a_snapshot_of_many_groups_has_many_parts() -> None:
 
 
 # in a record
+
+
+def test_its_parts_lie_in_one_segment_and_one_that_is_cut_short_is_none(tmp_path: Path) -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.state.draw(0, 2 * GROUPS_IN_A_PART + 1)
+    payloads = encode_snapshot(3, snapshot(scheduler))
+    for written in (payloads, payloads[:-1]):
+        recorder = Recorder(tmp_path / str(len(written)), header(), segment_bytes=200)
+        fill(recorder, 3)
+        recorder.snapshot(written)
+        for number in range(3, 6):
+            recorder.write(event(number), answer(number), 0)
+        recorder.close()
+        record = read(tmp_path / str(len(written)))
+        assert len(list(record.frames())) == 6
+        assert [place.position for place in record.snapshots()] == [3] * (written is payloads)
+    with pytest.raises(RecordError, match="an event stands within a snapshot"):
+        broken = MemoryRecorder(header())
+        fill(broken, 3)
+        broken.snapshot(payloads[:-1])
+        broken.write(event(3), answer(3), 0)
+        list(read(broken).frames())
 
 
 def recorded(directory: Path | None = None, **options: Any) -> Any:
