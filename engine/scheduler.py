@@ -29,6 +29,7 @@ from engine.events import (
     RowsMeasured,
     RunResumed,
     RunStarted,
+    SchedulerRecovered,
     StateFailed,
     StateLeft,
     StepFailed,
@@ -84,6 +85,7 @@ class Scheduler:
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
             RunResumed: self._on_run_resumed,
+            SchedulerRecovered: lambda event: None,  # whoever recovered it orders again what is open
             PromptsDrawn: self.rollout.on_prompts_drawn,
             GroupGenerated: self.rollout.on_group_generated,
             GroupAborted: self.rollout.on_group_aborted,

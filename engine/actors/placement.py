@@ -12,8 +12,8 @@ from math import floor, log2
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from engine.actors.plan import Plan
 from engine.config.machine import gpus_of_their_own
@@ -38,18 +38,35 @@ class Place:
             remove_placement_group(self.group)
 
 
-def place(plan: Plan) -> Place:
-    """For one life of a replica. Returns at once: the actor's creation waits for the GPUs."""
+def place(plan: Plan, name: str | None = None) -> Place:
+    """For one life of a replica. Returns at once: the actor's creation waits for the GPUs. `name`: of what lies set
+    aside, which then outlives the process that set it aside, for `found_place`."""
     if plan.rollout_gpus <= 1:
-        return Place({"num_gpus": plan.rollout_gpus})
+        return Place({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
     gpus = int(plan.rollout_gpus)
     bundles = [{"GPU": 1.0}] * gpus if plan.rollout_spread else [{"GPU": float(gpus)}]
-    group = placement_group(bundles, strategy="PACK" if plan.rollout_spread else "STRICT_PACK")
+    kept = {} if name is None else {"name": name, "lifetime": "detached"}
+    group = placement_group(bundles, strategy="PACK" if plan.rollout_spread else "STRICT_PACK", **kept)
     strategy = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
     # Over several nodes vLLM's own Ray workers take the GPUs, one each, and the actor that starts them has none.
     return Place({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
+
+
+def found_place(name: str) -> Place:
+    """What `place` set aside under a name in an earlier process."""
+    try:
+        return Place({}, get_placement_group(name))
+    except ValueError:
+        return Place({})
+
+
+def beside_the_run() -> dict[str, Any]:
+    """Options of an actor that is to be on this process' node, where the run's directory is; elsewhere only where it
+    has no room here."""
+    here = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
 
 
 def shortfall(plan: Plan, replicas: int) -> str:

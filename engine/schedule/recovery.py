@@ -15,7 +15,7 @@ from engine.ids import GroupId
 from engine.policies import PolicySet
 from engine.schedule.frames import Handled
 from engine.schedule.reader import Record
-from engine.schedule.replayer import ReplayReport, replay
+from engine.schedule.replayer import ReplayReport, Watch, replay
 from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
 from engine.states.group import PHASES
@@ -27,9 +27,10 @@ from engine.states.state import Observer
 class Recovered:
     """A scheduler as it was at the last event of a record, and which groups had ended after how many train steps."""
 
-    def __init__(self, record: Record, observe: Observer | None = None) -> None:
-        """`observe` is what the scheduler will have for good. Raises: `RecordError`."""
+    def __init__(self, record: Record, observe: Observer | None = None, watch: Watch | None = None) -> None:
+        """`observe` is what the scheduler will have for good; `watch` sees every frame. Raises: `RecordError`."""
         self._observe = observe
+        self._watched_by = watch
         self._ended: dict[GroupId, tuple[int, Phase]] = {}
         header = record.header
         limits, policies = Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies)
@@ -68,11 +69,13 @@ class Recovered:
 
     def _watch(self, frame: Handled) -> None:
         self.at = frame.event.at
+        if self._watched_by is not None:
+            self._watched_by(frame)
         if isinstance(frame.event, RunResumed):
             for id in (*frame.event.consumed, *frame.event.released):
                 del self._ended[id]
 
 
-def recover(record: Record, observe: Observer | None = None) -> Recovered:
+def recover(record: Record, observe: Observer | None = None, watch: Watch | None = None) -> Recovered:
     """Replay a record to its end. Raises: `RecordError`, also where it does not replay to the bit."""
-    return Recovered(record, observe)
+    return Recovered(record, observe, watch)
