@@ -4,12 +4,16 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
-from ray_plans import check_record, events_of, paced, plan
+import ray
+from ray_plans import PROMPTS, Quick, check_record, endless, events_of, paced, plan, restore_counter
+from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
 from engine.actors.run import RunHandle, start
@@ -67,4 +71,76 @@ def test_a_scheduler_that_is_killed_again_and_again_goes_on_with_the_same_proces
     assert trained(tmp_path) == Counter(range(prompts))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(30))
+    wait_for_no_actors()
+
+
+def test_what_nothing_can_take_the_place_of_has_the_run_begin_again_from_its_record(tmp_path: Path) -> None:
+    said: list[str] = []
+    with start(plan(tmp_path, paced, scheduler_restarts=0)) as run:
+        run.note = said.append
+        for name in ("WeightsStoreAct", "SchedulerAct"):
+            until_step(run, 2)
+            kill(name)
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    assert len(said) == 2, said
+    for line, lost in zip(said, ("the weights store is lost", "SchedulerAct"), strict=True):
+        assert lost in line and "begins again from its record" in line
+    assert len(events_of(tmp_path, RunResumed)) == 2
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    wait_for_no_actors()
+
+
+def test_a_run_that_gets_no_further_is_not_begun_again_for_ever(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless, restarts=1)) as run:
+        kill("WeightsStoreAct")
+        begun = []
+        run.note = lambda line: begun.append(line)
+        for _ in run.updates():
+            if begun and (store := processes("WeightsStoreAct")):
+                os.kill(store[0].pid, signal.SIGKILL)
+        status = run.wait()
+    assert status.outcome == "stopped" and "the weights store is lost" in status.reason
+    assert len(begun) == 1 and "(1 of 1)" in begun[0]
+
+
+def test_a_process_that_hangs_is_lost_and_one_that_only_works_is_not(tmp_path: Path) -> None:
+    marker = str(tmp_path / "stopped")
+    status_of = plan(
+        tmp_path, lambda replica: Quick(deadly=25, by=signal.SIGSTOP), restore_trainer=restore_counter,
+        make_trainer=lambda: CountingTrainer(5, marker, signal.SIGSTOP, works_s=2.5), heartbeat_s=0.4, missed_beats=3,
+    )  # fmt: skip
+    with start(status_of) as run:
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    (lost,) = events_of(tmp_path, ReplicaLost)
+    assert lost.reason == "no sign of life for 1.2 s" and lost.returns
+    (failed,) = events_of(tmp_path, StepFailed)
+    assert failed.step == 5 and "no sign of life for 1.2 s" in failed.reason
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    wait_for_no_actors()
+
+
+LAUNCHER = """
+import sys
+sys.path.append({here!r})
+from pathlib import Path
+import ray
+from ray_plans import endless, plan
+from engine.actors.run import start
+ray.init(address={address!r}, log_to_driver=False)
+run = start(plan(Path({run_dir!r}), endless, orphan_s=1.0))
+print("up", flush=True)
+run.wait()
+"""
+
+
+def test_in_a_cluster_of_others_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    program = LAUNCHER.format(here=str(Path(__file__).parent), run_dir=str(tmp_path), address=address)
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and "up" in launcher.stdout.readline()
+    assert len(processes(OTHERS)) == 5
+    launcher.kill()
+    launcher.wait()
     wait_for_no_actors()
