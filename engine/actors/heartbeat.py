@@ -6,8 +6,11 @@ sign of life now and then; work on its threads, however long, does not keep an e
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any
+
+from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
 from engine.actors.plan import Plan
@@ -27,27 +30,30 @@ class Pulse:
 
     async def lost(self, actor: Any) -> str:
         """Returns when the actor is lost, with the reason."""
-        waits = [asyncio.ensure_future(_ended(actor))]
-        if self.every_s:
-            waits.append(asyncio.ensure_future(self._silence(actor)))
+        ended = asyncio.ensure_future(_ended(actor))
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return next(wait for wait in waits if wait in done).result()
+            while self.every_s:
+                await asyncio.wait([ended], timeout=self.every_s)
+                if ended.done():
+                    break
+                beat = asyncio.ensure_future(_beat(actor))
+                await asyncio.wait([beat, ended], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if not beat.done():
+                    beat.cancel()
+                if not beat.done() and not ended.done():
+                    return f"no sign of life for {self.limit_s:g} s"
+            return await ended
         finally:
-            for wait in waits:
-                wait.cancel()
+            ended.cancel()
 
-    async def _silence(self, actor: Any) -> str:
-        limit_s = self.every_s * self.missed
-        while True:
-            beat = asyncio.ensure_future(actor.beat.remote())
-            done, _ = await asyncio.wait([beat], timeout=limit_s)
-            if not done:
-                beat.cancel()
-                return f"no sign of life for {limit_s:g} s"
-            if beat.exception() is not None:
-                return await _ended(actor)
-            await asyncio.sleep(self.every_s)
+    @property
+    def limit_s(self) -> float:
+        return self.every_s * self.missed
+
+
+async def _beat(actor: Any) -> None:
+    with contextlib.suppress(RayError):  # it is dead then, which `_ended` tells
+        await actor.beat.remote()
 
 
 async def _ended(actor: Any) -> str:
