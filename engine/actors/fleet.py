@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from engine.actors.failures import failure_reason, raised
 from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import Living, lasting
-from engine.actors.placement import Place, found_place, place, shortfall
+from engine.actors.placement import Place, found_place, place, room_now, shortfall
 from engine.actors.plan import Plan, Restore
 from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
@@ -59,6 +59,14 @@ class ReplicaLink:
         self._place.free()
 
 
+async def _first(enough: int, opening: Mapping[ReplicaId, "asyncio.Future[None]"]) -> None:
+    """Returns when so many replicas are open. Raises what one of them raises before."""
+    for count, opened in enumerate(asyncio.as_completed(opening.values()), 1):
+        await opened
+        if count >= enough:
+            return
+
+
 class Fleet:
     """The rollout actors, the trainer and the workers of one run."""
 
@@ -82,6 +90,7 @@ class Fleet:
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
         self._starting: set[ReplicaId] = set()
+        self._late: list[ReplicaId] = []
         self._begun = defaultdict(int, lived or {})
         """The last life of each replica that was begun."""
         self._living = living
@@ -94,23 +103,29 @@ class Fleet:
         self._workers = Workers(plan, given, deliver, self.spawn, living)
 
     async def open(self, restore: Restore | None = None) -> None:
-        """Start every actor and wait until each is ready; the trainer begins where `restore` says.
+        """Start every actor and wait until each is ready, but for replicas for which the cluster has no room as it is;
+        the trainer begins where `restore` says.
 
         Raises the first thing that goes wrong.
         """
         for replica in self._plan.lives():
             self._links[replica] = self._start(replica)
+        opening = {
+            replica: asyncio.ensure_future(link.actor.bring_up.remote()) for replica, link in self._links.items()
+        }
+        room = await asyncio.to_thread(room_now, self._plan)
+        enough = max(1, min(room, len(opening)))
         try:
-            await asyncio.gather(
-                *(link.actor.bring_up.remote() for link in self._links.values()),
-                self.trainer.open(restore),
-                self._workers.open(),
-            )
+            await asyncio.gather(_first(enough, opening), self.trainer.open(restore), self._workers.open())
         except RayError as error:
             raise raised(error) from None
+        self._late = [replica for replica, opened in opening.items() if not opened.done()]
 
     def join(self) -> None:
         """Let every replica report itself to the scheduler, and watch it from now on."""
+        for replica in self._late:
+            late = self._links.pop(replica)
+            self.spawn(self._return(replica, late.incarnation - 1, "it was being started", late))
         for link in self._links.values():
             link.actor.join.remote()
             self.spawn(self._watch(link))
@@ -267,9 +282,8 @@ class Fleet:
         the newest. `link`: that life has begun."""
         self._starting.add(replica)
         try:
-            if link is None:
-                await self._say_if_it_waits(replica)
-                link = self._start(replica)
+            await self._say_if_it_waits(replica)
+            link = link or self._start(replica)
             await link.actor.bring_up.remote()
             if link.sequence:
                 await link.actor.attach.remote(link.sequence + 1)

@@ -62,16 +62,16 @@ def found_place(name: str) -> Place:
         return Place({})
 
 
-def beside_the_run() -> dict[str, Any]:
-    """Options of an actor that is to be on this process' node, where the run's directory is; elsewhere only where it
-    has no room here."""
+def beside_the_run(gpus: float = 0.0) -> dict[str, Any]:
+    """Options of an actor that is to be on this process' node, where the run's directory is. One that needs GPUs may
+    be elsewhere, should they be there."""
     here = ray.get_runtime_context().get_node_id()
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
+    return {"num_gpus": gpus, "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=gpus > 0)}
 
 
 def shortfall(plan: Plan, replicas: int) -> str:
     """Why the cluster, were nothing else in it, could not hold so many replicas; nothing if it could."""
-    if plan.rollout_gpus <= 1:
+    if not plan.rollout_gpus:
         return ""
     nodes = node_gpus()
     room = _room(plan, nodes)
@@ -91,9 +91,14 @@ def node_gpus() -> list[float]:
     return sorted((gpus for gpus in nodes if gpus), reverse=True)
 
 
+def room_now(plan: Plan) -> int:
+    """How many replicas the cluster, were nothing else in it, could hold, all of them where they need no GPUs."""
+    return _room(plan, node_gpus()) if plan.rollout_gpus else len(plan.lives())
+
+
 def _room(plan: Plan, nodes: list[float]) -> int:
     each = plan.rollout_gpus
-    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus // each) for gpus in nodes)
+    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus * ROUNDED_UP // each) for gpus in nodes)
 
 
 def with_gpus(plan: Plan) -> Plan:
@@ -110,7 +115,7 @@ def with_gpus(plan: Plan) -> Plan:
     if store and gpus < needed:
         law = f"{who}; there are {gpus:g}"
         raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
-    lacking = shortfall(plan, replicas)
+    lacking = shortfall(plan, replicas) if several else ""
     if lacking:
         room = _room(plan, nodes)
         fix = f"{room} would hold" if room else "fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"

@@ -103,14 +103,14 @@ class SchedulerActor:
     def _start_stores(self) -> None:
         """And the gateway, if there is one."""
         plan, packed = self._plan, self._packed
-        light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False, **beside_the_run()}
+        light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
 
-        def begin(kind: type[Any], source: str, *given: Any, **options: Any) -> Any:
-            named = {**light, **lasting(packed, source), **options}
+        def begin(kind: type[Any], source: str, *given: Any, gpus: float = 0.0, **options: Any) -> Any:
+            named = {**light, **lasting(packed, source), **beside_the_run(gpus), **options}
             return ray.remote(kind).options(**named).remote(packed, self._self, *given)
 
         self._trajectories = begin(TrajectoryStoreActor, STORES[0])
-        self._weights = begin(WeightsStoreActor, STORES[1], plan.transport, num_gpus=plan.transport.store_gpus)
+        self._weights = begin(WeightsStoreActor, STORES[1], plan.transport, gpus=plan.transport.store_gpus)
         if plan.make_gateway is not None:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 

@@ -63,8 +63,8 @@ class TrainerLink(Link):
 
     def _actor_of(self, incarnation: Incarnation) -> Any:
         packed, *handles = self._given
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._plan.trainer_gpus, "enable_task_events": False}
-        options |= {**lasting(packed, "trainer", incarnation), **beside_the_run()}
+        options: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+        options |= {**lasting(packed, "trainer", incarnation), **beside_the_run(self._plan.trainer_gpus)}
         return ray.remote(TrainerActor).options(**options).remote(packed, incarnation, *handles)
 
     @property
