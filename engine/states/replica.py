@@ -6,7 +6,7 @@ from engine.states.machine import Table, transitions
 
 REPLICA = Table(
     name="replica",
-    states=("joining", "ready", "pausing", "paused", "installing", "lost", "yielding", "asleep"),
+    states=("joining", "ready", "pausing", "paused", "installing", "lost", "yielding", "asleep", "draining", "drained"),
     transitions=transitions(
         ("join", "joining", "ready", "it is up, with the weights it says"),
         ("pause", "ready", "pausing", "a newer version is staged"),
@@ -16,10 +16,18 @@ REPLICA = Table(
         ("wake", "asleep", "ready", "rollout has the pool again, and there are no newer weights"),
         ("install", "paused asleep", "installing", "the swap is ordered"),
         ("installed", "installing", "ready", "it samples from the new version"),
-        ("revert", "pausing paused installing yielding", "ready", "it failed: it goes on with its old weights"),
+        ("drain", "ready", "draining", "it is let go, or the run comes to rest: what runs there is parked"),
+        ("drained", "draining", "drained", "nothing runs there"),
+        ("keep", "drained", "ready", "it is wanted after all"),
+        (
+            "revert",
+            "pausing paused installing yielding draining",
+            "ready",
+            "it failed: it goes on with its old weights",
+        ),
         (
             "lose",
-            "joining ready pausing paused installing yielding asleep",
+            "joining ready pausing paused installing yielding asleep draining drained",
             "lost",
             "it died, or could not be brought up to date",
         ),
@@ -33,8 +41,8 @@ class Replica:
     """What the scheduler knows of one replica."""
 
     __slots__ = (
-        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "returns", "slots", "staged",
-        "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
+        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "pace", "paced", "returns",
+        "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
     )  # fmt: skip
 
     def __init__(self, id: ReplicaId, *, validator: bool = False) -> None:
@@ -58,6 +66,12 @@ class Replica:
         """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
         self.failed_group: GroupId = -1
         """The last of them."""
+        self.pace = 0.0
+        """Seconds that a token of the groups it generates takes, a moving mean; where paces are compared."""
+        self.paced = 0
+        """Groups in it, of this life."""
+        self.slow = False
+        """It is slower than the others by more than may be."""
         self.returns = False
         """Lost, and another incarnation is on its way."""
         self.groups: dict[GroupId, None] = {}
@@ -96,7 +110,7 @@ class Replica:
             self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
             -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
             self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, self.returns,
-            *((1,) if self.validator else ()),
+            *((1,) if self.validator else ()), *((round(self.pace * 1e9), self.paced, self.slow) if self.paced else ()),
         )  # fmt: skip
 
 

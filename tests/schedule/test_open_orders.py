@@ -97,7 +97,7 @@ def test_a_scheduler_that_orders_again_what_is_open_goes_on_to_the_end(
     )  # fmt: skip
     world = Forgetful(setting, PolicySet.from_names(names), ends)
     outcome = world.run()
-    assert outcome.outcome == "finished" or rough, outcome
+    assert outcome.outcome == "finished" or rough or limits.group_timeout_s, outcome
     assert world.orders.left(world.time) == []
 
 
