@@ -93,6 +93,8 @@ class Fleet:
         self._late: list[ReplicaId] = []
         self._begun = defaultdict(int, lived or {})
         """The last life of each replica that was begun."""
+        self._last = defaultdict(int, lived or {})
+        """The last life of each replica that is over, or whose end is not known yet."""
         self._living = living
         self._pulse = Pulse.of(plan)
         self._restarts: Counter[ReplicaId] = Counter()
@@ -125,7 +127,7 @@ class Fleet:
         """Let every replica report itself to the scheduler, and watch it from now on."""
         for replica in self._late:
             late = self._links.pop(replica)
-            self.spawn(self._return(replica, late.incarnation - 1, "it was being started", late))
+            self._bring_back(replica, late.incarnation - 1, "it was being started", late)
         for link in self._links.values():
             link.actor.join.remote()
             self.spawn(self._watch(link))
@@ -137,6 +139,7 @@ class Fleet:
         """Take hold of the replicas that an earlier process of the scheduler started: orders go to them again.
         `replicas`: as the record shows each, its life, whether it is up and whether it returns."""
         assert self._living is not None
+        self._last |= {replica: incarnation for replica, (incarnation, _, _) in replicas.items()}
         for replica, (incarnation, up, _) in replicas.items():
             source = f"rollout-{replica}"
             actor = self._living.actors.get((source, incarnation))
@@ -157,16 +160,9 @@ class Fleet:
                 actor = self._living.actors.get((f"rollout-{replica}", incarnation))
                 self._lose(self._link(replica, incarnation, actor), why)
             elif returns:
-                self._go_on_starting(replica, incarnation)
+                self._bring_back(replica, incarnation, "it was being started")
         self._workers.recover()
         self._watch_stores()
-
-    def _go_on_starting(self, replica: ReplicaId, before: Incarnation) -> None:
-        """A life of a replica that was on its way when the scheduler's process ended."""
-        assert self._living is not None
-        life, actor = self._living.newest(f"rollout-{replica}") or (0, None)
-        link = self._link(replica, life, actor) if life > before else None
-        self.spawn(self._return(replica, before, "it was being started", link))
 
     def _watch_stores(self) -> None:
         for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
@@ -214,10 +210,8 @@ class Fleet:
 
     def start_replica(self, command: StartReplica) -> None:
         """Begin a life of a replica that is not there."""
-        replica = command.replica
-        if replica not in self._links and replica not in self._starting:
-            self._restarts[replica] = 0
-            self.spawn(self._return(replica, self._begun[replica], "it was being started"))
+        self._restarts[command.replica] = 0
+        self._bring_back(command.replica, self._last[command.replica], "it was being started")
 
     # lives
 
@@ -259,11 +253,12 @@ class Fleet:
     def _lose(self, link: ReplicaLink, reason: str, wanted: bool = True) -> None:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
         self._links.pop(link.replica, None)
+        self._last[link.replica] = link.incarnation
         self._ordered.pop(link.replica, None)
         link.end()
         returns = wanted and self._may_restart(link.replica)
         if returns:
-            self.spawn(self._return(link.replica, link.incarnation, reason))
+            self._bring_back(link.replica, link.incarnation, reason)
         lost = ReplicaLost(replica=link.replica, incarnation=link.incarnation, returns=returns, reason=reason)
         self._deliver(lost)
 
@@ -275,18 +270,34 @@ class Fleet:
         self._restarts[replica] += 1
         return self._restarts[replica] <= self._plan.replica_restarts
 
+    def _bring_back(
+        self, replica: ReplicaId, before: Incarnation, reason: str, link: ReplicaLink | None = None
+    ) -> None:
+        """Have a life follow the life `before`, unless one does already: `link`, or one that an earlier process of the
+        scheduler has begun, or a new one."""
+        if replica in self._links or replica in self._starting:
+            return
+        self._starting.add(replica)
+        source = f"rollout-{replica}"
+        life, actor = (self._living.newest(source) if self._living is not None else None) or (0, None)
+        if link is None and self._living is not None and life > before:
+            link = self._link(replica, life, actor)
+            if source in self._living.silent:
+                link.end()
+                link = None
+            else:
+                self._links[replica] = link  # it may have joined already, and is given orders as soon as that is heard
+        self.spawn(self._return(replica, before, reason, link))
+
     async def _return(
         self, replica: ReplicaId, before: Incarnation, reason: str, link: ReplicaLink | None = None
     ) -> None:
         """Bring up the next life of a replica after the life `before`, with its first weights; the scheduler gives it
         the newest. `link`: that life has begun."""
-        self._starting.add(replica)
         try:
             await self._say_if_it_waits(replica)
             link = link or self._start(replica)
             await link.actor.bring_up.remote()
-            if link.sequence:
-                await link.actor.attach.remote(link.sequence + 1)
         except asyncio.CancelledError:
             if link is not None:
                 link.end()
@@ -295,6 +306,7 @@ class Fleet:
             log.exception("replica %d could not be started again", replica)
             if link is not None:
                 link.end()
+                self._links.pop(replica, None)
             story = f"{reason}; it could not be started again: {failure_reason(error)}"
             if self._may_restart(replica):
                 self.spawn(self._return(replica, before, story))

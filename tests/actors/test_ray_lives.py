@@ -74,6 +74,23 @@ def test_a_scheduler_that_is_killed_again_and_again_goes_on_with_the_same_proces
     wait_for_no_actors()
 
 
+def test_replicas_that_die_together_with_the_scheduler_are_lost_as_at_any_time(tmp_path: Path) -> None:
+    lasting = plan(tmp_path, paced, make_prompts=lambda: listed([f"question {n}" for n in range(80)]))
+    with start(lasting) as run:
+        until_step(run, 1)
+        kill("SchedulerAct|RolloutAct")
+        until_step(run, 5)
+        kill("SchedulerAct")
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", 20)
+    assert {event.replica for event in events_of(tmp_path, ReplicaLost)} == {0, 1}
+    assert all(event.returns for event in events_of(tmp_path, ReplicaLost))
+    assert len(events_of(tmp_path, SchedulerRecovered)) == 2
+    assert check_record(tmp_path).state.ledger.consumed == 80
+    assert trained(tmp_path) == Counter(range(80))
+    wait_for_no_actors()
+
+
 def test_what_nothing_can_take_the_place_of_has_the_run_begin_again_from_its_record(tmp_path: Path) -> None:
     said: list[str] = []
     with start(plan(tmp_path, paced, scheduler_restarts=0)) as run:
