@@ -173,7 +173,8 @@ class RunMetrics:
     def go_on(self) -> None:
         """After a record was replayed up to the present: the steps under way are known from here on."""
         for step in self.state.steps.values():
-            self.steps.changed(step.id, step.state, self.state.now)
+            if step.groups or step.state == "collecting":
+                self.steps.changed(step.id, step.state, self.state.now)
             if step.groups:
                 groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
                 self.steps.formed(step.id, groups, step.staleness)

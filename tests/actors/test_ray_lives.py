@@ -70,7 +70,7 @@ def test_a_scheduler_that_is_killed_again_and_again_goes_on_with_the_same_proces
     assert check_record(tmp_path).state.ledger.consumed == prompts
     assert trained(tmp_path) == Counter(range(prompts))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(30))
+    assert [(row["step"], row["groups"]) for row in rows] == [(step, 4) for step in range(30)]
     wait_for_no_actors()
 
 
