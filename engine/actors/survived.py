@@ -79,7 +79,7 @@ def survived_of(run_dir: Path, observe: Observer) -> Survived:
     lock = RecordLock(run_dir / "schedule")
     try:
         orders = OpenOrders()
-        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands))
+        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), observe)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
