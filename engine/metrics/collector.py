@@ -30,7 +30,7 @@ from engine.events import (
     SyncFailed,
     WeightsInstalled,
 )
-from engine.ids import StepId
+from engine.ids import ReplicaId, StepId
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
 from engine.metrics.names import (
@@ -73,7 +73,7 @@ class TakesRows(Protocol):
 class Transitions:
     """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`."""
 
-    __slots__ = ("count", "replica_changed", "steps", "validations")
+    __slots__ = ("count", "replicas", "steps", "validations")
 
     def __init__(self) -> None:
         self.count: dict[tuple[str, str, str], int] = {}
@@ -82,7 +82,8 @@ class Transitions:
         """(step, state entered) since the last `RunMetrics.observe`."""
         self.validations: list[Validation] = []
         """Those that ended since the last `RunMetrics.observe`."""
-        self.replica_changed = False
+        self.replicas: list[ReplicaId] = []
+        """Those that changed their state since the last `RunMetrics.observe`."""
 
     def __call__(self, machine: str, record: Any, source: str, trigger: str) -> None:
         key = (machine, source, record.state)
@@ -90,7 +91,7 @@ class Transitions:
         if machine == "step":
             self.steps.append((record.id, record.state))
         elif machine == "replica":
-            self.replica_changed = True
+            self.replicas.append(record.id)
         elif machine == "validation" and record.state in VALIDATION.terminal:
             self.validations.append(record)
 
@@ -135,6 +136,10 @@ class RunMetrics:
         self.tokens_trained = 0
         self.at = 0.0
         """Time of the newest event, seconds since the run began."""
+        self.since: dict[tuple[str, int], float] = {}
+        """When replicas, steps under way and the newest checkpoint came to where they are; see `states.waiting`."""
+        self.silence = (-1, "")
+        """(changes so far, text) when a silence was told last."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -147,6 +152,7 @@ class RunMetrics:
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
+        transitions.replicas.clear()
         self._journal = journal
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn
@@ -192,8 +198,9 @@ class RunMetrics:
                 self._batch_ordered(command)
             else:
                 self.replicas.ordered(command, event.at)
-        if self.transitions.replica_changed:
-            self.transitions.replica_changed = False
+        if self.transitions.replicas:
+            self.since.update(dict.fromkeys((("replica", id) for id in self.transitions.replicas), event.at))
+            self.transitions.replicas.clear()
             self.idle.replicas_changed()
         self.idle.measure()
         if self.state.outcome is not None:
@@ -218,6 +225,11 @@ class RunMetrics:
             self._journal = None
 
     # what is read out
+
+    @property
+    def changes(self) -> int:
+        """Events so far that were no echoes of what is over."""
+        return self.events.total() - self.state.stale_echoes
 
     def status(self, now: float | None = None) -> Status:
         """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
@@ -326,7 +338,9 @@ class RunMetrics:
     def _steps_changed(self, at: float) -> None:
         for step, state in self.transitions.steps:
             self.steps.changed(step, state, at)
+            self.since["step", step] = at
             if state == "finished":
+                del self.since["step", step]
                 entered = self.transitions.entered
                 counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
                 self.steps.finished(step, self.state.latest_version, at, counts)
@@ -335,6 +349,10 @@ class RunMetrics:
             elif state == "trained":
                 self._step_trained(step)
         self.transitions.steps.clear()
+        ordered = self.state.checkpoint_ordered
+        if self.state.checkpoint_pending and ("checkpoint", ordered) not in self.since:
+            self.since = {key: time for key, time in self.since.items() if key[0] != "checkpoint"}
+            self.since["checkpoint", ordered] = at
 
     def _step_trained(self, step: StepId) -> None:
         groups, staleness, tokens = self.steps.batch(step)
