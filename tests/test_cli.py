@@ -303,6 +303,8 @@ class FakeHandle:
         self.world = world
         self.fail = fail
         self.interrupt_after = interrupt_after
+        self.told = False
+        self.drained: str | None = None
         self.stopped: str | None = None
         self.closed = False
 
@@ -319,6 +321,15 @@ class FakeHandle:
             if self.interrupt_after is not None and done >= self.interrupt_after:
                 self.interrupt_after = None
                 raise KeyboardInterrupt
+
+    def drain(self, reason: str) -> None:
+        from engine.events import StopRequested
+
+        self.drained = reason
+        self.world.driver.deliver(StopRequested(reason=reason))
+
+    def past(self) -> str:
+        return "resumed from the initial weights"
 
     def stop(self, reason: str) -> None:
         from engine.events import StopRequested
@@ -341,7 +352,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
         handles: list[FakeHandle] = []
 
         def launch(
-            config: Config, run_dir: Path, *, progress: Callable[[float, str], None], resume: bool
+            config: Config,
+            run_dir: Path,
+            *,
+            progress: Callable[[float, str], None],
+            resume: bool,
+            settings: tuple[tuple[str, str], ...],
         ) -> FakeHandle:
             assert not resume
             progress(0.0, "making data")
@@ -407,7 +423,8 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     handles = launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr()
-    assert handles[0].stopped == "interrupted by the user" and handles[0].closed
+    assert handles[0].drained == "interrupted by the user" and handles[0].stopped is None and handles[0].closed
+    assert "draining: nothing starts any more, a checkpoint is written; interrupt again to stop now" in said.out
     assert "interrupted; the run is in here" in said.err
     assert "run stopped" in said.out and "  engine resume here\n  engine replay here\n" in said.out
 
@@ -541,7 +558,7 @@ def test_a_request_to_end_stops_the_run(
         def updates(self) -> Iterator[Status]:
             for status in super().updates():
                 yield status
-                if self.stopped is None:
+                if self.drained is None:
                     signal.raise_signal(number)
 
         def close(self) -> None:
@@ -551,8 +568,82 @@ def test_a_request_to_end_stops_the_run(
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Ended)
     handles = launched()
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
-    assert handles[0].stopped and handles[0].closed
+    assert handles[0].drained and not handles[0].stopped and handles[0].closed
     assert capsys.readouterr().err == "engine: interrupted; the run is in here\n"
+
+
+class Lingering(FakeHandle):
+    """Drains for ever. Raises a signal whenever its status is asked for once it was told to end."""
+
+    def updates(self) -> Iterator[Status]:
+        yield self.world.metrics.status()
+        if self.stopped is None:
+            signal.raise_signal(signal.SIGTERM)
+        self.world.run()
+        yield self.world.metrics.status()
+
+    def drain(self, reason: str) -> None:
+        self.drained = reason
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_second_request_stops_a_run_that_drains(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
+    handles = launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    assert handles[0].drained and handles[0].stopped and handles[0].closed
+    said = capsys.readouterr()
+    assert said.out.index("draining: ") < said.out.index("stopping now; interrupt again to end at once")
+    assert said.err == "engine: interrupted; the run is in here\n"
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(Lingering):
+        def drain(self, reason: str) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Deaf)
+    handles = launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    assert handles[0].stopped and handles[0].closed
+
+
+def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
+    code = (
+        "import signal; from engine.interrupts import Interrupts\n"
+        "with Interrupts() as interrupts:\n"
+        "    interrupts.waiting = True\n"
+        "    for _ in range(3):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        except KeyboardInterrupt: print('raised', flush=True)\n"
+        "print('never')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stdout) == (130, "raised\nraised\n")
+    assert "ended at once" in done.stderr
+
+
+def test_a_run_that_somebody_else_told_to_end_is_no_failure(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            self.told = True
+            for status in super().updates():
+                yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Told)
+    launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    said = capsys.readouterr().err
+    assert said == "engine: the run was told to end, stopped: asked by engine drain; it is in here\n"
 
 
 def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
     "hosts": EVENTS,
     "local": {*DRIVER, "hosts", "metrics"},
-    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway"},
+    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway", "control"},
     # the work itself, which knows nothing of the scheduler
     "rollout": BOTTOM,
     "gateway": {*BOTTOM, "rollout"},  # agents' calls become requests to a replica
@@ -63,13 +63,15 @@ ALLOWED: dict[str, set[str]] = {
     "rundir": BOTTOM,
     "live": {*STATES, "metrics"},
     "top": {*STATES, "metrics", "live", "rundir"},
+    "commanding": {*DRIVER, "control", "config", "rundir"},
     "interrupts": BOTTOM,
     "metrics": STATES,
     "inspect": SCHEDULE,
     # data about all of the above, and the wiring
     "config": {*POLICIES, *WORK},
+    "running": {*DRIVER, *WORK, "actors", "metrics", "config", "rundir", "live", "interrupts"},
     "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
-    | {"config", "rundir", "live", "top", "interrupts"},
+    | {"config", "rundir", "live", "top", "interrupts", "commanding", "running"},
     "__init__": {*POLICIES},
     "__main__": {"cli"},
 }

@@ -19,7 +19,7 @@ from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.actors.workers import Workers
-from engine.commands import Command, DiscardGroups
+from engine.commands import Command, DiscardGroups, StopReplica
 from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
 from engine.ids import Incarnation, ReplicaId
@@ -75,7 +75,9 @@ class Fleet:
         self._give_up = give_up
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
-        self._lived = lived or {}
+        self._lived = dict(lived or {})
+        self._starting: set[ReplicaId] = set()
+        """Those whose next life is being brought up."""
         self._restarts = dict.fromkeys(plan.lives(), 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -142,11 +144,17 @@ class Fleet:
         self._ordered.clear()
         return calls + self.trainer.flush() + self._workers.flush()
 
-    def stop_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
-        """End one life of a replica, say so, and begin the next if one is left."""
-        link = self._links.get(replica)
-        if link is not None and link.incarnation == incarnation:
-            self._lose(link, reason)
+    def stop_replica(self, command: StopReplica) -> None:
+        """End one life of a replica, say so, and begin the next if one is wanted and left."""
+        link = self._links.get(command.replica)
+        if link is not None and link.incarnation == command.incarnation:
+            self._lose(link, command.reason, wanted=command.returns)
+
+    def start_replica(self, replica: ReplicaId) -> None:
+        """Bring up a replica that there has not been, or that was let go; one that is up, or on its way, stays."""
+        if replica not in self._links and replica not in self._starting:
+            self._restarts[replica] = 0
+            self.spawn(self._return(replica, self._lived.get(replica, 0), "it was wanted"))
 
     # lives
 
@@ -176,49 +184,53 @@ class Fleet:
             if not self._closed:
                 self._give_up(f"the {name} store is lost: {failure_reason(error)}")
 
-    def _lose(self, link: ReplicaLink, reason: str) -> None:
+    def _lose(self, link: ReplicaLink, reason: str, *, wanted: bool = True) -> None:
+        """`wanted`: another life of it is."""
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
         del self._links[link.replica]
+        self._lived[link.replica] = link.incarnation
         self._ordered.pop(link.replica, None)
         link.end()
-        returns = self._restarts[link.replica] < self._plan.replica_restarts
+        returns = wanted and self._restarts[link.replica] < self._plan.replica_restarts
         if returns:
             self._restarts[link.replica] += 1
-            self.spawn(self._return(link, reason))
+            self.spawn(self._return(link.replica, link.incarnation, reason))
         lost = ReplicaLost(replica=link.replica, incarnation=link.incarnation, returns=returns, reason=reason)
         self._deliver(lost)
 
-    async def _return(self, before: ReplicaLink, reason: str) -> None:
-        """Bring up the next life of a replica, with its first weights; the scheduler gives it the newest."""
+    async def _return(self, replica: ReplicaId, lived: Incarnation, reason: str) -> None:
+        """Bring up the next life of a replica, with its first weights; the scheduler gives it the newest. `lived`: its
+        last life, 0 where it had none."""
+        self._starting.add(replica)
         link: ReplicaLink | None = None
         try:
             lacking = await asyncio.to_thread(shortfall, self._plan, len(self._links) + 1)
             if lacking:
                 raise EngineError(lacking)
-            link = self._start(before.replica, before.incarnation + 1)
+            link = self._start(replica, lived + 1)
             await link.actor.open.remote()
         except asyncio.CancelledError:
             if link is not None:
                 link.end()
             raise
         except Exception as error:
-            log.exception("replica %d could not be started again", before.replica)
+            log.exception("replica %d could not be started again", replica)
             if link is not None:
                 link.end()
-            story = f"{reason}; it could not be started again: {failure_reason(error)}"
-            again = self._restarts[before.replica] < self._plan.replica_restarts
+            story = f"{reason}; it could not be started{' again' * bool(lived)}: {failure_reason(error)}"
+            again = self._restarts[replica] < self._plan.replica_restarts
             if again:
-                self._restarts[before.replica] += 1
-                self.spawn(self._return(before, story))
+                self._restarts[replica] += 1
+                self.spawn(self._return(replica, lived, story))
             else:
-                self._deliver(
-                    ReplicaLost(replica=before.replica, incarnation=before.incarnation, returns=False, reason=story)
-                )
+                self._starting.discard(replica)
+                self._deliver(ReplicaLost(replica=replica, incarnation=lived, returns=False, reason=story))
             return
+        self._starting.discard(replica)
         if self._closed:
             link.end()
             return
-        self._links[before.replica] = link
+        self._links[replica] = link
         link.actor.join.remote()
         self.spawn(self._watch(link))
 

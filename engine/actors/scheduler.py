@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from engine import __version__
+from engine.actors.control import Control
 from engine.actors.endpoint import Endpoint
 from engine.actors.executor import RayExecutor
 from engine.actors.failures import failure_reason, named
@@ -27,6 +28,8 @@ from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
 from engine.config import load_extensions_of
+from engine.control.decide import changes
+from engine.control.requests import Drain, Stop
 from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, StopRequested
@@ -57,6 +60,8 @@ class Update:
     number: int
     status: Status
     last: bool
+    told: bool = False
+    """Somebody has told the run to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,11 @@ class SchedulerActor:
         if plan.metrics_port is not None:
             now, port = (lambda: self._clock.now()), plan.metrics_port
             self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)
+        self._control = Control(
+            plan, self._metrics, self._driver, self._deliver, lambda: self._clock.now(), self._changed
+        )
+        changes(plan.settings, self._scheduler.state.limits, self._scheduler.policies)
+        await self._control.open()
         await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
         return self._endpoint.url if self._endpoint else None
 
@@ -168,8 +178,11 @@ class SchedulerActor:
         self._clock = self._driver.clock = self._new_clock()
         begun = self._past is not None and self._past.recovered.events > 0
         self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
+        settings, state = self._plan.settings, self._scheduler.state
+        self._deliver(*changes(settings, state.limits, self._scheduler.policies))
         if self._endpoint is not None:
             self._endpoint.announce()
+        self._control.begin()
         self._fleet.join()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
@@ -203,9 +216,15 @@ class SchedulerActor:
             self._metrics.decision_s.observe(took)
         return sequence
 
+    async def drain(self, reason: str) -> None:
+        """Let the run come to rest and end resumably."""
+        if self._scheduler.state.outcome is None:
+            self._control.carry_out(Drain(reason=reason))
+
     async def stop(self, reason: str) -> None:
-        """End the run resumably."""
-        self._deliver(StopRequested(reason=reason))
+        """End the run resumably, at once."""
+        if self._scheduler.state.outcome is None:
+            self._control.carry_out(Stop(reason=reason))
 
     async def hand_over(self, steps: StepId) -> None:
         """Asked by a scorer: have the trainer hand over the weights after so many steps, should it still owe them."""
@@ -222,7 +241,7 @@ class SchedulerActor:
         if self._ended and self._failure is not None:
             raise self._failure
         status = self._metrics.status(None if self._ended else self._clock.now())
-        return Update(number=self._number, status=status, last=self._ended)
+        return Update(number=self._number, status=status, last=self._ended, told=self._control.told)
 
     async def past(self) -> str:
         """What a run that was resumed goes on from, in words; empty for a new one."""
@@ -239,6 +258,7 @@ class SchedulerActor:
     async def close(self) -> None:
         """End every actor of the run and close the record, whatever the run is doing."""
         self._executor.close()
+        await self._control.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)

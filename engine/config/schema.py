@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
+from engine.config.control import ControlSection
 from engine.config.deterministic import settled
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
 from engine.config.rollout import RolloutSection
@@ -46,6 +47,12 @@ class RunSection(Section):
     )
     epochs: int | None = Field(
         1, ge=1, le=1_000_000, description="Passes over the data; null: as many as max_steps takes."
+    )
+    silence_s: float = Field(
+        300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds in which nothing changes, after which the run says what it waits for.",
     )
     extensions: tuple[str, ...] = Field(
         (),
@@ -162,6 +169,9 @@ class DurabilitySection(Section):
         le=10_000_000,
         description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
     )
+    drain_s: float | None = Field(
+        None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
+    )
 
 
 class MetricsSection(Section):
@@ -197,6 +207,7 @@ class Config(Section):
         default_factory=DurabilitySection, description="What outlives the loss of a process."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
+    control: ControlSection = Field(default_factory=ControlSection, description="Orders to a run that is going on.")
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
@@ -234,6 +245,7 @@ class Config(Section):
             scoring_tasks=self.trainer_settings().scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
+            group_timeout_s=r.group_timeout_s,
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
