@@ -169,7 +169,7 @@ class Scheduler:
 
     def _on_run_resumed(self, event: RunResumed) -> None:
         self._stop = None
-        resume(event, self.state, self.training, self.sync, self.validation)
+        resume(event, self.state, self.rollout, self.training, self.sync, self.validation)
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._stop = FinishRun(outcome="stopped", reason=event.reason, cause=event.id)

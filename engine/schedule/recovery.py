@@ -50,6 +50,12 @@ class Recovered:
         """What a crash left behind the last whole frame."""
         return self.report.torn
 
+    def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = ()) -> RunResumed:
+        """The event that goes on from where the record ends: the trainer is there again, and so are the trajectories
+        but for those of the groups that are `missing`."""
+        steps = self.scheduler.state.steps_trained
+        return RunResumed(steps=steps, replicas=replicas, consumed=(), released=(), kept=True, missing=missing)
+
     def resumed(self, *, steps: int, replicas: int) -> RunResumed:
         """The event that goes on from the weights after `steps` train steps: what ended since then has not."""
         lost = {id: phase for id, (mark, phase) in self._ended.items() if mark >= steps}

@@ -22,9 +22,9 @@ class Orders:
     def add(self, command: Command) -> None:
         self._commands.append(command)
 
-    def discard(self, group: GroupId) -> None:
-        """The trajectories of a group will not be asked for again; one command tells of all."""
-        self._discards.append(group)
+    def discard(self, *groups: GroupId) -> None:
+        """The trajectories of groups will not be asked for again; one command tells of all."""
+        self._discards += groups
 
     def take(self, last: Command | None = None) -> tuple[Command, ...]:
         if self._discards:

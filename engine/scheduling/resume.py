@@ -1,26 +1,48 @@
 """A run that goes on after its processes have ended: back to the weights there are, and on from there.
 
-Called by `scheduler.py`. The weights come from a checkpoint, or are the initial ones; trajectories, replicas and the
-weights of every version are gone with the processes that held them. The state says what was true before; this makes it
-say what is true now, and asks for the one thing that everything else waits for: those weights as a new version.
+Called by `scheduler.py`. Replicas and the weights of every version are gone with the processes that held them. Where
+the trajectories are still there and the trainer has done its steps again from them (`kept`), nothing else is lost.
+Else the run branches at a checkpoint, or at the initial weights: what those do not hold did not happen. The state says
+what was true before; this makes it say what is true now, and asks for the one thing that everything else waits for:
+those weights as a new version.
 """
 
 from engine.events import RunResumed
+from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
 from engine.scheduling.validation import ValidationScheduling
+from engine.states.group import PHASES
 from engine.states.invariants import require
+from engine.states.machine import Phase
 from engine.states.state import State
 
 
 def resume(
     event: RunResumed,
     state: State,
+    rollout: RolloutScheduling,
     training: TrainingScheduling,
     sync: SyncScheduling,
     validation: ValidationScheduling,
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
+    _require_possible(event, state)
+    validation.begin_again()
+    _lose_replicas(event, state, rollout)
+    if event.kept:
+        _take_up(event, state, rollout, training)
+    else:
+        state.branch(event.steps, event.consumed, event.released)
+        state.checkpoint_ordered = event.steps
+        state.checkpoint_pending = False
+    state.begin_again()
+    training.failure = sync.failure = None
+    sync.none_left = ""
+    training.publish()
+
+
+def _require_possible(event: RunResumed, state: State) -> None:
     again = (*event.consumed, *event.released)
     require(
         0 <= event.steps <= state.steps_trained, "law 5: a run resumes after steps that it did not train",
@@ -30,23 +52,47 @@ def resume(
         len(set(again)) == len(again) and all(0 <= id < state.ledger.drawn and id not in state.groups for id in again),
         "law 5: a group is said to have ended that has not", groups=again[:8],
     )  # fmt: skip
-    validation.begin_again()
+    if event.kept:
+        require(
+            event.steps == state.steps_trained and not again, "law 5: a run that loses no step does none again",
+            steps=event.steps, trained=state.steps_trained, groups=again[:8],
+        )  # fmt: skip
+    gone = [id for id in event.missing if id not in state.groups or PHASES[state.groups[id].state] is Phase.BATCHED]
+    require(
+        not gone and (event.kept or not event.missing), "law 5: trajectories are missing that nothing can make again",
+        groups=gone[:8],
+    )  # fmt: skip
+
+
+def _lose_replicas(event: RunResumed, state: State, rollout: RolloutScheduling) -> None:
+    """Whatever ran is parked, or queued by the branch that follows; it is nobody's failure and costs no attempt."""
     for replica in state.fleet.replicas.values():
         for id in list(replica.groups):
-            state.unseat(state.groups[id])
+            group = state.groups[id]
+            state.unseat(group)
+            if event.kept:
+                rollout.park(group)
         replica.staged = replica.staging = None
         replica.failed_groups = 0
         replica.returns = replica.id < event.replicas
         if replica.state != "lost":
             state.fire_replica(replica, "lose")
-    state.branch(event.steps, event.consumed, event.released)
-    state.started = True
-    state.outcome = None
-    state.asked = 0
-    state.publish_failures = state.failed_in_a_row = 0
-    state.checkpoint_pending = False
-    state.checkpoint_ordered = event.steps
-    state.last_failure = ""
-    training.failure = sync.failure = None
-    sync.none_left = ""
-    training.publish()
+
+
+def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, training: TrainingScheduling) -> None:
+    """Let what was under way outside the replicas begin again: the work of added states, and a formed batch."""
+    for id in event.missing:
+        group = state.groups[id]
+        group.forget_tokens()
+        state.begin_anew(group, rollout.resume_key(group))
+    for group in [state.groups[id] for id in state.stages.put_back()]:
+        state.touch(group)
+    for step in state.formed_steps:
+        training.begin_again(step)
+    state.steps[state.steps_batched].timer = None
+    for lease in state.pools.leases:
+        if lease.task:
+            state.give_back(lease)
+    state.retire_all()
+    if state.checkpoint_pending:
+        training.checkpoint()

@@ -26,7 +26,7 @@ from engine.scheduling.stages import StageScheduling
 from engine.states.group import Group
 from engine.states.invariants import require
 from engine.states.replica import Replica
-from engine.states.state import State
+from engine.states.state import Key, State
 from engine.states.view import View, view_group
 
 REASON_LENGTH = 1000
@@ -103,7 +103,7 @@ class RolloutScheduling:
         if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
             return
-        self._park(group)
+        self.park(group)
         if group.truncate and not group.kept:
             self.release(group, "drop")
 
@@ -121,9 +121,7 @@ class RolloutScheduling:
         if group is None:
             return
         if event.cause == "data" and group.kept:
-            group.kept = False
-            group.tokens = group.unfinished = 0
-            group.oldest_version = group.newest_version = NO_VERSION
+            group.forget_tokens()
         group.failed_on = event.replica
         self.state.unseat(group)
         self.park_after_failure(group, event.cause, event.reason)
@@ -168,7 +166,7 @@ class RolloutScheduling:
         else:
             group.infrastructure_failures += 1
         again = self.decisions.ask("retry", (view_group(group), cause), (bool,))
-        self._park(group)
+        self.park(group)
         if not again:
             self._give_up(group)
         elif group.truncate and not group.kept:
@@ -179,10 +177,14 @@ class RolloutScheduling:
         self.release(group, "fail")
         self.state.failed_in_a_row += 1
 
-    def _park(self, group: Group) -> None:
+    def park(self, group: Group) -> None:
         """Cut a group short: it keeps its place, and waits among the others in the order of the resume policy."""
-        key = self.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
-        self.state.fire_group(group, "abort", key)
+        self.state.fire_group(group, "abort", self.resume_key(group))
+
+    def resume_key(self, group: Group) -> Key:
+        """Where a group stands among those that wait to resume."""
+        key: Key = self.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
+        return key
 
     def release(self, group: Group, trigger: str) -> None:
         """End a group that will not be trained on; its place is free at once."""

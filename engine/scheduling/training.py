@@ -250,9 +250,7 @@ class TrainingScheduling:
         if step.failures >= self.state.limits.infrastructure_attempts:
             self.failure = f"train step {step.id} failed {step.failures} times, at last: {event.reason}"
             return
-        self.state.fire_step(step, "retry")
-        step.attempt += 1
-        step.done = step.under_way = ()
+        self.begin_again(step)
         self.pools.release(step.id)
 
     def on_step_trained(self, event: StepTrained) -> None:
@@ -264,7 +262,10 @@ class TrainingScheduling:
         state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
         for id in step.groups:
             state.fire_group(state.groups[id], "consume")
-            self.orders.discard(id)
+        if state.limits.keeps_batches:
+            state.kept.keep(step.id, step.groups)
+        else:
+            self.orders.discard(*step.groups)
         state.steps_trained += 1
         if state.steps_trained % state.limits.sync_every == 0 or self.nothing_left():
             state.fire_step(step, "publish")
@@ -275,6 +276,13 @@ class TrainingScheduling:
         every = state.limits.checkpoint_every
         if every and state.steps_trained % every == 0:
             self.checkpoint()
+
+    def begin_again(self, step: Step) -> None:
+        """New processes carry the run: a formed batch that was not trained is scored and trained again."""
+        if step.state in ("scoring", "training"):
+            self.state.fire_step(step, "retry")
+            step.attempt += 1
+            step.done = step.under_way = ()
 
     def _finish(self, step: Step) -> None:
         """A step is trained and, where it is to be, published."""
@@ -346,6 +354,8 @@ class TrainingScheduling:
 
     def on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
         state = self.state
+        if isinstance(event, CheckpointSaved):
+            self.orders.discard(*state.kept.let_go(event.steps))
         if not state.checkpoint_pending or event.steps != state.checkpoint_ordered:
             state.stale_echoes += 1
             return

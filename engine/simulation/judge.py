@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.commands import Command, FinishRun, PublishWeights, TrainStep
+from engine.commands import Command, DiscardGroups, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
-from engine.events import Event, PromptsDrawn, RunResumed, WeightsInstalled, WeightsPublished
+from engine.events import CheckpointSaved, Event, PromptsDrawn, RunResumed, WeightsInstalled, WeightsPublished
 from engine.ids import GroupId, StepId, ValidationId, Version
 from engine.simulation.agents import SimReplica, SimStore, row_reward
 from engine.states.limits import Limits
@@ -41,6 +41,8 @@ class Judge:
         self._publishing: dict[int, PublishWeights] = {}
         self.regular = True
         """Versions are measured as the limits say, and not as a policy of the user's own does."""
+        self.saved = 0
+        """Train steps in the newest checkpoint that the scheduler was told of."""
         self._resumed = False
         """The next version holds the weights that the run goes on from, and so perhaps no new step."""
 
@@ -48,6 +50,8 @@ class Judge:
         """Check one frame. Raises `Finding`."""
         if isinstance(event, RunResumed):
             self._resume(event)
+        if isinstance(event, CheckpointSaved):
+            self.saved = max(self.saved, event.steps)
         if isinstance(event, WeightsPublished) and event.attempt in self._publishing:
             order = self._publishing.pop(event.attempt)
             new = order.steps > self.steps_in[order.version - 1]
@@ -61,9 +65,18 @@ class Judge:
         for command in commands:
             if isinstance(command, PublishWeights):
                 self._publishing[command.attempt] = command
+            elif isinstance(command, DiscardGroups):
+                self._discard(command)
             elif isinstance(command, TrainStep):
                 self.trained_at.setdefault(command.step, event.at)
                 self._train(command)
+
+    def _discard(self, command: DiscardGroups) -> None:
+        """Where batches are kept, none is forgotten before a checkpoint contains its step."""
+        early = (
+            [id for id in command.groups if self.taken.get(id, -1) >= self.saved] if self.limits.keeps_batches else ()
+        )
+        self._expect(not early, f"groups {early} are forgotten before a checkpoint contains them", command)
 
     def begin_task(self, lease: PoolLease, replicas: Iterable[SimReplica], command: Command) -> None:
         """A task of the trainer is about to be done in a pool: nothing else may be going on there."""
@@ -93,15 +106,20 @@ class Judge:
         """What a resumed run does again has not happened; nothing else may be done again."""
         for group in event.consumed:
             self._expect(self.taken.get(group, -1) >= event.steps, f"group {group} is done again", event)
-        again = {group for group, step in self.taken.items() if step >= event.steps}
+        again = {group for group, step in self.taken.items() if step >= event.steps and not event.kept}
         for group in again:
             del self.taken[group]
         for group in (*event.consumed, *event.released):
-            self._expect(group in self.store.discarded, f"group {group} had not ended", event)
-        self.store.spans.clear()
-        self.store.discarded -= {*event.consumed, *event.released}
+            ended = group in self.store.discarded or group in again
+            self._expect(ended, f"group {group} had not ended", event)
+        for group in list(self.store.spans) if not event.kept else event.missing:
+            self.store.spans.pop(group, None)
+        if not event.kept:
+            self.store.discarded |= self.taken.keys()
+            self.store.discarded -= {*event.consumed, *event.released}
         self.steps_in = {version: min(steps, event.steps) for version, steps in self.steps_in.items()}
         self._publishing.clear()
+        self.saved = min(self.saved, event.steps)
         self._resumed = True
 
     def _train(self, command: TrainStep) -> None:

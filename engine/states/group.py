@@ -28,6 +28,7 @@ GROUP = Table(
     transitions=transitions(
         ("start", "queued", "generating", "admitted on a replica (law 3)"),
         ("abort", "generating resumed", "aborted", "weight sync, lost replica or failed attempt; it keeps its place"),
+        ("lose", "generated", "aborted", "what the trajectory store held of it is gone: it begins again"),
         ("resume", "aborted", "resumed", "a free slot on a replica new enough"),
         ("generate", "generating resumed", "generated", "all its trajectories are finished"),
         ("batch", "generated", "batched", "taken by a train step"),
@@ -127,6 +128,12 @@ class Group:
         """The fields that are no integers; hashed as well, since policies see them."""
         return (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
 
+    def forget_tokens(self) -> None:
+        """What earlier attempts left is gone: the next one begins with the prompt."""
+        self.kept = False
+        self.tokens = self.unfinished = 0
+        self.oldest_version = self.newest_version = NO_VERSION
+
     @property
     def begun(self) -> bool:
         """Whether it was ever started; until then there is nothing of it to know but its id."""
@@ -154,7 +161,7 @@ def group_table(added: tuple[str, ...] = ()) -> Table:
         return GROUP
     rows = []
     for row in GROUP.transitions:
-        also = added if row.trigger in ("generate", "drop", "fail") else ()
+        also = added if row.trigger in ("generate", "drop", "fail", "lose") else ()
         rows.append(Transition(trigger=row.trigger, sources=(*row.sources, *also), target=row.target, why=row.why))
         if row.trigger == "resume":
             rows += [

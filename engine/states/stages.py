@@ -57,6 +57,17 @@ class Stages:
         self.out += 1
         return group
 
+    def put_back(self) -> list[GroupId]:
+        """Whatever is worked on waits again, before all that waited already; which groups those are."""
+        put_back: list[GroupId] = []
+        for stage in self.by_name.values():
+            stage.waiting = {**stage.working, **stage.waiting}
+            put_back += stage.working
+            stage.working = {}
+        self.waiting += self.out
+        self.out = 0
+        return put_back
+
     def clear(self) -> None:
         for stage in self.by_name.values():
             stage.waiting.clear()

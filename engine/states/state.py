@@ -16,6 +16,7 @@ from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
 from engine.states.group import PHASES, Group, group_table
+from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.machine import Phase, SharedMachine
@@ -53,6 +54,7 @@ class State:
         self.next_step(0)
         self.stages = Stages(self.limits.added_states)
         self.fleet = Fleet()
+        self.kept = KeptBatches()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
@@ -132,6 +134,9 @@ class State:
         if source is Phase.READY:
             del self.ready[group.id]
             self.deadlines.leave(group.deadline, ready=True)
+            if target is Phase.PARKED:
+                self.deadlines.start(group.deadline)
+                self._park(group, key)
         elif target is Phase.READY:
             self.ready[group.id] = None
             group.ready_number = self.next_ready
@@ -140,12 +145,24 @@ class State:
         elif target is Phase.PARKED and group.state != "aborted":
             self.enter_stage(group)
         elif target is Phase.PARKED:
-            group.resume_key = key if key != (group.deadline,) else ()
-            heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
+            self._park(group, key)
         elif target is Phase.RELEASED and source is not Phase.WAITING:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
             del self.groups[group.id]
+
+    def _park(self, group: Group, key: Key) -> None:
+        group.resume_key = key if key != (group.deadline,) else ()
+        heappush(self.parked.setdefault(group.resumes_from, []), (key, group.id))
+
+    def begin_anew(self, group: Group, key: Key) -> None:
+        """A group that was ready or parked, and has forgotten its tokens, waits in its place for an attempt from
+        nothing."""
+        if group.state == "aborted":
+            self._park(group, key)  # under the version it may resume from now; the old entry is skipped
+            self.touch(group)
+        else:
+            self.fire_group(group, "lose", key)
 
     def enter_stage(self, group: Group) -> None:
         """A group waits for the work of the added state it is in, behind those that wait already."""
@@ -167,6 +184,7 @@ class State:
         self.ready = {}
         self.parked = {}
         self.stages.clear()
+        self.kept.clear()
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         for pool in self.pools.leases:
@@ -176,10 +194,22 @@ class State:
         self.next_step(steps)
         self.steps_batched = self.steps_trained = steps
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
-        for version in list(self.versions.values()):
-            self.fire_version(version, "retire")
+        self.retire_all()
         self._sum = 0
         self._touched = [group for group in self.groups.values() if group.attempt]
+
+    def retire_all(self) -> None:
+        """The weights of every version are gone."""
+        for version in list(self.versions.values()):
+            self.fire_version(version, "retire")
+
+    def begin_again(self) -> None:
+        """New processes carry the run: nothing is under way any more, and it is not over."""
+        self.started = True
+        self.outcome = None
+        self.asked = 0
+        self.publish_failures = self.failed_in_a_row = 0
+        self.last_failure = ""
 
     def seat(self, group: Group, replica: Replica) -> None:
         """Give a group a slot, after its trigger was fired."""
@@ -353,12 +383,13 @@ class State:
 
     def _digest_others(self) -> int:
         """Of steps, replicas, versions and validations, in their order."""
-        records: list[Step | Replica | WeightsVersion | Validations | Validation | PoolLease] = [
+        records: list[Step | Replica | WeightsVersion | Validations | Validation | PoolLease | KeptBatches] = [
             *self.steps.values(),
             *(self.pools.leases if self.pools.listed else ()),
             *self.fleet.replicas.values(),
             *self.versions.values(),
             self.validations,
+            self.kept,
             *self.validations.runs.values(),
         ]
         return digest(tuple(chain.from_iterable(record.identity() for record in records)))

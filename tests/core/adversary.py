@@ -137,8 +137,11 @@ class Adversary:
         lost = ReplicaLost(replica=id, incarnation=replica.incarnation, returns=returns, reason="killed")
         self.up.setdefault(1000 + id, deque()).append(lost)
 
-    def crash(self, replicas: int) -> None:
-        """Every process ends at once; what is left is the record and the checkpoints. Then the run is resumed."""
+    def crash(self, replicas: int, *, kept: bool = False, missing: Callable[[int], bool] = lambda group: False) -> None:
+        """Every process ends at once; what is left is the record and the checkpoints. Then the run is resumed.
+
+        `kept`: the trajectory store is left as well, but for groups that are `missing` from it.
+        """
         judging = False
         recovered = recover(read(self.recorder), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
@@ -156,7 +159,13 @@ class Adversary:
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
-        self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
+        if kept:
+            state = self.scheduler.state
+            stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state == "aborted")]
+            gone = tuple(g.id for g in stored if missing(g.id))
+            self.deliver(recovered.kept(replicas=replicas, missing=gone))
+        else:
+            self.deliver(recovered.resumed(steps=max(saved, default=0), replicas=replicas))
         self.past.clear()  # nobody is left who could say any of it again
         for id in range(replicas):
             self.join(id)

@@ -1,5 +1,7 @@
 """Runs whose every process ends at once and that go on from their record and their checkpoints."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,23 +36,28 @@ def until_trained(made: Adversary, steps: int) -> None:
 
 @given(
     limits=limits(), names=any_policies(), prompts=st.integers(1, 40), slots=st.integers(1, 4),
-    replicas=st.integers(1, 3), crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=4),
+    replicas=st.integers(1, 3),
+    crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3), st.booleans(), st.integers(2, 9)), max_size=4),
+    keeps=st.booleans(),
 )  # fmt: skip
 def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
-    limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int, crashes: list[tuple[int, int]]
-) -> None:
-    """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays."""
+    limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int,
+    crashes: list[tuple[int, int, bool, int]], keeps: bool,
+) -> None:  # fmt: skip
+    """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays;
+    whether the trajectories survive as well, most of them, or none does."""
+    limits = replace(limits, keeps_batches=keeps and limits.checkpoint_every > 0)
     made = Adversary(limits, PolicySet.from_names(names), prompts, slots)
     least = limits.validators().stop
     for id in range(max(replicas, least)):
         made.join(id)
-    for actions, replicas_then in crashes:
+    for actions, replicas_then, kept, gap in crashes:
         for _ in range(actions):
             if made.driver.outcome is not None or not made.act():
                 break
         if made.driver.outcome is not None and made.driver.outcome.outcome == "finished":
             break
-        made.crash(max(replicas_then, least))
+        made.crash(max(replicas_then, least), kept=kept, missing=lambda group, gap=gap: group % gap == 1)
     outcome = made.complete()
     assert outcome.outcome == "finished", outcome
     report = replay(read(made.recorder))
@@ -177,3 +184,86 @@ def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
     made.crash(replicas=2)
     assert made.scheduler.state.fleet.replicas[1].returns
     assert made.complete().outcome == "finished"
+
+
+def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
+    """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
+    made = world(keeps_batches=True, prompts=40)
+    until_trained(made, 3)
+    state = made.scheduler.state
+    while not (state.training_step and state.ready):
+        for source in made.sources():
+            made.arrive_up(source)
+        for id in made.addressees():
+            made.arrive_down(id)
+        for replica in made.syncing():
+            replica.sync()
+        for replica, group in made.running()[:1]:
+            replica.finish(group)
+        for worker in made.working() if not state.training_step else ():
+            worker.do()
+        for _ in list(made.draws):
+            made.draw()
+    taken, ready = dict(made.judge.taken), list(state.ready)
+    step = state.training_step
+    assert step is not None
+    budgets = {group.id: group.infrastructure_failures for group in state.groups.values()}
+    made.crash(replicas=1, kept=True)
+    state = made.scheduler.state
+    assert state.steps_trained == 3 and made.judge.taken == taken and list(state.ready) == ready
+    again = state.training_step
+    assert again is not None and (again.groups, again.attempt) == (step.groups, step.attempt + 1)
+    assert {group.id: group.infrastructure_failures for group in state.groups.values()} == budgets
+    assert made.complete().outcome == "finished"
+
+
+def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
+    made = world(keeps_batches=True, checkpoint_every=2)
+    until_trained(made, 3)
+    gone = {group for group, step in made.judge.taken.items() if step < 3} & made.store.discarded
+    assert gone == {group for group, step in made.judge.taken.items() if step < 2}
+    assert made.scheduler.state.kept.by_step.keys() == {2}
+
+
+def test_a_ready_group_whose_trajectories_are_gone_begins_again_in_its_place() -> None:
+    made = world(slots=3)
+    while not made.scheduler.state.ready:
+        assert made.act()
+    (lost, *_) = made.scheduler.state.ready
+    before = made.scheduler.state.groups[lost]
+    made.crash(replicas=1, kept=True, missing=lambda group: group == lost)
+    group = made.scheduler.state.groups[lost]
+    assert (group.state, group.deadline, group.kept, group.tokens) == ("aborted", before.deadline, False, 0)
+    assert made.complete().outcome == "finished"
+
+
+def test_a_formed_batch_cannot_lose_a_group() -> None:
+    made = world()
+    until_trained(made, 1)
+    while not made.trainer.work:
+        assert made.act()
+    step = made.scheduler.state.training_step
+    assert step is not None
+    steps = made.scheduler.state.steps_trained
+    event = RunResumed(steps=steps, replicas=1, consumed=(), released=(), kept=True, missing=step.groups[:1])
+    stamp(event, made.driver.events_handled, made.time)
+    with pytest.raises(InvariantViolated, match="nothing can make again"):
+        made.scheduler.handle(event)
+
+
+def test_stragglers_are_waited_for_anew() -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=0, max_concurrent_groups=2)
+    made = Adversary(limits, PolicySet.from_names({"deadline": "drop"}), prompts=4, slots=2)
+    made.join(0)
+    while not made.timers:
+        for source in made.sources():
+            made.arrive_up(source)
+        for id in made.addressees():
+            made.arrive_down(id)
+        for replica, group in made.running()[:1] if len(made.running()) == 2 else ():
+            replica.finish(group)
+        for _ in list(made.draws):
+            made.draw()
+    (timer,) = made.timers
+    made.crash(replicas=1, kept=True)
+    assert [set_again.timer for set_again in made.timers] == [timer.timer + 1]
