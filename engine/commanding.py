@@ -47,7 +47,7 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 
 def _set(arguments: argparse.Namespace) -> int:
-    from engine.config.live import live_setting
+    from engine.config.live import require_live
     from engine.control.requests import Set, Setting
 
     settings = []
@@ -55,7 +55,7 @@ def _set(arguments: argparse.Namespace) -> int:
         path, equals, value = text.partition("=")
         if not equals:
             raise ConfigError("PATH=VALUE", text, "must read path=value", "for example scheduler.max_drops=2")
-        settings.append(Setting(setting=live_setting(path.strip()), value=value.strip()))
+        settings.append(Setting(setting=require_live(path.strip()), value=value.strip()))
     return _tell(arguments, Set(settings=tuple(settings)))
 
 

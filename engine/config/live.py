@@ -1,26 +1,13 @@
-"""Which fields of a configuration are settings of a running scheduler, and under which name it knows them.
+"""Which fields of a configuration may be set while a run goes on, and why the others may not.
 
-Read by `engine set`, and where a run is resumed with other values. What a value may be is the scheduler's to say.
+Read by `engine set`, and where a run is resumed with other values. What a value may be is said by
+`scheduling/settings.py`.
 """
 
 import difflib
 
-from engine.config.scheduler import PoliciesSection
 from engine.errors import ConfigError
-
-FIGURES = {
-    "scheduler.max_staleness_steps": "max_staleness_steps",
-    "scheduler.max_concurrent_groups": "max_concurrent_groups",
-    "scheduler.deadline_timeout_s": "deadline_timeout_s",
-    "scheduler.max_drops": "max_drops",
-    "rollout.group_timeout_s": "group_timeout_s",
-}
-POLICY = "scheduler.policies."
-LIVE: dict[str, str] = {
-    **FIGURES,
-    **{f"{POLICY}{name}": f"policies.{name}" for name in PoliciesSection.model_fields if name != "on_error"},
-}
-"""Path in the configuration → setting."""
+from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
 LAWS = {
     "scheduler.train_batch_size": "B is what every admission and deadline so far was counted by",
@@ -30,11 +17,12 @@ LAWS = {
 """Why the fields that one may think of are not live."""
 
 
-def live_setting(path: str) -> str:
-    """The scheduler's name of a field. Raises: `ConfigError`, with the law, for one that is not live."""
-    if path in LIVE:
-        return LIVE[path]
-    near = difflib.get_close_matches(path, LIVE, n=1, cutoff=0.75)
-    fix = f"did you mean {near[0]}?" if near and path not in LAWS else f"live are {', '.join(FIGURES)}, {POLICY}*"
-    law = LAWS.get(path, "is no setting of a running run")
-    raise ConfigError("PATH", path, f"is not live: {law}" if path in LAWS else law, fix)
+def require_live(path: str) -> str:
+    """The same path. Raises: `ConfigError`, with the law, for a field that is not live."""
+    live = live_settings()
+    if path in live:
+        return path
+    near = difflib.get_close_matches(path, live, n=1, cutoff=0.75)
+    fix = f"did you mean {near[0]}?" if near and path not in LAWS else f"live are {', '.join(FIGURES)}, {POLICIES}*"
+    law = f"is not live: {LAWS[path]}" if path in LAWS else "is no setting of a running run"
+    raise ConfigError("PATH", path, law, fix)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.config.live import LIVE
 from engine.config.loading import load_config, parse_config
 from engine.config.schema import Config
 from engine.errors import ConfigError
+from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
 FREE = (
     "metrics",
@@ -28,7 +28,7 @@ SHOWN = 8
 """Differences that are told, at most."""
 
 Settings = tuple[tuple[str, str], ...]
-"""(setting, value) of the scheduler."""
+"""(path, value) of the scheduler's."""
 
 
 def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Settings]:
@@ -43,35 +43,35 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     _refuse_other_extensions(wished, recorded)
     before = parse_config(recorded)
     was, now = dict(_flat(before.model_dump(mode="json"))), dict(_flat(wished.model_dump(mode="json")))
+    live = live_settings()
     numbered = bool(before.pools) or before.validation.placement == "own"  # which replica is whose was recorded
     free = [field for field in FREE if not (numbered and field == "rollout.replicas")]
     other = [
         field
         for field in was
-        if now[field] != was[field] and field not in LIVE and not any(f"{field}.".startswith(f"{f}.") for f in free)
+        if now[field] != was[field] and field not in live and not any(f"{field}.".startswith(f"{f}.") for f in free)
     ]
     if other:
         more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
         told = "; ".join(f"{field} was {was[field]!r}, is {now[field]!r}" for field in other[1:SHOWN])
         law = f"was {was[other[0]]!r} when the run began, and what it recorded depends on it"
         law += f" (also: {told}{more})" if told else ""
-        fix = f"{was[other[0]]!r}; to be changed are {', '.join((*free, *LIVE))}"
+        fix = f"{was[other[0]]!r}; to be changed are {', '.join((*free, *live))}"
         raise ConfigError(other[0], now[other[0]], law, fix)
     given = {override.partition("=")[0].strip() for override in overrides}
-    changed = [path for path in LIVE if was[path] != now[path] or path in given]
-    return wished, _settings(before, wished, changed)
+    return wished, _settings(before, wished, [field for field in live if was[field] != now[field] or field in given])
 
 
 def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Settings:
     """In an order in which each of them holds: K stays lawful when S rises first, and falls last."""
     limits, names = wished.limits(), wished.policies().names
     found = []
-    for setting in (LIVE[path] for path in changed):
-        decision = setting.removeprefix("policies.")
-        value = getattr(limits, setting) if decision == setting else names[decision]
-        found.append((setting, "null" if value is None else str(value)))
+    for path in changed:
+        decision = path.removeprefix(POLICIES)
+        value = getattr(limits, FIGURES[path][0]) if path in FIGURES else names.get(decision, "stop")
+        found.append((path, "null" if value is None else str(value)))
     falls = limits.max_staleness_steps < before.limits().max_staleness_steps
-    return tuple(sorted(found, key=lambda one: falls and one[0] == "max_staleness_steps"))
+    return tuple(sorted(found, key=lambda one: falls and one[0] == "scheduler.max_staleness_steps"))
 
 
 def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> None:

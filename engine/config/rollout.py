@@ -78,7 +78,13 @@ class RolloutSection(Section):
         description="Seconds that vLLM may take to swap weights; then the old ones go back in.",
     )
     group_timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="Seconds an attempt of a group may take before it is cut; null: any time."
+        None, gt=0, le=86_400, description="Seconds an attempt of a group may take before it is parked; null: any time."
+    )
+    give_up_s: float = Field(
+        0.0,
+        ge=0,
+        le=86_400,
+        description="Seconds a run waits for a replica once the last is gone for good; then it ends.",
     )
 
     urls: list[str] = Field(
@@ -88,7 +94,9 @@ class RolloutSection(Section):
         None, min_length=1, description="What the servers call the model; null: the only one they serve."
     )
     api_key_env: str | None = Field(
-        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable that holds the servers' key; null: none."
+        None,
+        pattern=r"^[A-Z_][A-Z0-9_]{0,99}$",
+        description="Environment variable that holds the servers' key; null: none.",
     )
     request_timeout_s: float = Field(
         120.0, gt=0, le=86_400, description="Seconds a server may take for an answer or the next token."

@@ -17,6 +17,7 @@ from engine.config.deterministic import settled
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, divisor
+from engine.config.secrets import refuse_secrets
 from engine.config.section import Section
 from engine.config.sinks import SinksSection
 from engine.config.trainer import TrainerSection
@@ -211,6 +212,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
+        refuse_secrets(self.model_dump(mode="json"))
         for name, section in settled(self).items():
             object.__setattr__(self, name, section)
         check_pools(self)
@@ -246,6 +248,7 @@ class Config(Section):
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
             group_timeout_s=r.group_timeout_s,
+            give_up_s=r.give_up_s,
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,

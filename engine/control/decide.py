@@ -11,7 +11,7 @@ from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, 
 from engine.ids import ReplicaId
 from engine.policies import PolicySet
 from engine.scheduler import Scheduler
-from engine.scheduling.settings import check_setting
+from engine.scheduling.settings import FIGURES, changed_limits, changed_policies, check_setting
 from engine.states.limits import Limits
 
 
@@ -37,7 +37,11 @@ def decide(asked: Operation, scheduler: Scheduler, most_replicas: int) -> tuple[
 def changes(settings: Sequence[tuple[str, str]], limits: Limits, policies: PolicySet) -> tuple[Event, ...]:
     """The events that change settings in this order. Raises: `ConfigError` for the first that breaks a law."""
     for setting, value in settings:
-        limits, policies = check_setting(limits, policies, setting, value)
+        check_setting(limits, policies, setting, value)
+        if setting in FIGURES:
+            limits = changed_limits(limits, setting, value)
+        else:
+            policies = changed_policies(policies, setting, value)
     return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)
 
 

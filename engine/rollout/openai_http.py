@@ -14,6 +14,7 @@ from engine.errors import EngineError
 
 CONNECT_TIMEOUT_S = 5.0
 LARGEST_EVENT_BYTES = 16 * 2**20
+LARGEST_ANSWER_BYTES = 64 * 2**20
 SHOWN = 300
 """Characters of a server's complaint that are repeated."""
 
@@ -54,7 +55,7 @@ class Http:
                 method, self.url + path, json=body, params=query, timeout=timeout
             ) as response:
                 await self._check(response, path)
-                text = await response.read()
+                text = await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unavailable(path, error) from error
         try:
@@ -111,7 +112,7 @@ class Http:
 
     async def _check(self, response: aiohttp.ClientResponse, path: str) -> None:
         if response.status >= 400:
-            raise self._complaint(path, response.status, await response.text(errors="replace"))
+            raise self._complaint(path, response.status, (await _bounded(response)).decode(errors="replace"))
 
     def _complaint(self, path: str, status: int, said: str) -> EngineError:
         kind = Unavailable if status >= 500 or status in (408, 425, 429) else Refused
@@ -120,6 +121,16 @@ class Http:
     def _unavailable(self, path: str, error: BaseException) -> Unavailable:
         story = str(error) or type(error).__name__
         return Unavailable(f"{self.url}{path} cannot be reached or broke off: {_shown(story)}")
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The body, if it is no larger than an answer may be."""
+    whole = bytearray()
+    async for piece in response.content.iter_any():
+        whole += piece
+        if len(whole) > LARGEST_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+    return bytes(whole)
 
 
 async def _data_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -155,7 +155,10 @@ def test_other_routes_and_methods_are_refused(rig: Rig) -> None:
 def test_a_law_that_would_be_broken_is_named_and_nothing_is_delivered(rig: Rig) -> None:
     answer = post(rig, {"operation": "scale", "replicas": 9})
     assert answer.status_code == 409 and "any number from 1 to 8 would hold" in answer.json()["error"]
-    both = [{"setting": "max_staleness_steps", "value": "3"}, {"setting": "max_concurrent_groups", "value": "99"}]
+    both = [
+        {"setting": "scheduler.max_staleness_steps", "value": "3"},
+        {"setting": "scheduler.max_concurrent_groups", "value": "99"},
+    ]
     answer = post(rig, {"operation": "set", "settings": both})
     assert answer.status_code == 409 and "max_concurrent_groups" in answer.json()["error"]
     answer = post(rig, {"operation": "drain", "reason": "spot", "replica": 7})
@@ -190,7 +193,7 @@ def test_each_operation_is_the_event_that_carries_it_out(rig: Rig) -> None:
     told = [
         {"operation": "scale", "replicas": 4},
         {"operation": "drain", "reason": "spot", "replica": 1},
-        {"operation": "set", "settings": [{"setting": "max_drops", "value": "2"}]},
+        {"operation": "set", "settings": [{"setting": "scheduler.max_drops", "value": "2"}]},
         {"operation": "state"},
         {"operation": "drain", "reason": "tonight"},
         {"operation": "stop", "reason": "now"},
@@ -200,7 +203,7 @@ def test_each_operation_is_the_event_that_carries_it_out(rig: Rig) -> None:
     assert rig.events == [
         ReplicasWanted(replicas=4),
         ReplicaLeaves(replica=1, incarnation=1, reason="spot"),
-        SettingChanged(setting="max_drops", value="2"),
+        SettingChanged(setting="scheduler.max_drops", value="2"),
         DrainRequested(reason="tonight"),
         StopRequested(reason="now"),
     ]
@@ -210,14 +213,14 @@ def test_settings_are_checked_one_after_the_other(rig: Rig) -> None:
     """K = 16 holds once S is 3."""
     both = Set(
         settings=(
-            Setting(setting="max_staleness_steps", value="3"),
-            Setting(setting="max_concurrent_groups", value="16"),
+            Setting(setting="scheduler.max_staleness_steps", value="3"),
+            Setting(setting="scheduler.max_concurrent_groups", value="16"),
         )
     )
     tell(rig.run_dir, "told", both)
     assert [event.setting for event in rig.events if isinstance(event, SettingChanged)] == [
-        "max_staleness_steps",
-        "max_concurrent_groups",
+        "scheduler.max_staleness_steps",
+        "scheduler.max_concurrent_groups",
     ]
 
 
@@ -253,8 +256,8 @@ def test_the_commands_tell_the_run(rig: Rig, capsys: Capture) -> None:
     assert cli.main(["waits", run]) == 0
     assert rig.events == [
         ReplicasWanted(replicas=3),
-        SettingChanged(setting="max_drops", value="2"),
-        SettingChanged(setting="policies.deadline", value="drop"),
+        SettingChanged(setting="scheduler.max_drops", value="2"),
+        SettingChanged(setting="scheduler.policies.deadline", value="drop"),
         ReplicaLeaves(replica=0, incarnation=1, reason="asked by engine drain"),
         DrainRequested(reason="asked by engine drain"),
         StopRequested(reason="asked by engine stop"),
