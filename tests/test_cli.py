@@ -304,6 +304,7 @@ class FakeHandle:
         self.fail = fail
         self.interrupt_after = interrupt_after
         self.told = False
+        self.resumed: tuple[Path, tuple[tuple[str, str], ...]] | None = None
         self.drained: str | None = None
         self.stopped: str | None = None
         self.closed = False
@@ -339,6 +340,7 @@ class FakeHandle:
 
     def close(self) -> None:
         self.closed = True
+        self.world.driver.recorder.close()
 
 
 Launch = Callable[..., list[FakeHandle]]
@@ -359,12 +361,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             resume: bool,
             settings: tuple[tuple[str, str], ...],
         ) -> FakeHandle:
-            assert not resume
+            if resume:
+                handles.append(
+                    FakeHandle(clockwork(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options)
+                )
+                handles[-1].resumed = (run_dir, settings)
+                return handles[-1]
             progress(0.0, "making data")
             progress(0.1, "supervised warm-up: step 1 of 10")
             progress(1.0, "model ready")
             header = Header(
-                run=run_dir.name, limits=dataclasses.replace(config.limits(), validation=None).to_plain(), policies={}
+                run=run_dir.name,
+                limits=dataclasses.replace(config.limits(), validation=None).to_plain(),
+                policies={},
+                config=config.model_dump(mode="json"),
             )
             world = clockwork(
                 batch=4,
@@ -505,7 +515,7 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
         def close(self) -> None:
             self.world.driver.recorder.close()
             (record,) = (path for path in Path("here/schedule").iterdir() if path.is_file())
-            record.write_bytes(record.read_bytes()[: record.stat().st_size // 4])
+            record.write_bytes(record.read_bytes()[: record.stat().st_size // 2])
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
     launched()
@@ -533,6 +543,55 @@ def test_a_pipe_that_breaks_inside_the_run_is_a_failure(capsys: Capture, launche
     launched(fail=BrokenPipeError("somebody else's"))
     assert cli.main(["run", write_config()]) == 1
     assert "BrokenPipeError" in capsys.readouterr().err
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_told_to_resume_goes_on_with_the_newest_that_did_not_finish(
+    capsys: Capture, launched: Launch, tmp_path: Path
+) -> None:
+    config = write_config("mine.yaml")
+    handles = launched(interrupt_after=1)
+    assert cli.main(["run", config, "--resume", "auto"]) == 130
+    assert "resume: no unfinished run of this configuration, a new one begins" in capsys.readouterr().out
+    first = handles[0]
+    (directory,) = Path("runs").glob("*-mine")
+    handles = launched()
+    assert cli.main(["run", config, "--resume", "auto", "--set", "scheduler.max_drops=2"]) == 0
+    assert f"resume: the newest unfinished run of this configuration is {directory}\n" in capsys.readouterr().out
+    assert handles[0].resumed == (directory, (("scheduler.max_drops", "2"),))
+    assert first.resumed is None
+    assert len(list(Path("runs").glob("*-mine"))) == 1
+
+
+def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Launch) -> None:
+    config = write_config("mine.yaml")
+    handles = launched()
+    assert cli.main(["run", config, "--resume", "auto"]) == 0
+    Path("runs/20990101-000000-mine/schedule").mkdir(parents=True)  # ended before its record began
+    Path("runs/20990101-000000-mine-too/schedule").mkdir(parents=True)
+    assert cli.main(["run", config, "--resume", "auto"]) == 0
+    assert "a new one begins" in capsys.readouterr().out
+    assert [handle.resumed for handle in handles] == [None, None]
+
+
+def test_a_run_of_a_changed_configuration_is_not_gone_on_with_silently(capsys: Capture, launched: Launch) -> None:
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config("mine.yaml"), "--resume", "auto"]) == 130
+    capsys.readouterr()
+    config = write_config("mine.yaml", trainer={"learning_rate": 0.25}, scheduler={"samples_per_prompt": 2})
+    said = refused(capsys, "run", config, "--resume", "auto")
+    assert "scheduler.samples_per_prompt = 2: was 4 when the run began" in said
+    assert "trainer.learning_rate was " in said and "is 0.25" in said
+
+
+def test_a_chosen_place_is_gone_on_with(capsys: Capture, launched: Launch) -> None:
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
+    handles = launched()
+    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 0
+    assert handles[0].resumed == (Path("here"), ())
 
 
 # -- requests to end ---------------------------------------------------------------------------------------------------
