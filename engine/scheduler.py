@@ -15,6 +15,7 @@ from engine.events import (
     BatchScored,
     CheckpointFailed,
     CheckpointSaved,
+    DrainRequested,
     Event,
     GroupAborted,
     GroupFailed,
@@ -23,12 +24,16 @@ from engine.events import (
     PromptsDrawn,
     PublishFailed,
     ReplicaJoined,
+    ReplicaLeaves,
     ReplicaLost,
     ReplicaPaused,
+    ReplicasWanted,
     RowsFailed,
     RowsMeasured,
     RunResumed,
     RunStarted,
+    SchedulerRecovered,
+    SettingChanged,
     StateFailed,
     StateLeft,
     StepFailed,
@@ -41,11 +46,14 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.policies import PolicySet
+from engine.scheduling.attempts import AttemptTiming
 from engine.scheduling.decisions import Decisions
+from engine.scheduling.leaving import LeavingScheduling
 from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
+from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
 from engine.scheduling.stages import StageScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
@@ -67,7 +75,6 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
-        self.limits = limits
         self.state = State(limits, observe)
         self.view = View(self.state)
         self._orders = Orders()
@@ -81,6 +88,8 @@ class Scheduler:
         )
         self.sync = SyncScheduling(self.state, self.decisions, self._orders, self.view, self.rollout)
         self.validation = ValidationScheduling(self.state, self.decisions, self._orders)
+        self.leaving = LeavingScheduling(self.state, self._orders, self.rollout, self.pools, self.sync)
+        self.attempts = AttemptTiming(self.state, self._orders, self.rollout)
         self._stop: FinishRun | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
@@ -105,11 +114,21 @@ class Scheduler:
             PublishFailed: self.training.on_publish_failed,
             CheckpointSaved: self.training.on_checkpoint,
             CheckpointFailed: self.training.on_checkpoint,
-            TimerFired: self.training.on_timer_fired,
+            TimerFired: self._on_timer_fired,
             StopRequested: self._on_stop_requested,
+            DrainRequested: self.leaving.on_drain_requested,
+            ReplicaLeaves: self.leaving.on_replica_leaves,
+            ReplicasWanted: self.leaving.on_replicas_wanted,
+            SettingChanged: self._on_setting_changed,
+            SchedulerRecovered: lambda event: None,
             RowsMeasured: self.validation.on_rows_measured,
             RowsFailed: self.validation.on_rows_failed,
         }
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds in force."""
+        return self.state.limits
 
     @property
     def policies(self) -> PolicySet:
@@ -148,17 +167,22 @@ class Scheduler:
             if state.stages.waiting:
                 self.stages.advance()
             self.training.watch()
+            if state.limits.group_timeout_s is not None and state.live.group_timer is None:
+                self.attempts.watch()
             self._finish_when_done()
         if self._stop is not None and state.validations.runs:
             self.validation.cancel_all(f"the run ended: {self._stop.reason}")
         state.outcome = self._stop
         state.settle()
+        if state.live.over:
+            state.live.over = min(state.live.over, max(0, state.ledger.running - state.limits.max_concurrent_groups))
         check_event(state)
         return self._orders.take(last=self._stop)
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.
         Validations come first: one that ends here leaves replicas to both."""
+        self.leaving.advance()
         self.validation.advance()
         self.pools.advance()
         self.sync.advance()
@@ -174,10 +198,42 @@ class Scheduler:
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._stop = FinishRun(outcome="stopped", reason=event.reason, cause=event.id)
 
+    def _on_timer_fired(self, event: TimerFired) -> None:
+        live = self.state.live
+        if event.timer == live.group_timer:
+            self.attempts.on_timer()
+        elif event.timer == live.give_up_timer:
+            live.give_up_timer = None
+        else:
+            self.training.on_timer_fired(event)
+
+    def _on_setting_changed(self, event: SettingChanged) -> None:
+        state, setting, value = self.state, event.setting, event.value
+        if setting in FIGURES:
+            state.change(changed_limits(state.limits, setting, value))
+        else:
+            self.decisions.use(changed_policies(self.policies, setting, value))
+        state.live.settings[setting] = value
+        if setting == "rollout.group_timeout_s":
+            self.attempts.begin()
+
+    def _come_to_rest(self) -> None:
+        """End a run that was asked to, resumably, once nothing is under way; with a checkpoint of where it is."""
+        state = self.state
+        if not self.leaving.at_rest:
+            return
+        if self.limits.checkpoint_every and state.checkpoint_ordered != state.steps_trained:
+            self.training.checkpoint()
+        if not state.checkpoint_pending:
+            self._stop = FinishRun(outcome="stopped", reason=state.live.draining, cause=self._orders.cause)
+
     def _finish_when_done(self) -> None:
         """End the run once no step can follow: what no version holds is published, a last checkpoint written, the rest
         let go."""
         state = self.state
+        if state.live.draining:
+            self._come_to_rest()
+            return
         if not state.started or len(state.steps) > 1 or state.publishing:
             return
         if not self.training.nothing_left():
@@ -232,6 +288,8 @@ class Scheduler:
         """The error of policies that start nothing, where nothing is under way; or the end of the run."""
         state = self.state
         if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out or state.stages.out:
+            return None
+        if state.live.give_up_timer is not None:
             return None
         if self.sync.none_left:
             self._stop = FinishRun(outcome="failed", reason=self.sync.none_left, cause=self._orders.cause)

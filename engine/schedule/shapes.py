@@ -184,7 +184,9 @@ class Shape(Generic[T]):
         if not 0 <= absent <= len(self.added):
             raise CodecError(f"{self.name} has {len(self.fields)} fields, not {len(plain) - 1}")
         if absent:
-            plain = [*plain, *[self.added[name] for name in self.fields[-absent:]]]
+            kinds = self.kinds[-absent:]
+            defaults = [self.added[name] for name in self.fields[-absent:]]
+            plain = [*plain, *[kind.wire(value) for kind, value in zip(kinds, defaults, strict=True)]]
         given = dict(zip(self.outer, outer, strict=True))
         for field, kind, value in zip(self.fields, self.kinds, plain[1:], strict=True):
             if type(value) is not kind.wire:

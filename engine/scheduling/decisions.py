@@ -36,6 +36,7 @@ class Decisions:
         self.rescuing = False
         """The built-in policies decide everything: those of the run have started nothing where they had to."""
         self._builtin = PolicySet.from_names({})
+        self._methods: dict[str, Callable[..., Any]] = {}
         self._remembering: dict[str, Any] = {}
         """Policies with a memory, by decision."""
         self._packed: dict[str, bytes] = {}
@@ -43,12 +44,17 @@ class Decisions:
         self.use(policies)
 
     def use(self, policies: PolicySet) -> None:
-        """Take these policies from now on, with memories of their own."""
+        """Take these policies from now on, with memories of their own; one that decides already keeps its memory."""
         self.policies = policies
         self.state.shows_reward = bool(policies.own)
-        self._methods = {decision: _method(policies, decision) for decision in DEFAULTS}
+        self._methods.update({decision: _method(policies, decision) for decision in DEFAULTS})
         for decision in DEFAULTS:
-            self.remember(decision, getattr(policies, decision))
+            policy = getattr(policies, decision)
+            if self._remembering.get(decision) is not policy:
+                self._remembering.pop(decision, None)
+                self._packed.pop(decision, None)
+                self.remember(decision, policy)
+        self._count()
 
     def add(self, decision: str, policy: Any, method: Callable[..., Any]) -> None:
         """A decision that only runs with an extension have: whether groups enter an added state."""

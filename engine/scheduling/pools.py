@@ -17,6 +17,8 @@ from engine.states.step import Step
 
 OUT_OF_THE_WAY = ("asleep", "lost")
 """Replicas in these states use nothing of their pool."""
+NOT_SYNCED = ("lost", "draining", "drained")
+"""Replicas in these states get no weights."""
 TRAIN = "train"
 
 
@@ -52,7 +54,7 @@ class PoolScheduling:
         )
         if lease.task != ROLLOUT:
             self._send_all_to_sleep(lease)
-        elif not lease.wanted:
+        elif not lease.wanted and not self.state.live.draining:
             self._wake(lease)
 
     def release(self, step: StepId, task: str | None = None) -> None:
@@ -104,7 +106,7 @@ class PoolScheduling:
         """Whether training need not wait for replicas to have the newest weights."""
         state = self.state
         return not state.limits.train_after_sync or all(
-            replica.version == state.latest_version or replica.state == "lost" or replica.held >= 0
+            replica.version == state.latest_version or replica.state in NOT_SYNCED or replica.held >= 0
             for replica in state.fleet.rollouts()
         )
 
@@ -143,9 +145,9 @@ class PoolScheduling:
         """All that can be; held-out rows are measured to their end first, and an install under way is finished."""
         for replica in self._replicas(lease):
             if replica.state == "ready" and not replica.chunks:
-                self._send_to_sleep(replica)
+                self.send_to_sleep(replica)
 
-    def _send_to_sleep(self, replica: Replica) -> None:
+    def send_to_sleep(self, replica: Replica) -> None:
         """Park what runs there. What was being staged is staged again while it sleeps, under another attempt."""
         replica.staging = replica.staged = None
         replica.sync_attempt += 1

@@ -99,7 +99,12 @@ class RolloutScheduling:
             group.kept = True
             group.unfinished = event.unfinished
         unasked = self.state.fleet.replicas[event.replica].state == "ready"
+        too_long = group.parking
         self.state.unseat(group)
+        if too_long:
+            told = f"an attempt took longer than {self.state.limits.group_timeout_s:g} s"
+            self.park_after_failure(group, "infrastructure", told)
+            return
         if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
             return
@@ -231,7 +236,7 @@ class RolloutScheduling:
         """Fill free slots: parked groups first, since they hold places and deadlines already, then new ones; draw
         ahead."""
         state = self.state
-        if not state.started or state.outcome is not None:
+        if not state.started or state.outcome is not None or state.live.draining:
             return
         if state.ledger.parked:
             self._resume()

@@ -84,7 +84,7 @@ class StageScheduling:
     def advance(self) -> None:
         """Order the work of every state while it may have more under way."""
         state = self.state
-        if not state.started or state.outcome is not None:
+        if not state.started or state.outcome is not None or state.live.draining:
             return
         for stage in state.stages.by_name.values():
             while stage.waiting and len(stage.working) < stage.concurrency:

@@ -4,7 +4,15 @@ A replica always works towards the newest version: stage its bytes while it gene
 go on. Any failure on the way puts it back to generating with its old weights.
 """
 
-from engine.commands import InstallWeights, PauseReplica, ResumeReplica, RetireWeights, StageWeights
+from engine.commands import (
+    CancelTimer,
+    InstallWeights,
+    PauseReplica,
+    ResumeReplica,
+    RetireWeights,
+    SetTimer,
+    StageWeights,
+)
 from engine.events import ReplicaJoined, ReplicaLost, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
 from engine.scheduling.decisions import Decisions
@@ -17,6 +25,8 @@ from engine.states.view import View
 
 SyncEvent = WeightsStaged | ReplicaPaused | WeightsInstalled | SyncFailed
 IN_SYNC = ("pausing", "paused", "installing")
+EMPTYING = ("yielding", "draining")
+"""Paused for something else than new weights."""
 
 
 class SyncScheduling:
@@ -46,17 +56,17 @@ class SyncScheduling:
         )  # fmt: skip
         replica = state.fleet.replicas.get(event.replica)
         if replica is None:
-            replica = self._first_seen(event.replica)
-        elif event.incarnation <= replica.incarnation:
+            replica = self.first_seen(event.replica)
+        elif replica.incarnation and event.incarnation <= replica.incarnation:
             state.stale_echoes += 1
             return
-        elif replica.state != "lost":
+        elif replica.state not in ("lost", "joining"):
             self.rollout.lose_replica(replica, "another incarnation joined in its place")
             state.fire_replica(replica, "return")
-        else:
+        elif replica.state == "lost":
             state.fire_replica(replica, "return")
         if not replica.validator:
-            self.none_left = ""
+            self._some_left()
         replica.incarnation = event.incarnation
         replica.slots = event.slots
         replica.count_taken()
@@ -64,11 +74,14 @@ class SyncScheduling:
         replica.sync_attempt = replica.sync_failures = 0
         replica.returns = False
         state.fire_replica(replica, "join")
+        wanted = state.live.wanted
+        if wanted is not None and replica.id >= wanted and not replica.validator:
+            state.live.leaving[replica.id] = (f"{wanted} replicas are wanted", False)
 
     def on_replica_lost(self, event: ReplicaLost) -> None:
         replica = self.state.fleet.replicas.get(event.replica)
         if replica is None:
-            replica = self._first_seen(event.replica)
+            replica = self.first_seen(event.replica)
         elif event.incarnation < replica.incarnation:
             self.state.stale_echoes += 1
             return
@@ -76,10 +89,26 @@ class SyncScheduling:
         replica.returns = event.returns
         if replica.state != "lost":
             self.rollout.lose_replica(replica, event.reason)
-        if not replica.validator and all(r.state == "lost" and not r.returns for r in self.state.fleet.rollouts()):
-            self.none_left = f"no replica is left; the last was lost because: {event.reason}"
+        self.note_none_left(replica, event.reason)
 
-    def _first_seen(self, id: ReplicaId) -> Replica:
+    def note_none_left(self, lost: Replica, reason: str) -> None:
+        """To be called after a replica is gone: the last one is waited for, for a while, or ends the run."""
+        state = self.state
+        if lost.validator or any(r.state != "lost" or r.returns for r in state.fleet.rollouts()):
+            return
+        self.none_left = f"no replica is left; the last was lost because: {reason}"
+        if state.limits.give_up_s and state.live.give_up_timer is None:
+            state.live.give_up_timer = state.new_timer()
+            delay = state.limits.give_up_s
+            self.orders.add(SetTimer(timer=state.live.give_up_timer, delay_s=delay, cause=self.orders.cause))
+
+    def _some_left(self) -> None:
+        self.none_left = ""
+        timer, self.state.live.give_up_timer = self.state.live.give_up_timer, None
+        if timer is not None:
+            self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
+
+    def first_seen(self, id: ReplicaId) -> Replica:
         replica = self.state.fleet.replicas[id] = Replica(id, validator=self.state.limits.validates_only(id))
         return replica
 
@@ -107,8 +136,11 @@ class SyncScheduling:
         replica.staged, replica.staging = replica.staging, None
 
     def on_replica_paused(self, event: ReplicaPaused) -> None:
-        replica = self._current(event, "pausing", "yielding")
+        replica = self._current(event, "pausing", "yielding", "draining")
         if replica is None:
+            return
+        if replica.state == "draining":
+            self.state.fire_replica(replica, "drained")
             return
         if replica.state == "yielding":
             self.state.fire_replica(replica, "sleep")
@@ -129,17 +161,17 @@ class SyncScheduling:
         self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
 
     def on_sync_failed(self, event: SyncFailed) -> None:
-        replica = self._current(event, "ready", "asleep", "yielding", *IN_SYNC)
+        replica = self._current(event, "ready", "asleep", *EMPTYING, *IN_SYNC)
         if replica is None:
             return
-        if replica.staging is None and replica.staged is None and replica.state != "yielding":
+        if replica.staging is None and replica.staged is None and replica.state not in EMPTYING:
             self.state.stale_echoes += 1
             return
         replica.staging = replica.staged = None
         replica.sync_failures += 1
         if replica.sync_failures >= self.state.limits.infrastructure_attempts:
             self._give_up(replica, event)
-        elif replica.state in IN_SYNC or replica.state == "yielding":
+        elif replica.state in (*IN_SYNC, *EMPTYING):
             self.state.fire_replica(replica, "revert")
             self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
 
@@ -166,12 +198,15 @@ class SyncScheduling:
         """Stage the newest version where it is missing, pause who may take it, retire what is superseded."""
         state = self.state
         latest = state.latest_version
+        if state.live.draining:
+            return
         if latest not in state.versions:  # retired by a resume: another is on its way
             return
         behind = [
             (r, target)
             for r in state.fleet.replicas.values()
-            if r.state != "lost"
+            if r.state not in ("lost", "draining", "drained", "joining")
+            and r.id not in state.live.leaving
             and r.version < (target := latest if r.held < 0 and not r.validator else state.target_of(r))
         ]
         for replica, target in behind:

@@ -65,7 +65,7 @@ class TrainingScheduling:
     def advance(self) -> None:
         """Form the next batch if one is wanted and the rule allows it."""
         state = self.state
-        if not state.started or state.outcome is not None or not self._wants_batch():
+        if not state.started or state.outcome is not None or state.live.draining or not self._wants_batch():
             return
         step = state.steps.get(state.steps_batched)
         if step is None or state.steps_batched == state.limits.max_steps:
@@ -154,6 +154,8 @@ class TrainingScheduling:
         step = state.steps.get(state.steps_batched)
         if not self.decisions.policies.deadline.acts or step is None or step.state != "collecting":
             return
+        if state.live.draining:
+            return
         if step.timer is not None or step.acts >= state.limits.max_drops:
             return
         needs = state.deadlines.needs(step.id, state.limits.train_batch_size)
@@ -167,9 +169,7 @@ class TrainingScheduling:
 
     def _set_timer(self, step: Step, delay_s: float) -> None:
         state = self.state
-        step.timer = state.next_timer
-        state.next_timer += 1
-        state.disturb()
+        step.timer = state.new_timer()
         self.orders.add(SetTimer(timer=step.timer, delay_s=delay_s, cause=self.orders.cause))
 
     def on_timer_fired(self, event: TimerFired) -> None:

@@ -72,7 +72,7 @@ class ValidationScheduling:
 
     def advance(self) -> None:
         """Queue what is due, give the oldest run its replicas, end what cannot go on."""
-        if self.limits is None or not self.state.started or self.state.outcome is not None:
+        if self.limits is None or not self.state.started or self.state.outcome is not None or self.state.live.draining:
             return
         self._queue_due(self.limits)
         for run in list(self.books.runs.values()):
@@ -145,7 +145,8 @@ class ValidationScheduling:
         """Hold as many replicas as it may have: those that have its version already, then those that can get it."""
         if not run.waiting:
             return
-        kind = [r for r in self._kind(limits) if r.state != "lost"]
+        gone = ("lost", "draining", "drained", "joining")
+        kind = [r for r in self._kind(limits) if r.state not in gone and r.id not in self.state.live.leaving]
         most = len(kind) if limits.own or self.books.closing else limits.replicas
         if len(run.replicas) >= most:
             return

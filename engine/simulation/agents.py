@@ -15,6 +15,7 @@ from engine.commands import (
     EnterState,
     InstallWeights,
     MeasureRows,
+    ParkGroup,
     PauseReplica,
     PublishWeights,
     ResumeGroup,
@@ -147,6 +148,9 @@ class SimReplica:
             case AbortGroup():
                 if self._runs(command.group, command.attempt):
                     del self.groups[command.group]
+            case ParkGroup():
+                if self._runs(command.group, command.attempt):
+                    self._cut(command.group)
             case TruncateGroup():
                 if self._runs(command.group, command.attempt):
                     self.finish(command.group)

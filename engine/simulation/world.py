@@ -25,6 +25,7 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
+    StartReplica,
     StopReplica,
     TrainStep,
 )
@@ -120,6 +121,7 @@ class World:
         self.check = check
         self.driver = Driver(self.scheduler, self, recorder or _NoRecord(), self, self._observe)
         self.replicas: dict[ReplicaId, SimReplica] = {}
+        self._lives: dict[ReplicaId, int] = {}
         self.trainer_busy_s = 0.0
         self.trainer = SimTrainer(lambda event: self._send(-1, event))
         self._scorers = {
@@ -203,7 +205,9 @@ class World:
                 case ScoreBatch() | TrainStep() | PublishWeights() | SaveCheckpoint():
                     self._train(command)
                 case StopReplica():
-                    self._kill(command.replica, command.incarnation)
+                    self._kill(command.replica, command.incarnation, wanted=command.returns)
+                case StartReplica():
+                    self._start(command.replica)
                 case DiscardGroups():
                     self.store.discard(command.groups)
                 case EnterState():
@@ -262,14 +266,21 @@ class World:
     def _join(self, id: ReplicaId, incarnation: int) -> None:
         replica = SimReplica(id, incarnation, self.setting.slots, 0, self.store, lambda event: self._send(id, event))
         self.replicas[id] = replica
+        self._lives[id] = incarnation
         self._send(id, ReplicaJoined(replica=id, incarnation=incarnation, slots=self.setting.slots, version=0))
 
-    def _kill(self, id: ReplicaId, incarnation: int) -> None:
+    def _start(self, id: ReplicaId) -> None:
+        """Bring up a replica, or one that was let go."""
+        if id not in self.replicas:
+            self._lives[id] = self._lives.get(id, 0) + 1
+            self._after(self.setting.sync_s * 5, lambda: self._join(id, self._lives[id]))
+
+    def _kill(self, id: ReplicaId, incarnation: int, wanted: bool = True) -> None:
         replica = self.replicas.get(id)
         if replica is None or replica.incarnation != incarnation:
             return
         del self.replicas[id]
-        returns = not self._chance(self.setting.faults.stay_dead)
+        returns = wanted and not self._chance(self.setting.faults.stay_dead)
         self._after(
             self.setting.latency_s,
             lambda: self.driver.deliver(

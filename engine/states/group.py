@@ -69,11 +69,13 @@ class Group:
         "kept",
         "newest_version",
         "oldest_version",
+        "parking",
         "ready_at",
         "ready_number",
         "replica",
         "resume_key",
         "reward_mean",
+        "seated_at",
         "started_at",
         "state",
         "tokens",
@@ -102,6 +104,10 @@ class Group:
         self.infrastructure_failures = 0
         self.data_failures = 0
         self.started_at = 0.0
+        self.seated_at = 0.0
+        """When its present attempt began, where attempts are timed; 0 where they are not."""
+        self.parking = False
+        """Its replica was told to park it: the attempt takes too long."""
         self.failed_on: ReplicaId = -1
         """The replica its last attempt failed on; another one is preferred for the next."""
         self.ready_number = 0
@@ -126,7 +132,8 @@ class Group:
 
     def figures(self) -> tuple[float, ...]:
         """The fields that are no integers; hashed as well, since policies see them."""
-        return (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
+        figures = (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
+        return (*figures, self.seated_at, float(self.parking)) if self.seated_at else figures
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""

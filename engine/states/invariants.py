@@ -29,7 +29,7 @@ def check_event(state: State) -> None:
     count = ledger.count
     if ledger.drawn != sum(count) or min(count) < 0:
         require(False, "law 1: a group was lost or counted twice", drawn=ledger.drawn, by_phase=count)
-    if ledger.running > state.limits.max_concurrent_groups:
+    if ledger.running > state.limits.max_concurrent_groups + state.live.over:
         require(
             False, "law 2: more groups run than allowed", running=ledger.running, k=state.limits.max_concurrent_groups
         )
@@ -52,8 +52,11 @@ def check_batch(state: State, step: int, staleness: tuple[int, ...], groups: tup
     """Law 4 for a batch about to be formed, and that each group is in it once (law 5)."""
     require(len(set(groups)) == len(groups), "law 5: a group is in a batch twice", step=step)
     worst = max(staleness)
-    if worst > state.limits.max_staleness_steps or min(staleness) < 0:
+    if worst > state.live.loosest or min(staleness) < 0:
         require(False, "law 4: a group is staler than allowed", step=step, staleness=worst)
+    if state.live.loosest > state.limits.max_staleness_steps:
+        late = [id for id in groups if state.groups[id].deadline < step]
+        require(not late, "law 4: a group is staler than it was admitted for", step=step, groups=late)
 
 
 def check_all(state: State) -> None:
@@ -85,8 +88,11 @@ def check_all(state: State) -> None:
             running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
         )
         started = running or PHASES[group.state] in (Phase.PARKED, Phase.READY)
-        due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps if started else group.deadline
-        require(group.deadline == due, "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
+        if started:
+            due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps
+            latest = state.steps_in[group.admitted_version] + state.live.loosest
+            holds = group.deadline == due or (state.live.settings and group.deadline <= latest)
+            require(bool(holds), "law 4: a deadline was moved", group=group.id, deadline=group.deadline, due=due)
         if running:
             version = state.fleet.replicas[group.replica].version
             require(

@@ -223,6 +223,7 @@ class Limits:
                 "rollout.sync_mode", self.sync_mode, "is not a sync mode", f"one of {', '.join(SYNC_MODES)}"
             )
 
+        self._check_live()
         self._require_lawful_pools()
 
     def require_replicas(self, replicas: int) -> None:
@@ -254,6 +255,16 @@ class Limits:
         if self.train_after_sync and training is not None and training.shared:
             law = "where training shares its pool with replicas they sleep until it is done: it would wait for ever"
             raise ConfigError("scheduler.train_after_sync", True, law, "false would hold")
+
+    def _check_live(self) -> None:
+        if self.keeps_batches and not self.checkpoint_every:
+            law = "no checkpoint would ever contain what is kept"
+            raise ConfigError("limits.keeps_batches", True, law, "a checkpoint_every above 0 would hold")
+        timeout = self.group_timeout_s
+        if timeout is not None and not 0 < timeout < float("inf"):
+            raise ConfigError("rollout.group_timeout_s", timeout, "must be a number of seconds above 0", "or null")
+        if not 0 <= self.give_up_s < float("inf"):
+            raise ConfigError("rollout.give_up_s", self.give_up_s, "must be a number of seconds", "0.0 would hold")
 
     def _check_ahead(self) -> None:
         """What may be held beyond one batch: as fractions of it, both finite."""

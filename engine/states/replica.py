@@ -6,7 +6,7 @@ from engine.states.machine import Table, transitions
 
 REPLICA = Table(
     name="replica",
-    states=("joining", "ready", "pausing", "paused", "installing", "lost", "yielding", "asleep"),
+    states=("joining", "ready", "pausing", "paused", "installing", "lost", "yielding", "asleep", "draining", "drained"),
     transitions=transitions(
         ("join", "joining", "ready", "it is up, with the weights it says"),
         ("pause", "ready", "pausing", "a newer version is staged"),
@@ -16,10 +16,18 @@ REPLICA = Table(
         ("wake", "asleep", "ready", "rollout has the pool again, and there are no newer weights"),
         ("install", "paused asleep", "installing", "the swap is ordered"),
         ("installed", "installing", "ready", "it samples from the new version"),
-        ("revert", "pausing paused installing yielding", "ready", "it failed: it goes on with its old weights"),
+        ("drain", "ready", "draining", "it is let go, or the run comes to rest: what runs there is parked"),
+        ("drained", "draining", "drained", "nothing runs there"),
+        ("keep", "drained", "ready", "it is wanted after all"),
+        (
+            "revert",
+            "pausing paused installing yielding draining",
+            "ready",
+            "it failed: it goes on with its old weights",
+        ),
         (
             "lose",
-            "joining ready pausing paused installing yielding asleep",
+            "joining ready pausing paused installing yielding asleep draining drained",
             "lost",
             "it died, or could not be brought up to date",
         ),

@@ -7,7 +7,6 @@ operation keeps the ledger, the deadlines and the state hash in step with the re
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Any
 
 from engine.commands import FinishRun
@@ -16,15 +15,17 @@ from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
 from engine.states.group import PHASES, Group, group_table
+from engine.states.hashing import digest_figures, digest_records
 from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
+from engine.states.live import Live
 from engine.states.machine import Phase, SharedMachine
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.replica import REPLICA, Replica
 from engine.states.stages import Stages
 from engine.states.step import STEP, Step
-from engine.states.validation import VALIDATION, Validation, Validations
+from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
 
 Observer = Callable[[str, Any, str, str], None]
@@ -55,6 +56,7 @@ class State:
         self.stages = Stages(self.limits.added_states)
         self.fleet = Fleet()
         self.kept = KeptBatches()
+        self.live = Live(limits)
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
@@ -66,10 +68,8 @@ class State:
         """The source has no more prompts."""
         self.asked = 0
         """Prompts ordered from the source and not yet drawn."""
-        self.steps_batched = 0
-        self.steps_trained = 0
-        self.publishing_attempt = 0
-        self.publish_failures = 0
+        self.steps_batched = self.steps_trained = 0
+        self.publishing_attempt = self.publish_failures = 0
         self.publishing = False
         self.checkpoint_ordered = 0
         self.checkpoint_pending = False
@@ -210,11 +210,14 @@ class State:
         self.asked = 0
         self.publish_failures = self.failed_in_a_row = 0
         self.last_failure = ""
+        self.live.rest_is_over()
 
     def seat(self, group: Group, replica: Replica) -> None:
         """Give a group a slot, after its trigger was fired."""
         group.attempt += 1
         group.replica = replica.id
+        if self.limits.group_timeout_s is not None:
+            group.seated_at = self.now
         replica.groups[group.id] = None
         self.fleet.changed(replica)
 
@@ -223,6 +226,8 @@ class State:
         replica = self.fleet.replicas[group.replica]
         del replica.groups[group.id]
         group.replica = -1
+        if group.seated_at:
+            group.seated_at, group.parking = 0.0, False
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
@@ -288,6 +293,19 @@ class State:
         self.disturb()
         if version.state == "retired":
             del self.versions[version.id]
+
+    def change(self, limits: Limits) -> None:
+        """Other bounds from now on; groups keep the deadlines they have."""
+        self.limits, self._ahead = limits, limits.ahead
+        self.live.loosest = max(self.live.loosest, limits.max_staleness_steps)
+        self.live.over = max(0, self.ledger.running - limits.max_concurrent_groups)
+        self.disturb()
+
+    def new_timer(self) -> TimerId:
+        timer = self.next_timer
+        self.next_timer += 1
+        self.disturb()
+        return timer
 
     # figures of the laws
 
@@ -361,35 +379,10 @@ class State:
     def hash(self) -> int:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
-            self._others = self._digest_others()
-        return (self._sum + self._frame_digest(self._others) + self.policy_books) & MASK
+            self._others = digest_records(self)
+        return (self._sum + digest_figures(self, self._others) + self.policy_books) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        return (groups + self._frame_digest(self._digest_others()) + self.policy_books) & MASK
-
-    def _frame_digest(self, others: int) -> int:
-        if self.shows_reward and self.step_reward is not None:
-            others += digest((), (self.step_reward,))
-        return others + digest(
-            (
-                self.ledger.drawn, *self.ledger.count, self.started, self.exhausted, self.asked, self.steps_batched,
-                self.steps_trained, self.latest_version, self.publishing_attempt, self.publish_failures,
-                self.publishing, self.checkpoint_ordered, self.checkpoint_pending, self.next_timer, self.next_ready,
-                self.stale_echoes, self.failed_in_a_row, self.outcome is not None,
-            )
-        )  # fmt: skip
-
-    def _digest_others(self) -> int:
-        """Of steps, replicas, versions and validations, in their order."""
-        records: list[Step | Replica | WeightsVersion | Validations | Validation | PoolLease | KeptBatches] = [
-            *self.steps.values(),
-            *(self.pools.leases if self.pools.listed else ()),
-            *self.fleet.replicas.values(),
-            *self.versions.values(),
-            self.validations,
-            self.kept,
-            *self.validations.runs.values(),
-        ]
-        return digest(tuple(chain.from_iterable(record.identity() for record in records)))
+        return (groups + digest_figures(self, digest_records(self)) + self.policy_books) & MASK

@@ -20,6 +20,7 @@ from engine.commands import (
     SaveCheckpoint,
     ScoreBatch,
     SetTimer,
+    StartReplica,
     StopReplica,
     TrainStep,
 )
@@ -35,6 +36,8 @@ from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_ans
 from engine.simulation.judge import Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
+
+AT_REST = "the test wants it to rest"
 
 
 class Adversary:
@@ -100,7 +103,10 @@ class Adversary:
                     self.trainer.take(command)
                 case StopReplica():
                     if command.replica in self.replicas:
-                        self.kill(command.replica, returns=True)
+                        self.kill(command.replica, returns=command.returns)
+                case StartReplica():
+                    if command.replica not in (*self.replicas, *self.dead):
+                        self.dead.append(command.replica)
                 case DiscardGroups():
                     self.store.discard(command.groups)
                 case EnterState():
@@ -220,6 +226,9 @@ class Adversary:
         """Let everything happen that can, fairly, until the run ends. Fails when nothing can and it has not (law 7)."""
         for _ in range(patience):
             if self.driver.outcome is not None:
+                if self.driver.outcome.reason == AT_REST:
+                    self.crash(max(1, self.limits.validators().stop, len(self.replicas)), kept=True)
+                    continue
                 self.judge.close(self.scheduler.state, self.driver.outcome, self.prompts)
                 return self.driver.outcome
             if not self.act():

@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine import policies
+from engine.errors import ConfigError
+from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged
 from engine.schedule.reader import read
 from engine.schedule.replayer import replay
+from engine.scheduling.settings import POLICIES, check_setting, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
-from tests.core.adversary import Adversary
+from tests.core.adversary import AT_REST, Adversary
 from tests.core.states_of_our_own import CHECKING, WEIGHING
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
@@ -52,11 +55,14 @@ def limits(draw: st.DrawFn) -> Limits:
         max_drops=draw(st.integers(0, 3)),
         infrastructure_attempts=draw(st.integers(1, 5)),
         data_attempts=draw(st.integers(1, 2)),
-        checkpoint_every=draw(st.integers(0, 2)),
+        checkpoint_every=(every := draw(st.integers(0, 2))),
         validation=draw(st.none() | validations()),
         added_states=draw(st.sampled_from([(), (), (WEIGHING,), (WEIGHING, CHECKING)])),
         pools=pools,
         train_after_sync=not shared and draw(st.booleans()),
+        group_timeout_s=draw(st.sampled_from([None, None, 4.0])),
+        give_up_s=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        keeps_batches=every > 0 and draw(st.booleans()),
     )
 
 
@@ -188,10 +194,41 @@ class AnyOrder(RuleBasedStateMachine):
     def join_another(self) -> None:
         self.world.join(len(self.world.incarnations))
 
-    @rule(replicas=st.integers(1, 3))
+    @rule(replicas=st.integers(1, 3), kept=st.booleans())
     @precondition(lambda self: getattr(self.world.driver.outcome, "outcome", "") != "finished")
-    def crash(self, replicas: int) -> None:
-        self.world.crash(max(replicas, self.world.limits.validators().stop))
+    def crash(self, replicas: int, kept: bool) -> None:
+        self.world.crash(max(replicas, self.world.limits.validators().stop), kept=kept)
+
+    @rule()
+    @precondition(lambda self: not self.world.scheduler.state.live.draining)
+    def drain(self) -> None:
+        self.world.deliver(DrainRequested(reason=AT_REST))
+
+    @rule(replicas=st.integers(1, 3))
+    @precondition(lambda self: not self.world.limits.pools and not self.world.limits.validators())
+    def want(self, replicas: int) -> None:
+        self.world.deliver(ReplicasWanted(replicas=replicas))
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.world.replicas)
+    def take_away(self, choice: int) -> None:
+        replicas = list(self.world.replicas.values())
+        chosen = replicas[choice % len(replicas)]
+        self.world.deliver(ReplicaLeaves(replica=chosen.id, incarnation=chosen.incarnation, reason="spot"))
+
+    @rule(setting=st.sampled_from(live_settings()), value=st.integers(0, 12), choice=ANY)
+    def change(self, setting: str, value: int, choice: int) -> None:
+        scheduler, said = self.world.scheduler, str(value)
+        decision = setting.removeprefix(POLICIES)
+        if decision in policies.DEFAULTS:
+            said = policies.names(decision)[choice % len(policies.names(decision))]
+        elif decision == "on_error":
+            said = policies.registry.ON_ERROR[choice % 2]
+        try:
+            check_setting(scheduler.limits, scheduler.policies, setting, said)
+        except ConfigError:
+            return
+        self.world.deliver(SettingChanged(setting=setting, value=said))
 
     @rule(choice=ANY)
     def repeat(self, choice: int) -> None:

@@ -1,0 +1,84 @@
+"""How long attempts take: one that takes too long is parked, and a replica that does not park it is hung.
+
+Called by `scheduler.py`, where `Limits.group_timeout_s` is set. One timer serves all groups: it is set for the attempt
+that will have taken too long first, and looked at when it fires.
+"""
+
+from engine.commands import ParkGroup, SetTimer
+from engine.scheduling.orders import Orders
+from engine.scheduling.rollout import RolloutScheduling
+from engine.scheduling.training import TIMER_SLACK_S
+from engine.states.replica import Replica
+from engine.states.state import State
+
+PARKING_S = 60.0
+"""How long a replica may take to park a group, at most; where attempts may take less, no longer than these."""
+
+
+class AttemptTiming:
+    """Sets the timer, and acts when it fires."""
+
+    def __init__(self, state: State, orders: Orders, rollout: RolloutScheduling) -> None:
+        self.state = state
+        self.orders = orders
+        self.rollout = rollout
+
+    def watch(self) -> None:
+        """Set the timer, while a group runs and it is not set."""
+        state = self.state
+        due = [at for replica in state.fleet.replicas.values() if (at := self._due(replica)) is not None]
+        if due:
+            timer = state.live.group_timer = state.new_timer()
+            self.orders.add(SetTimer(timer=timer, delay_s=max(0.0, min(due) - state.now), cause=self.orders.cause))
+
+    def begin(self) -> None:
+        """Attempts are timed from now on, those under way as well, or are timed otherwise."""
+        state = self.state
+        for replica in state.fleet.replicas.values():
+            for id in replica.groups:
+                group = state.groups[id]
+                group.seated_at = group.seated_at or state.now
+                state.touch(group)
+        state.live.group_timer = None  # one that is set fires as an echo
+
+    def on_timer(self) -> None:
+        """Park what has run too long; give up a replica that was told to and did not."""
+        state, timeout = self.state, self.state.limits.group_timeout_s
+        state.live.group_timer = None
+        if timeout is None:
+            return
+        for replica in list(state.fleet.replicas.values()):
+            for id in list(replica.groups):
+                group = state.groups[id]
+                late_s = state.now - group.seated_at - timeout + TIMER_SLACK_S
+                if late_s < 0:
+                    break  # the others began later
+                if not group.parking:
+                    group.parking = True
+                    state.touch(group)
+                    self.orders.add(
+                        ParkGroup(group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
+                                  cause=self.orders.cause)
+                    )  # fmt: skip
+                elif late_s >= self._patience:
+                    reason = f"it is hung: group {id} was to be parked, and was not within {self._patience:g} s"
+                    self.rollout.stop_replica(replica, reason)
+                    break
+
+    @property
+    def _patience(self) -> float:
+        return min(self.state.limits.group_timeout_s or PARKING_S, PARKING_S)
+
+    def _due(self, replica: Replica) -> float | None:
+        """When something on a replica will have taken too long; groups are in the order in which they began there."""
+        timeout = self.state.limits.group_timeout_s
+        if timeout is None:
+            return None
+        due: float | None = None
+        for id in replica.groups:
+            group = self.state.groups[id]
+            at = group.seated_at + timeout + (self._patience if group.parking else 0.0)
+            due = at if due is None else min(due, at)
+            if not group.parking:
+                break
+        return due

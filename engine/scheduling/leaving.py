@@ -1,0 +1,128 @@
+"""Replicas that are let go, replicas that are wanted, and a run that comes to rest.
+
+Called by `scheduler.py`. A replica that leaves gets no more groups; those it has are parked with what they have, and go
+on elsewhere or, where the run comes to rest, when it is resumed. Nothing of that costs an attempt.
+"""
+
+from engine.commands import PauseReplica, ResumeReplica, StartReplica, StopMeasuring, StopReplica
+from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted
+from engine.scheduling.orders import Orders
+from engine.scheduling.pools import PoolScheduling
+from engine.scheduling.rollout import REASON_LENGTH, RolloutScheduling
+from engine.scheduling.sync import SyncScheduling
+from engine.states.replica import Replica
+from engine.states.state import State
+
+AT_REST = ("drained", "asleep", "lost", "joining")
+"""Nothing runs on a replica in one of these states."""
+
+
+class LeavingScheduling:
+    """Drains replicas, one or all."""
+
+    def __init__(
+        self, state: State, orders: Orders, rollout: RolloutScheduling, pools: PoolScheduling, sync: SyncScheduling
+    ) -> None:
+        self.state = state
+        self.live = state.live
+        self.orders = orders
+        self.rollout = rollout
+        self.pools = pools
+        self.sync = sync
+
+    # requests
+
+    def on_drain_requested(self, event: DrainRequested) -> None:
+        if not self.live.draining:
+            self.live.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
+
+    def on_replica_leaves(self, event: ReplicaLeaves) -> None:
+        replica = self.state.fleet.replicas.get(event.replica)
+        if replica is None or replica.state == "lost" or replica.incarnation != event.incarnation:
+            self.state.stale_echoes += 1
+            return
+        self.live.leaving.setdefault(replica.id, (event.reason, True))
+
+    def on_replicas_wanted(self, event: ReplicasWanted) -> None:
+        """Those of the highest ids leave, those that are missing are started."""
+        state, wanted = self.state, event.replicas
+        state.live.wanted = wanted
+        for replica in state.fleet.rollouts():
+            if replica.id >= wanted:
+                self.let_go(replica)
+            elif self.live.leaving.get(replica.id, ("", True)) != ("", True):
+                del self.live.leaving[replica.id]
+        for id in range(wanted):
+            there = state.fleet.replicas.get(id) or self.sync.first_seen(id)
+            if there.returns or there.state not in ("lost", "joining"):
+                continue
+            there.returns = True
+            self.orders.add(StartReplica(replica=id, cause=self.orders.cause))
+        self.sync.none_left = ""
+
+    def let_go(self, replica: Replica) -> None:
+        """There are to be fewer replicas: this one is not wanted any more."""
+        if replica.state != "lost" or replica.returns:
+            self.live.leaving[replica.id] = (f"{self.live.wanted} replicas are wanted", False)
+
+    # orders
+
+    def advance(self) -> None:
+        """Bring to rest who is to leave, and let go who has come to rest."""
+        for replica in list(self.state.fleet.replicas.values()):
+            if replica.id in self.live.leaving:
+                self._let_leave(replica)
+            elif self.live.draining:
+                self._bring_to_rest(replica)
+            elif replica.state == "drained":
+                self.state.fire_replica(replica, "keep")
+                self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
+
+    def _let_leave(self, replica: Replica) -> None:
+        reason, returns = self.live.leaving[replica.id]
+        if replica.state == "lost" and (returns or not replica.returns):
+            del self.live.leaving[replica.id]  # it left by itself
+        elif replica.state not in ("drained", "asleep"):
+            self._bring_to_rest(replica, alone=True)
+        else:
+            del self.live.leaving[replica.id]
+            replica.returns = returns
+            self.rollout.lose_replica(replica, reason)
+            told = reason[:REASON_LENGTH]
+            self.orders.add(
+                StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=told, returns=returns,
+                            cause=self.orders.cause)
+            )  # fmt: skip
+            self.sync.note_none_left(replica, reason)
+
+    def _bring_to_rest(self, replica: Replica, *, alone: bool = False) -> None:
+        """Park what runs on a replica that is in no sync; one that is comes to it at the end of that."""
+        state = self.state
+        if replica.state != "ready":
+            return
+        run = state.validations.runs.get(replica.held)
+        if run is not None:
+            if replica.chunks:
+                self.orders.add(
+                    StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
+                                  cause=self.orders.cause)
+                )  # fmt: skip
+            state.validations.release(run, replica)
+        if not alone and state.pools.of_replica(replica.id) is not None:
+            self.pools.send_to_sleep(replica)  # the batch under way needs what it gives back
+            return
+        replica.staging = replica.staged = None
+        replica.sync_attempt += 1
+        state.fire_replica(replica, "drain")
+        order = replica.address(self.orders.cause)
+        self.orders.add(PauseReplica(**order, version=replica.version, mode="abort"))
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing runs anywhere, and no batch is under way."""
+        state = self.state
+        return (
+            not state.formed_steps
+            and not state.publishing
+            and all(replica.state in AT_REST for replica in state.fleet.replicas.values())
+        )

@@ -1,0 +1,82 @@
+"""Settings of a running scheduler: which there are, and what they may be.
+
+Called by `scheduler.py` for a `SettingChanged`, and before that by whoever takes the user's request, so that what
+breaks a law is refused and never becomes an event. Names are the paths of the configuration.
+
+B and k are not live: batches that are formed and versions that are published were bounded by them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.policies.registry import DEFAULTS, PolicySet
+from engine.states.limits import Limits
+
+POLICIES = "scheduler.policies."
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not isfinite(value) or value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _number_or_none(text: str) -> float | None:
+    value = None if text in ("null", "none") else _number(text)
+    if value == 0:
+        raise ValueError(text)
+    return value
+
+
+FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "scheduler.max_staleness_steps": ("max_staleness_steps", int, "a whole number of train steps"),
+    "scheduler.max_concurrent_groups": ("max_concurrent_groups", int, "a whole number of groups"),
+    "scheduler.deadline_timeout_s": ("deadline_timeout_s", _number, "a number of seconds"),
+    "scheduler.max_drops": ("max_drops", int, "a whole number"),
+    "scheduler.infrastructure_attempts": ("infrastructure_attempts", int, "a whole number"),
+    "scheduler.data_attempts": ("data_attempts", int, "a whole number"),
+    "rollout.group_timeout_s": ("group_timeout_s", _number_or_none, "a number of seconds above 0, or null"),
+    "rollout.give_up_s": ("give_up_s", _number, "a number of seconds"),
+}
+"""Path → the field of `Limits`, how its text is read, and what it should be."""
+
+
+def live_settings() -> list[str]:
+    """The paths of everything that may be set while a run goes on."""
+    return [*FIGURES, *(f"{POLICIES}{decision}" for decision in (*DEFAULTS, "on_error"))]
+
+
+def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
+    """The bounds with one of `FIGURES` set. Raises: `ConfigError` for a value that it cannot have, with the law."""
+    field, read, kind = FIGURES[setting]
+    try:
+        figure = read(value)
+    except ValueError:
+        raise ConfigError(setting, value, f"must be {kind}") from None
+    return replace(limits, **{field: figure})
+
+
+def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet:
+    """The policies with one decision's replaced, the others the same objects. Raises: `ConfigError` for a name that is
+    not registered."""
+    decision = setting.removeprefix(POLICIES)
+    fresh = PolicySet.from_names({decision: value})
+    names = {name: chosen for name, chosen in policies.names.items() if name != decision}
+    if decision != "on_error":
+        return replace(policies, names={**names, decision: value}, **{decision: getattr(fresh, decision)})
+    return replace(policies, names={**names, **({} if value == "stop" else {"on_error": value})})
+
+
+def check_setting(limits: Limits, policies: PolicySet, setting: str, value: str) -> None:
+    """Raises: `ConfigError` for a setting that is not live, or a value that breaks a law."""
+    if setting in FIGURES:
+        changed_limits(limits, setting, value)
+    elif setting.startswith(POLICIES):
+        changed_policies(policies, setting, value)
+    else:
+        law = "cannot be changed while the run goes on"
+        raise ConfigError(setting, value, law, f"to be changed are {', '.join(live_settings())}")
