@@ -324,10 +324,10 @@ class FakeHandle:
                 raise KeyboardInterrupt
 
     def drain(self, reason: str) -> None:
-        from engine.events import StopRequested
+        from engine.events import DrainRequested
 
         self.drained = reason
-        self.world.driver.deliver(StopRequested(reason=reason))
+        self.world.driver.deliver(DrainRequested(reason=reason))
 
     def past(self) -> str:
         return "resumed from the initial weights"
@@ -515,7 +515,7 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
         def close(self) -> None:
             self.world.driver.recorder.close()
             (record,) = (path for path in Path("here/schedule").iterdir() if path.is_file())
-            record.write_bytes(record.read_bytes()[: record.stat().st_size // 2])
+            record.write_bytes(record.read_bytes()[: record.stat().st_size * 4 // 5])
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
     launched()

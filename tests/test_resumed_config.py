@@ -59,7 +59,7 @@ def test_live_settings_are_told_in_an_order_that_holds(
 def test_free_fields_change_without_a_word(begun: tuple[Path, dict[str, Any]]) -> None:
     overrides = ["rollout.replicas=5", "control.enabled=false", "run.silence_s=9", "durability.drain_s=30"]
     config, settings = resumed(*begun, overrides)
-    assert settings == ()
+    assert settings == (("rollout.replicas", "5"),), "and of these one says that an earlier number is out of date"
     assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
 
 

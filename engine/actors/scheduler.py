@@ -28,7 +28,7 @@ from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
 from engine.config import load_extensions_of
-from engine.control.decide import changes
+from engine.control.decide import after_resuming
 from engine.control.requests import Drain, Stop
 from engine.driver import Driver
 from engine.errors import EngineError
@@ -149,7 +149,7 @@ class SchedulerActor:
         self._control = Control(
             plan, self._metrics, self._driver, self._deliver, lambda: self._clock.now(), self._changed
         )
-        changes(plan.settings, self._scheduler.state.limits, self._scheduler.policies)
+        self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)
         await self._control.open()
         await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
         return self._endpoint.url if self._endpoint else None
@@ -178,8 +178,7 @@ class SchedulerActor:
         self._clock = self._driver.clock = self._new_clock()
         begun = self._past is not None and self._past.recovered.events > 0
         self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
-        settings, state = self._plan.settings, self._scheduler.state
-        self._deliver(*changes(settings, state.limits, self._scheduler.policies))
+        self._deliver(*self._after_resuming)
         if self._endpoint is not None:
             self._endpoint.announce()
         self._control.begin()

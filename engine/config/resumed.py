@@ -24,11 +24,12 @@ FREE = (
     "durability",
 )
 """Fields and sections on which nothing that was recorded depends."""
+REPLICAS = "rollout.replicas"
 SHOWN = 8
 """Differences that are told, at most."""
 
 Settings = tuple[tuple[str, str], ...]
-"""(path, value) of the scheduler's."""
+"""(path, value) of the scheduler's, and the number of replicas where it was said anew."""
 
 
 def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Settings]:
@@ -59,7 +60,10 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
         fix = f"{was[other[0]]!r}; to be changed are {', '.join((*free, *live))}"
         raise ConfigError(other[0], now[other[0]], law, fix)
     given = {override.partition("=")[0].strip() for override in overrides}
-    return wished, _settings(before, wished, [field for field in live if was[field] != now[field] or field in given])
+    settings = _settings(before, wished, [field for field in live if was[field] != now[field] or field in given])
+    if REPLICAS in given or was[REPLICAS] != now[REPLICAS]:
+        settings = (*settings, (REPLICAS, str(now[REPLICAS])))
+    return wished, settings
 
 
 def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Settings:

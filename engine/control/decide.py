@@ -14,6 +14,9 @@ from engine.scheduler import Scheduler
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies, check_setting
 from engine.states.limits import Limits
 
+REPLICAS = "rollout.replicas"
+"""Among the settings of a run that is resumed: how many replicas it has was said anew."""
+
 
 def decide(asked: Operation, scheduler: Scheduler, most_replicas: int) -> tuple[Event, ...]:
     """Raises: `ConfigError` with the law that it would break; for a run that is over, too."""
@@ -43,6 +46,17 @@ def changes(settings: Sequence[tuple[str, str]], limits: Limits, policies: Polic
         else:
             policies = changed_policies(policies, setting, value)
     return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)
+
+
+def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
+    """What follows the `RunResumed` of a run that goes on with so many replicas: the settings it is to have, and where
+    nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
+    state = scheduler.state
+    wanted = state.live.wanted
+    told = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
+    if wanted is None or wanted == replicas or REPLICAS in dict(settings):
+        return told
+    return (*told, ReplicasWanted(replicas=wanted))
 
 
 def check_replicas(replicas: int, limits: Limits, most: int) -> None:

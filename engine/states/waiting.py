@@ -135,13 +135,13 @@ def _of_groups(state: State) -> Iterator[Wait]:
     for replica in state.fleet.replicas.values():
         running = [state.groups[id] for id in replica.groups if id in state.groups]
         if running:
-            running.sort(key=lambda group: (group.started_at, group.id))
+            running.sort(key=lambda group: (group.seated_at or group.started_at, group.id))
             named = _named([group.id for group in running])
             found.append(
                 Wait(
                     what=f"generates {named}" + (", the oldest" if len(running) > 1 else ""),
                     by=f"replica {replica.id}",
-                    since=running[0].started_at,
+                    since=running[0].seated_at or running[0].started_at,
                     ends="GroupGenerated, GroupAborted, GroupFailed or ReplicaLost",
                 )
             )
@@ -184,6 +184,13 @@ def _of_the_rest(state: State, since: Since) -> Iterator[Wait]:
     if step is not None and step.timer is not None:
         what = f"step {step.id} waits for stragglers, then the deadline policy acts"
         yield Wait(what=what, by=f"timer {step.timer}", since=since.get(("step", step.id)), ends="TimerFired")
+    if state.live.group_timer is not None:
+        limit = state.limits.group_timeout_s
+        what = f"the longest attempt is parked once it has taken {limit:g} s" if limit else "it fires as an echo"
+        yield Wait(what=what, by=f"timer {state.live.group_timer}", since=None, ends="TimerFired")
+    if state.live.give_up_timer is not None:
+        what = f"no replica is left, the run ends after {state.limits.give_up_s:g} s without one"
+        yield Wait(what=what, by=f"timer {state.live.give_up_timer}", since=None, ends="ReplicaJoined or TimerFired")
 
 
 def _named(groups: list[GroupId]) -> str:
