@@ -175,14 +175,15 @@ class Scheduler:
         state.outcome = self._stop
         state.settle()
         if state.live.over:
-            state.live.over = min(state.live.over, max(0, state.ledger.running - state.limits.max_concurrent_groups))
+            state.fewer_over()
         check_event(state)
         return self._orders.take(last=self._stop)
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.
         Validations come first: one that ends here leaves replicas to both."""
-        self.leaving.advance()
+        if self.state.live.moved:
+            self.leaving.advance()
         self.validation.advance()
         self.pools.advance()
         self.sync.advance()

@@ -58,6 +58,18 @@ class RolloutSection(Section):
         le=16_384,
         description="MiB that a receiver (a replica; a vLLM worker) takes in at once, beyond the tensors.",
     )
+    group_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=1_000_000,
+        description="Seconds one attempt of a group may take, its rewards included; then it is parked; null: any.",
+    )
+    give_up_s: float = Field(
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="Seconds a run waits for a replica once the last is gone for good, before it ends.",
+    )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; below 1 biases the ratio.")
     max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")

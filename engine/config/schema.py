@@ -231,6 +231,10 @@ class Config(Section):
             if value is None and self.model.make is None:
                 fix = "give it, or let model.make build model, data and reward"
                 raise ConfigError(field, value, "a model of your own needs it", fix)
+        timeout = self.rollout.group_timeout_s
+        if timeout is not None and timeout <= self.reward.timeout_s:
+            law = f"an attempt's rewards alone may take reward.timeout_s = {self.reward.timeout_s:g}"
+            raise ConfigError("rollout.group_timeout_s", timeout, law, f"more than {self.reward.timeout_s:g}")
         refuse_validation(self.validation, self.held_out, self.rollout)
         return self
 
@@ -258,6 +262,9 @@ class Config(Section):
             async_ratio=s.async_ratio,
             over_sample=s.over_sample,
             added_states=(*rewarding(self), *added_states(s.states)),
+            keeps_batches=self.trainer.checkpoint_every > 0,
+            group_timeout_s=r.group_timeout_s,
+            give_up_s=r.give_up_s,
         )
 
     @property

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine.commands import (
@@ -16,6 +15,7 @@ from engine.commands import (
     Command,
     InstallWeights,
     MeasureRows,
+    ParkGroup,
     PauseReplica,
     ResumeGroup,
     ResumeReplica,
@@ -26,6 +26,7 @@ from engine.commands import (
 )
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
+from engine.hosts.attempt import PARK_S, Attempt
 from engine.hosts.checks import check_generated
 from engine.hosts.measuring import HeldOut, Measuring
 from engine.hosts.reasons import reason_of
@@ -44,23 +45,6 @@ REMEMBERED_ATTEMPTS = 16_384
 
 
 SyncCommand = StageWeights | PauseReplica | InstallWeights | ResumeReplica
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One order to generate a group, from its arrival to its report."""
-
-    group: GroupId
-    number: int
-    unwanted: bool = False
-    """Nobody waits for its outcome any more."""
-    truncate: bool = False
-    begun: bool = False
-    """`generate` has been called."""
-    unsaved: TrajectoryGroup | None = None
-    """What it has so far, on its way to the trajectory store."""
-    saving: asyncio.Task[None] | None = None
-    task: asyncio.Task[None] = field(init=False)
 
 
 class ReplicaHost:
@@ -110,6 +94,7 @@ class ReplicaHost:
             StartGroup: self._start,
             ResumeGroup: self._start,
             AbortGroup: lambda command, _: self._abort(command),
+            ParkGroup: lambda command, _: self._park(command),
             TruncateGroup: lambda command, _: self._truncate(command),
             StageWeights: lambda command, _: self._in_order(command, self._stage),
             PauseReplica: lambda command, _: self._in_order(command, self._pause),
@@ -203,7 +188,7 @@ class ReplicaHost:
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
         behind = kept is not None and kept[1] > self.version  # stored by a replica that died before it could say so
-        if behind or self._pause_mode in ("abort", "wait", "sleep"):
+        if behind or attempt.park or self._pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
@@ -282,6 +267,19 @@ class ReplicaHost:
     async def _end(self, attempt: Attempt) -> None:
         if attempt.begun:
             await self._logged(self.generator.abort([attempt.group]), "abort")
+        attempt.task.cancel()
+
+    def _park(self, command: ParkGroup) -> None:
+        attempt = self._running.get(command.group)
+        if attempt is not None and attempt.number == command.attempt and not attempt.park:
+            attempt.park = True
+            self._spawn(self._give_up(attempt))
+
+    async def _give_up(self, attempt: Attempt) -> None:
+        """End an attempt with what it has. One that does not end is cancelled, and fails."""
+        if attempt.begun:
+            await self._logged(self.generator.abort([attempt.group]), "parking")
+        await asyncio.wait([attempt.task], timeout=PARK_S)
         attempt.task.cancel()
 
     def _truncate(self, command: TruncateGroup) -> None:

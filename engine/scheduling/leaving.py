@@ -33,6 +33,7 @@ class LeavingScheduling:
     # requests
 
     def on_drain_requested(self, event: DrainRequested) -> None:
+        self.live.moved = True
         if not self.live.draining:
             self.live.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
 
@@ -41,12 +42,13 @@ class LeavingScheduling:
         if replica is None or replica.state == "lost" or replica.incarnation != event.incarnation:
             self.state.stale_echoes += 1
             return
+        self.live.moved = True
         self.live.leaving.setdefault(replica.id, (event.reason, True))
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
         """Those of the highest ids leave, those that are missing are started."""
         state, wanted = self.state, event.replicas
-        state.live.wanted = wanted
+        state.live.wanted, state.live.moved = wanted, True
         for replica in state.fleet.rollouts():
             if replica.id >= wanted:
                 self.let_go(replica)

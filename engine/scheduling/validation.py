@@ -6,7 +6,7 @@ installs. Whatever becomes of it, the training run goes on.
 
 from engine.commands import MeasureRows, StopMeasuring
 from engine.events import RowsFailed, RowsMeasured
-from engine.ids import Version
+from engine.ids import StepId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.states.limits import ValidationLimits
@@ -111,9 +111,12 @@ class ValidationScheduling:
         if self.limits.at_end and self.books.newest != self.state.latest_version:
             self._queue(self.state.latest_version, self.limits)
 
-    def begin_again(self) -> None:
-        """The run is resumed: versions published before are gone, and whatever was being measured with them."""
+    def begin_again(self, steps: StepId, *, kept: bool) -> None:
+        """The run is resumed after so many train steps: versions published before are gone, and whatever was being
+        measured with them. `kept`: weights of which a validation was cut off are measured in their new version."""
         self.cancel_all("the run ended before it did, and was resumed without the version")
+        self.books.owed = kept and self.books.interrupted == steps
+        self.books.interrupted = -1
         self.books.closing = False
         if self.limits is not None:
             self.books.considered = self.state.latest_version
@@ -122,6 +125,7 @@ class ValidationScheduling:
     def cancel_all(self, reason: str) -> None:
         """The run ends before its validations do."""
         for run in list(self.books.runs.values()):
+            self.books.interrupted = max(self.books.interrupted, run.steps)
             self._end(run, "cancel", reason)
 
     # deciding
@@ -132,7 +136,9 @@ class ValidationScheduling:
             version = books.considered = books.considered + 1
             self.state.disturb()
             before = steps_in[max(version - 1, 0)]
-            if self.decisions.ask("validation", (version, before, steps_in[version]), (bool,)):
+            due = self.decisions.ask("validation", (version, before, steps_in[version]), (bool,))
+            if due or self.books.owed:
+                self.books.owed = False
                 self._queue(version, limits)
 
     def _queue(self, version: Version, limits: ValidationLimits) -> None:

@@ -12,7 +12,17 @@ from engine.states.limits import Limits
 class Live:
     """See the module. `loosest` is the largest S that a live group may have been admitted under."""
 
-    __slots__ = ("draining", "give_up_timer", "group_timer", "leaving", "loosest", "over", "settings", "wanted")
+    __slots__ = (
+        "draining",
+        "give_up_timer",
+        "group_timer",
+        "leaving",
+        "loosest",
+        "moved",
+        "over",
+        "settings",
+        "wanted",
+    )
 
     def __init__(self, limits: Limits) -> None:
         self.draining = ""
@@ -21,6 +31,8 @@ class Live:
         """Replicas that are let go as soon as they can be: why, and whether another life of them is wanted."""
         self.wanted: int | None = None
         """Replicas that generate, as the user wants them; None: those that there are."""
+        self.moved = False
+        """The run or one of its replicas was ever asked to leave, or to come."""
         self.settings: dict[str, str] = {}
         """What was set, by name."""
         self.loosest = limits.max_staleness_steps
@@ -39,11 +51,12 @@ class Live:
 
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
+        if not (self.moved or self.settings or self.group_timer is not None or self.give_up_timer is not None):
+            return ()
         set_so_far = "\n".join(f"{name}={value}" for name, value in self.settings.items())
-        numbers = (
+        return (
             bool(self.draining), len(self.leaving), *(2 * id + returns for id, (_, returns) in self.leaving.items()),
-            0 if self.wanted is None else self.wanted, self.over,
+            -1 if self.wanted is None else self.wanted, self.over,
             *(-1 if timer is None else timer for timer in (self.group_timer, self.give_up_timer)),
-            digest(tuple(set_so_far.encode())) >> 1 if set_so_far else 0,
+            digest(tuple(set_so_far.encode())) >> 1,
         )  # fmt: skip
-        return numbers if any(numbers[:-3]) or numbers[-3:] != (-1, -1, 0) else ()

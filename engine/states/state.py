@@ -301,6 +301,13 @@ class State:
         self.live.over = max(0, self.ledger.running - limits.max_concurrent_groups)
         self.disturb()
 
+    def fewer_over(self) -> None:
+        """Groups beyond a K that was lowered only become fewer."""
+        over = max(0, self.ledger.running - self.limits.max_concurrent_groups)
+        if over < self.live.over:
+            self.live.over = over
+            self.disturb()
+
     def new_timer(self) -> TimerId:
         timer = self.next_timer
         self.next_timer += 1

@@ -118,6 +118,10 @@ class Validations:
         """Newest version that has or had a run."""
         self.closing = False
         """No newer version will be published."""
+        self.interrupted: StepId = -1
+        """Train steps in the newest version of which a run was cut off by the end of the process; -1: none was."""
+        self.owed = False
+        """The next version holds the weights of a run that was cut off: it is measured in its place."""
         self.sendable = 0
         """Chunks of the served run that wait for a slot; what the scheduler looks at after every event."""
         self.out = 0
@@ -204,7 +208,7 @@ class Validations:
         """What the state hash is made of, the runs aside; nothing where nothing was ever validated."""
         if self.considered < 0 and not self.created:
             return ()
-        return (self.created, self.considered, self.newest, self.closing)
+        return (self.created, self.considered, self.newest, self.closing, *((1,) if self.owed else ()))
 
     def _unseat(self, run: Validation, chunk: Chunk) -> None:
         replica = self._fleet.replicas[chunk.replica]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from token_generator import TokenGenerator
 from engine.commands import (
     AbortGroup,
     InstallWeights,
+    ParkGroup,
     PauseReplica,
     ResumeGroup,
     ResumeReplica,
@@ -395,6 +396,43 @@ def test_an_aborted_group_is_never_heard_of_again() -> None:
         await stage.settle()
         assert stage.trajectories.store.stats().groups == 0
 
+    play(scene)
+
+
+def test_a_group_that_is_parked_ends_with_what_it_has_and_the_others_go_on() -> None:
+    async def scene() -> None:
+        generator = TokenGenerator()
+        stage = Stage(generator)
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        generator.tick(2)
+        order = ParkGroup(group=0, attempt=1, **WHO)
+        stage.host.carry_out(ParkGroup(group=1, attempt=7, **WHO))
+        stage.host.carry_out(order)
+        stage.host.carry_out(order)
+        (parked,) = await stage.until(1)
+        assert isinstance(parked, GroupAborted) and (parked.group, parked.tokens, parked.unfinished) == (0, 4, 2)
+        assert stage.trajectories.store.partial(0) is not None
+        generator.tick(4)
+        assert isinstance((await stage.until(2))[1], GroupGenerated)
+
+    play(scene)
+
+
+def test_a_group_that_its_generator_does_not_give_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(TokenGenerator):
+        async def abort(self, groups: Sequence[int]) -> None: ...
+
+    async def scene() -> None:
+        stage = Stage(Deaf())
+        stage.start()
+        await stage.settle()
+        stage.host.carry_out(ParkGroup(group=0, attempt=1, **WHO))
+        (failed,) = await stage.until(1)
+        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
+
+    monkeypatch.setattr("engine.hosts.replica.PARK_S", 0.0)
     play(scene)
 
 

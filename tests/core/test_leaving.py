@@ -1,0 +1,391 @@
+"""Runs that come to rest, replicas that leave and come, settings that change, attempts that take too long: by hand."""
+
+import pytest
+
+from engine.commands import (
+    FinishRun,
+    ParkGroup,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    SaveCheckpoint,
+    SetTimer,
+    StageWeights,
+    StartReplica,
+    StopReplica,
+    TrainStep,
+)
+from engine.errors import ConfigError
+from engine.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    DrainRequested,
+    ReplicaJoined,
+    ReplicaLeaves,
+    ReplicaLost,
+    ReplicaPaused,
+    ReplicasWanted,
+    RunResumed,
+    SettingChanged,
+    StepTrained,
+    SyncFailed,
+    TimerFired,
+)
+from engine.policies import PolicySet
+from engine.scheduling.settings import check_setting, live_settings
+from engine.states.limits import Limits, Pool, ValidationLimits
+from tests.core.scripted import Scripted
+from tests.core.test_validation import Measured
+
+
+def small(**others: object) -> Scripted:
+    """B = 2, S = 1, K = 4, two replicas."""
+    figures = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "replicas": 2, **others}
+    return Scripted(**figures)  # type: ignore[arg-type]
+
+
+def paused(run: Scripted, id: int) -> None:
+    """A replica has parked what ran on it, with tokens, and samples no more."""
+    replica = run.state.fleet.replicas[id]
+    run.abort(*replica.groups)
+    run.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
+
+
+def joined(run: Scripted, id: int, incarnation: int) -> None:
+    run.tell(ReplicaJoined(replica=id, incarnation=incarnation, slots=100, version=0))
+
+
+# coming to rest
+
+
+def test_a_run_that_drains_parks_its_groups_trains_its_batch_and_saves_a_checkpoint() -> None:
+    run = small(checkpoint_every=5)
+    run.finish(0, 1)
+    assert len(run.ordered(TrainStep)) == 1
+    starts = len(list(run.starts()))
+    run.tell(DrainRequested(reason="maintenance"))
+    assert [(order.replica, order.mode) for order in run.ordered(PauseReplica)] == [(0, "abort"), (1, "abort")]
+    paused(run, 0)
+    paused(run, 1)
+    assert not run.ordered(SaveCheckpoint) and not run.ordered(FinishRun), "the batch under way is trained"
+    run.train()
+    run.publish()
+    assert run.ordered(SaveCheckpoint)[-1].steps == 1
+    assert not run.ordered(StageWeights), "nobody needs the version any more"
+    run.tell(CheckpointSaved(steps=1))
+    (end,) = run.ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("stopped", "maintenance")
+    assert len(list(run.starts())) == starts, "nothing was started meanwhile"
+    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+
+
+def test_ready_groups_are_no_batch_while_a_run_drains() -> None:
+    run = small()
+    run.finish(0)
+    run.tell(DrainRequested(reason="maintenance"))
+    run.finish(1)
+    paused(run, 0)
+    paused(run, 1)
+    assert not run.ordered(TrainStep)
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+    assert list(run.state.ready) == [0, 1], "the next life takes them"
+
+
+def test_what_was_drained_goes_on_where_it_was() -> None:
+    run = small()
+    run.tell(DrainRequested(reason="maintenance"))
+    paused(run, 0)
+    paused(run, 1)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    joined(run, 0, 2)
+    run.install()
+    assert [order.group for order in run.ordered(ResumeGroup)] == [0, 1, 2, 3]
+
+
+def test_a_replica_in_a_sync_drains_at_its_end_and_one_that_joins_does_at_once() -> None:
+    run = small(max_concurrent_groups=2)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.install(0, pause=False)
+    replica = run.state.fleet.replicas[0]
+    assert replica.state == "pausing"
+    run.tell(DrainRequested(reason="maintenance"))
+    assert replica.state == "pausing"
+    place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
+    run.tell(SyncFailed(**place, version=1, reason="fault"))
+    assert replica.state == "draining"
+    joined(run, 5, 1)
+    assert run.state.fleet.replicas[5].state == "draining"
+
+
+def test_a_pause_that_fails_is_ordered_again() -> None:
+    run = small(replicas=1)
+    run.tell(DrainRequested(reason="maintenance"))
+    first = run.ordered(PauseReplica)[-1]
+    run.tell(SyncFailed(replica=0, incarnation=1, attempt=first.attempt, version=0, reason="fault"))
+    again = run.ordered(PauseReplica)[-1]
+    assert again.attempt == first.attempt + 1
+    paused(run, 0)
+    assert run.ordered(FinishRun)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_does_not_keep_a_run_from_resting() -> None:
+    run = small(replicas=1, checkpoint_every=5)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    run.tell(DrainRequested(reason="maintenance"))
+    paused(run, 0)
+    run.tell(CheckpointFailed(steps=1, reason="no space"))
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
+def test_replicas_that_share_a_pool_with_the_batch_under_way_sleep_instead() -> None:
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0,)),)
+    run = small(replicas=1, pools=pools)
+    run.tell(DrainRequested(reason="maintenance"))
+    assert run.ordered(PauseReplica)[-1].mode == "sleep"
+    paused(run, 0)
+    assert run.ordered(FinishRun)[-1].outcome == "stopped" and not run.ordered(ResumeReplica)
+
+
+def test_who_sleeps_while_a_run_drains_gets_no_weights() -> None:
+    run = small(replicas=1, pools=(Pool(tasks=("rollout", "train"), replicas=(0,)),))
+    run.finish(0, 1)
+    paused(run, 0)
+    run.tell(DrainRequested(reason="maintenance"))
+    run.train()
+    run.publish()
+    assert run.ordered(FinishRun)[-1].outcome == "stopped" and not run.ordered(StageWeights)
+
+
+def test_a_drain_waits_for_no_validation_and_the_weights_are_measured_later() -> None:
+    run = Measured(replicas=2)
+    run.next_version()
+    run.install(0)
+    run.install(1)
+    assert run.out()
+    run.tell(DrainRequested(reason="maintenance"))
+    for id in (0, 1):
+        paused(run, id)
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+    run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    assert [r.version for r in run.state.validations.runs.values()] == [2], "the same weights under another version"
+
+
+def test_a_validation_of_older_weights_is_not_owed() -> None:
+    run = Measured(ValidationLimits(rows=4, rows_per_slot=2, at_start=True, every=0, at_end=False), replicas=2)
+    run.next_version()
+    run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    assert not run.state.validations.runs
+
+
+# replicas leave and come
+
+
+def test_the_highest_replicas_leave_and_their_groups_go_on_elsewhere() -> None:
+    run = small()
+    held = list(run.state.fleet.replicas[1].groups)
+    run.tell(ReplicasWanted(replicas=1))
+    assert [order.replica for order in run.ordered(PauseReplica)] == [1]
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert (stop.replica, stop.returns) == (1, False)
+    assert run.state.fleet.replicas[1].state == "lost"
+    assert [(order.group, order.replica) for order in run.ordered(ResumeGroup)] == [(group, 0) for group in held]
+    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+    run.tell(ReplicaLost(replica=1, incarnation=1, returns=False, reason="stopped"))
+    assert not run.ordered(FinishRun)
+
+
+def test_replicas_that_are_missing_are_started() -> None:
+    run = small(replicas=1)
+    run.tell(ReplicasWanted(replicas=3))
+    assert [order.replica for order in run.ordered(StartReplica)] == [1, 2]
+    run.tell(ReplicasWanted(replicas=3))
+    assert len(run.ordered(StartReplica)) == 2, "they are on their way"
+    joined(run, 1, 1)
+    assert run.state.fleet.replicas[1].state == "ready"
+
+
+def test_a_replica_that_was_let_go_is_started_again_when_it_is_wanted_again() -> None:
+    run = small()
+    run.tell(ReplicasWanted(replicas=1))
+    paused(run, 1)
+    run.tell(ReplicasWanted(replicas=2))
+    assert [order.replica for order in run.ordered(StartReplica)] == [1]
+    joined(run, 1, 2)
+    assert run.state.fleet.alive == 2
+
+
+def test_a_replica_that_is_wanted_again_before_it_is_gone_stays() -> None:
+    run = small()
+    run.tell(ReplicasWanted(replicas=1))
+    run.tell(ReplicasWanted(replicas=2))
+    paused(run, 1)
+    assert not run.ordered(StopReplica)
+    assert [order.replica for order in run.ordered(ResumeReplica)] == [1]
+    assert run.state.fleet.replicas[1].state == "ready"
+
+
+def test_a_replica_that_joins_beyond_those_wanted_leaves() -> None:
+    run = small(replicas=1)
+    run.tell(ReplicasWanted(replicas=1))
+    joined(run, 1, 1)
+    paused(run, 1)
+    assert [order.replica for order in run.ordered(StopReplica)] == [1]
+
+
+def test_a_replica_that_is_taken_away_may_come_back() -> None:
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicaLeaves(replica=0, incarnation=7, reason="an echo"))
+    assert run.state.stale_echoes == 1
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert (stop.replica, stop.returns, stop.reason) == (1, True, "spot instance")
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready"
+
+
+def test_a_replica_that_dies_on_its_way_out_is_not_let_go_twice() -> None:
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicaLost(replica=1, incarnation=1, returns=True, reason="killed"))
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready" and not run.ordered(StopReplica)
+
+
+# no replica is left
+
+
+def test_the_last_replica_is_waited_for_as_long_as_was_said() -> None:
+    run = small(replicas=1, give_up_s=600.0)
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="the node is gone"))
+    assert not run.ordered(FinishRun)
+    joined(run, 0, 2)
+    run.tell(ReplicaLost(replica=0, incarnation=2, returns=False, reason="again"))
+    run.fire()
+    (end,) = run.ordered(FinishRun)
+    assert end.outcome == "failed" and "no replica is left; the last was lost because: again" in end.reason
+
+
+# settings
+
+
+def test_a_larger_staleness_holds_for_later_admissions() -> None:
+    run = small()
+    before = {group.id: group.deadline for group in run.state.groups.values() if group.deadline >= 0}
+    run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
+    run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
+    assert len(run.running()) == 8
+    deadlines = {id: run.state.groups[id].deadline for id in run.running()}
+    assert deadlines == {**before, **dict.fromkeys(range(4, 8), 3)}
+
+
+def test_fewer_groups_run_as_those_that_run_end() -> None:
+    run = small()
+    run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="2"))
+    assert len(run.running()) == 4
+    run.finish(0)
+    assert run.running() == [1, 2, 3]
+    run.finish(1, 2)
+    assert len(run.running()) <= 2
+
+
+def test_another_policy_decides_from_now_on_and_the_others_keep_what_they_remember() -> None:
+    run = small()
+    policies = run.scheduler.policies
+    run.tell(SettingChanged(setting="scheduler.policies.filter", value="zero-variance"))
+    assert run.scheduler.policies.names["filter"] == "zero-variance"
+    assert run.scheduler.policies.dispatch is policies.dispatch
+    run.finish(0, spread=0.0)
+    assert 0 not in run.state.groups
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "law"),
+    [
+        ("scheduler.max_staleness_steps", "-1", "must not be negative"),
+        ("scheduler.max_staleness_steps", "0", r"B <= K <= B \* \(S \+ 1\)"),
+        ("scheduler.max_staleness_steps", "many", "a whole number of train steps"),
+        ("scheduler.max_concurrent_groups", "1", "from 2 to 4 would hold"),
+        ("scheduler.deadline_timeout_s", "inf", "a number of seconds"),
+        ("rollout.group_timeout_s", "0", "above 0, or null"),
+        ("scheduler.policies.filter", "zero-varianc", "did you mean 'zero-variance'"),
+        ("scheduler.policies.fliter", "none", "is not a decision"),
+        ("scheduler.train_batch_size", "4", "cannot be changed while the run goes on"),
+    ],
+)
+def test_a_setting_that_breaks_a_law_is_refused(setting: str, value: str, law: str) -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
+    with pytest.raises(ConfigError, match=law):
+        check_setting(limits, PolicySet.from_names({}), setting, value)
+    assert "scheduler.max_staleness_steps" in live_settings()
+
+
+# attempts that take too long
+
+
+def test_an_attempt_that_takes_too_long_is_parked_and_costs_one() -> None:
+    run = small(group_timeout_s=100.0)
+    started = run.clock
+    run.finish(0)
+    run.fire()
+    parked = run.ordered(ParkGroup)
+    assert [order.group for order in parked] == [1, 2, 3], "none was started in the place of 0"
+    assert run.clock <= started + 101.0
+    run.abort(1)
+    group = run.state.groups[1]
+    assert (group.infrastructure_failures, group.kept) == (1, True)
+    assert run.ordered(ResumeGroup)[-1].group == 1
+
+
+def test_groups_on_one_replica_have_their_own_times() -> None:
+    run = small(group_timeout_s=10.0, replicas=1, policies={"filter": "zero-variance"})
+    run.finish(0, spread=0.0)
+    assert run.running() == [1, 2, 3, 4]
+    first, last = (run.state.groups[id].seated_at for id in (1, 4))
+    assert first < last
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=first + 10.0)
+    assert [order.group for order in run.ordered(ParkGroup)] == [1, 2, 3]
+    assert run.ordered(SetTimer)[-1].delay_s == pytest.approx(last - first)
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [1, 2, 3, 4]
+
+
+def test_a_replica_that_does_not_park_a_group_is_hung() -> None:
+    run = small(group_timeout_s=100.0, replicas=1)
+    run.fire()
+    run.fire()
+    (stop,) = run.ordered(StopReplica)
+    assert stop.replica == 0 and "it is hung" in stop.reason
+    assert {group.state for group in run.state.groups.values() if group.attempt} == {"aborted"}
+
+
+def test_attempts_may_be_timed_from_some_moment_on() -> None:
+    run = small()
+    run.tell(SettingChanged(setting="rollout.group_timeout_s", value="50"))
+    now = run.clock
+    run.fire()
+    assert run.clock == now + 50.0
+    assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
+    run.tell(SettingChanged(setting="rollout.group_timeout_s", value="null"))
+    run.tell(TimerFired(timer=run.state.next_timer - 1))
+    assert not run.ordered(StopReplica)
+
+
+def test_a_step_is_retried_while_a_run_drains() -> None:
+    run = small()
+    run.finish(0, 1)
+    run.tell(DrainRequested(reason="maintenance"))
+    paused(run, 0)
+    paused(run, 1)
+    step = run.ordered(TrainStep)[-1]
+    run.tell(StepTrained(step=step.step, attempt=step.attempt))
+    run.publish()
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
