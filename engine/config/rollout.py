@@ -89,15 +89,6 @@ class RolloutSection(Section):
         le=86_400,
         description="Seconds that vLLM may take to swap weights; then the old ones go back in.",
     )
-    group_timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="Seconds an attempt of a group may take before it is parked; null: any time."
-    )
-    give_up_s: float = Field(
-        0.0,
-        ge=0,
-        le=86_400,
-        description="Seconds a run waits for a replica once the last is gone for good; then it ends.",
-    )
 
     urls: list[str] = Field(
         default_factory=list, max_length=4096, description="OpenAI-compatible servers, each one a replica."

@@ -251,8 +251,6 @@ class Config(Section):
             scoring_tasks=self.trainer_settings().scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
-            group_timeout_s=r.group_timeout_s,
-            give_up_s=r.give_up_s,
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
