@@ -84,7 +84,8 @@ def ask(address: str, shown: str) -> Status:
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole picture: the live view of the run, and its machines below."""
-    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, height - 20))))
+    room = height - 20 - bool(status.silence)
+    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
 
 
 def _machines(status: Status) -> RenderableType:

@@ -1,5 +1,6 @@
 """The control endpoint over real HTTP: who is let in, what is refused, and what is decided."""
 
+import asyncio
 import json
 import os
 import stat
@@ -16,6 +17,7 @@ from engine.control.client import tell
 from engine.control.decide import check_replicas
 from engine.control.place import FILE, ControlPlace, announce, place_of, withdraw
 from engine.control.requests import MAX_BODY_BYTES, Drain, Look, Scale, Set, Setting, parse
+from engine.control.server import ControlServer
 from engine.errors import ConfigError
 from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -61,6 +63,16 @@ def test_it_listens_on_this_machine_alone(rig: Rig) -> None:
     assert rig.place.url.startswith("http://127.0.0.1:")
 
 
+def test_an_address_that_is_taken_is_refused_by_its_field(rig: Rig) -> None:
+    port = int(rig.place.url.rpartition(":")[2])
+
+    async def start() -> None:
+        await ControlServer("token", lambda asked: {}).start("127.0.0.1", port)
+
+    with pytest.raises(ConfigError, match=rf"control\.port = {port}: cannot listen on 127\.0\.0\.1"):
+        asyncio.run(start())
+
+
 def test_the_token_lies_in_a_file_for_its_user_alone(rig: Rig) -> None:
     path = rig.run_dir / FILE
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -93,7 +105,7 @@ SPOILT = {
     "a link": lambda path: (path.rename(path.with_name("elsewhere")), path.symlink_to(path.with_name("elsewhere"))),
     "open to others": lambda path: path.chmod(0o644),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
-    "too large": lambda path: path.write_text(" " * 5000),
+    "too large": lambda path: path.write_text(path.read_text() + " " * 5000),
     "no JSON": lambda path: path.write_text("{"),
     "no object": lambda path: path.write_text("[1]"),
     "another scheme": lambda path: path.write_text('{"url": "file:///etc/passwd", "token": "x"}'),
