@@ -50,6 +50,7 @@ from engine.scheduling.attempts import AttemptTiming
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.leaving import LeavingScheduling
 from engine.scheduling.orders import Orders
+from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
@@ -81,7 +82,8 @@ class Scheduler:
         policies = policies if policies is not None else PolicySet.from_names({})
         self.decisions = Decisions(policies, self.state, self.view)
         self.stages = StageScheduling(self.state, self.decisions, self._orders)
-        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages)
+        self.pace = PaceScheduling(self.state, self._orders)
+        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages, self.pace)
         self.pools = PoolScheduling(self.state, self._orders)
         self.training = TrainingScheduling(
             self.state, self.decisions, self._orders, self.view, self.rollout, self.pools
@@ -164,6 +166,8 @@ class Scheduler:
             if state.validations.sendable:
                 self.validation.send()
             self.rollout.advance()
+            if state.live.slow:
+                self.pace.advance()
             if state.stages.waiting:
                 self.stages.advance()
             self.training.watch()

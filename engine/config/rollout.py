@@ -64,6 +64,12 @@ class RolloutSection(Section):
         le=1_000_000,
         description="Seconds one attempt of a group may take, its rewards included; then it is parked; null: any.",
     )
+    straggler_factor: float | None = Field(
+        None,
+        gt=1,
+        le=1_000_000,
+        description="A replica so many times slower a token than the others hands groups to idle ones; null: never.",
+    )
     give_up_s: float = Field(
         0.0,
         ge=0,

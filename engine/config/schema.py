@@ -262,6 +262,7 @@ class Config(Section):
             added_states=(*rewarding(self), *added_states(s.states)),
             keeps_batches=self.trainer.checkpoint_every > 0,
             group_timeout_s=r.group_timeout_s,
+            straggler_factor=r.straggler_factor,
             give_up_s=r.give_up_s,
         )
 

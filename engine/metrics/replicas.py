@@ -3,7 +3,7 @@
 A replica keeps its figures when it is lost and comes back: the number of series is that of replicas, not of lives.
 """
 
-from engine.commands import Command, PauseReplica, ResumeGroup
+from engine.commands import Command, PauseReplica, ResumeGroup, ResumeReplica
 from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId
 from engine.metrics.histogram import Histogram
@@ -50,6 +50,8 @@ class Replicas:
         """An order to a replica leaves."""
         if type(command) is ResumeGroup:
             self._figures(command.replica).resumed += 1
+        elif type(command) is ResumeReplica:
+            self._pausing.pop(command.replica, None)  # it was paused for something else than weights
         elif type(command) is PauseReplica and command.mode != "sleep":  # the time asleep is in the idle slots' books
             self._pausing[command.replica] = (at, command.mode)
 

@@ -22,6 +22,7 @@ from engine.events import (
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
+from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.stages import StageScheduling
 from engine.states.group import Group
 from engine.states.invariants import require
@@ -36,8 +37,17 @@ REASON_LENGTH = 1000
 class RolloutScheduling:
     """Keeps slots busy within the laws."""
 
-    def __init__(self, state: State, decisions: Decisions, orders: Orders, view: View, stages: StageScheduling) -> None:
+    def __init__(
+        self,
+        state: State,
+        decisions: Decisions,
+        orders: Orders,
+        view: View,
+        stages: StageScheduling,
+        pace: PaceScheduling,
+    ) -> None:
         self.state = state
+        self.pace = pace
         self.stages = stages
         self.decisions = decisions
         self.orders = orders
@@ -64,6 +74,8 @@ class RolloutScheduling:
         if replica.failed_groups:
             replica.failed_groups = 0
             self.state.disturb()
+        if group.seated_at and self.state.limits.straggler_factor is not None:
+            self.pace.generated(group, replica)
         group.failed_on = -1
         group.reward_mean = event.reward_mean
         if not self.state.stages.by_name or not self.stages.enter(group):
@@ -99,12 +111,14 @@ class RolloutScheduling:
             group.kept = True
             group.unfinished = event.unfinished
         unasked = self.state.fleet.replicas[event.replica].state == "ready"
-        too_long = group.parking
+        too_long, moves = group.parking, group.moving
         self.state.unseat(group)
         if too_long:
             told = f"an attempt took longer than {self.state.limits.group_timeout_s:g} s"
             self.park_after_failure(group, "infrastructure", told)
             return
+        if moves:
+            group.moved, group.failed_on, unasked = True, event.replica, False
         if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
             return

@@ -40,6 +40,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "scheduler.infrastructure_attempts": ("infrastructure_attempts", int, "a whole number"),
     "scheduler.data_attempts": ("data_attempts", int, "a whole number"),
     "rollout.group_timeout_s": ("group_timeout_s", _number_or_none, "a number of seconds above 0, or null"),
+    "rollout.straggler_factor": ("straggler_factor", _number_or_none, "a number above 1, or null"),
     "rollout.give_up_s": ("give_up_s", _number, "a number of seconds"),
 }
 """Path → the field of `Limits`, how its text is read, and what it should be."""

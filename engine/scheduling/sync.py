@@ -72,7 +72,8 @@ class SyncScheduling:
         replica.count_taken()
         replica.version = event.version
         replica.sync_attempt = replica.sync_failures = 0
-        replica.returns = False
+        replica.returns = replica.slow = False
+        replica.pace, replica.paced = 0.0, 0
         state.fire_replica(replica, "join")
         wanted = state.live.wanted
         if wanted is not None and replica.id >= wanted and not replica.validator:

@@ -67,6 +67,8 @@ class Group:
         "id",
         "infrastructure_failures",
         "kept",
+        "moved",
+        "moving",
         "newest_version",
         "oldest_version",
         "parking",
@@ -76,6 +78,7 @@ class Group:
         "resume_key",
         "reward_mean",
         "seated_at",
+        "seated_tokens",
         "started_at",
         "state",
         "tokens",
@@ -106,6 +109,12 @@ class Group:
         self.started_at = 0.0
         self.seated_at = 0.0
         """When its present attempt began, where attempts are timed; 0 where they are not."""
+        self.seated_tokens = 0
+        """Tokens it had then."""
+        self.moving = False
+        """Its replica was told to park it, so that a faster one goes on with it."""
+        self.moved = False
+        """That has happened once; it stays then."""
         self.parking = False
         """Its replica was told to park it: the attempt takes too long."""
         self.failed_on: ReplicaId = -1
@@ -133,7 +142,9 @@ class Group:
     def figures(self) -> tuple[float, ...]:
         """The fields that are no integers; hashed as well, since policies see them."""
         figures = (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
-        return (*figures, self.seated_at, float(self.parking)) if self.seated_at else figures
+        if not (self.seated_at or self.moved):
+            return figures
+        return (*figures, self.seated_at, self.seated_tokens, self.parking + 2 * self.moving + 4 * self.moved)
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""

@@ -132,6 +132,9 @@ class Limits:
     """Trajectories stay in their store until a checkpoint contains their step: it can be trained again from them."""
     group_timeout_s: float | None = None
     """How long one attempt of a group may take; then it is parked, and costs an attempt; None: for ever."""
+    straggler_factor: float | None = None
+    """A replica that takes so many times as long for a token as the others hands groups over to idle faster ones;
+    None: none does."""
     give_up_s: float = 0.0
     """How long a run waits for a replica once the last one is gone for good; then it ends, resumably."""
 
@@ -263,6 +266,9 @@ class Limits:
         timeout = self.group_timeout_s
         if timeout is not None and not 0 < timeout < float("inf"):
             raise ConfigError("rollout.group_timeout_s", timeout, "must be a number of seconds above 0", "or null")
+        factor = self.straggler_factor
+        if factor is not None and not 1 < factor < float("inf"):
+            raise ConfigError("rollout.straggler_factor", factor, "must be above 1", "2.0 would hold, or null")
         if not 0 <= self.give_up_s < float("inf"):
             raise ConfigError("rollout.give_up_s", self.give_up_s, "must be a number of seconds", "0.0 would hold")
 
@@ -286,6 +292,11 @@ class Limits:
         names = [state.name for state in self.added_states]
         if len(set(names)) < len(names):
             raise ConfigError("scheduler.states", names, "names a state twice", "name each once")
+
+    @property
+    def timed(self) -> bool:
+        """Whether it matters when an attempt began."""
+        return self.group_timeout_s is not None or self.straggler_factor is not None
 
     def to_plain(self) -> dict[str, Any]:
         """For the header of a record."""

@@ -21,6 +21,7 @@ class Live:
         "moved",
         "over",
         "settings",
+        "slow",
         "wanted",
     )
 
@@ -38,6 +39,8 @@ class Live:
         self.loosest = limits.max_staleness_steps
         self.over = 0
         """Groups that run beyond K since it was lowered; they end, and no other starts meanwhile."""
+        self.slow = False
+        """A replica is slower than the others by more than may be."""
         self.group_timer: TimerId | None = None
         """Fires when the group that has run longest on one attempt has run too long."""
         self.give_up_timer: TimerId | None = None

@@ -41,8 +41,8 @@ class Replica:
     """What the scheduler knows of one replica."""
 
     __slots__ = (
-        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "returns", "slots", "staged",
-        "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
+        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "pace", "paced", "returns",
+        "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
     )  # fmt: skip
 
     def __init__(self, id: ReplicaId, *, validator: bool = False) -> None:
@@ -66,6 +66,12 @@ class Replica:
         """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
         self.failed_group: GroupId = -1
         """The last of them."""
+        self.pace = 0.0
+        """Seconds that a token of the groups it generates takes, a moving mean; where paces are compared."""
+        self.paced = 0
+        """Groups in it, of this life."""
+        self.slow = False
+        """It is slower than the others by more than may be."""
         self.returns = False
         """Lost, and another incarnation is on its way."""
         self.groups: dict[GroupId, None] = {}
@@ -104,7 +110,7 @@ class Replica:
             self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
             -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
             self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, self.returns,
-            *((1,) if self.validator else ()),
+            *((1,) if self.validator else ()), *((round(self.pace * 1e9), self.paced, self.slow) if self.paced else ()),
         )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class State:
 
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
-        self._ahead = limits.ahead
+        self._ahead, self._timed = limits.ahead, limits.timed
         self.groups: dict[GroupId, Group] = {}
         """Live groups: those that no step has trained on and that were not released."""
         self.waiting: deque[GroupId] = deque()
@@ -216,8 +216,8 @@ class State:
         """Give a group a slot, after its trigger was fired."""
         group.attempt += 1
         group.replica = replica.id
-        if self.limits.group_timeout_s is not None:
-            group.seated_at = self.now
+        if self._timed:
+            group.seated_at, group.seated_tokens = self.now, group.tokens
         replica.groups[group.id] = None
         self.fleet.changed(replica)
 
@@ -227,7 +227,7 @@ class State:
         del replica.groups[group.id]
         group.replica = -1
         if group.seated_at:
-            group.seated_at, group.parking = 0.0, False
+            group.seated_at, group.parking, group.moving = 0.0, False, False
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
@@ -296,7 +296,7 @@ class State:
 
     def change(self, limits: Limits) -> None:
         """Other bounds from now on; groups keep the deadlines they have."""
-        self.limits, self._ahead = limits, limits.ahead
+        self.limits, self._ahead, self._timed = limits, limits.ahead, limits.timed
         self.live.loosest = max(self.live.loosest, limits.max_staleness_steps)
         self.live.over = max(0, self.ledger.running - limits.max_concurrent_groups)
         self.disturb()

@@ -61,6 +61,7 @@ def limits(draw: st.DrawFn) -> Limits:
         pools=pools,
         train_after_sync=not shared and draw(st.booleans()),
         group_timeout_s=draw(st.sampled_from([None, None, 4.0])),
+        straggler_factor=draw(st.sampled_from([None, None, 1.1])),
         give_up_s=draw(st.sampled_from([0.0, 0.0, 5.0])),
         keeps_batches=every > 0 and draw(st.booleans()),
     )

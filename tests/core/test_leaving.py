@@ -389,3 +389,62 @@ def test_a_step_is_retried_while_a_run_drains() -> None:
     run.tell(StepTrained(step=step.step, attempt=step.attempt))
     run.publish()
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
+# slow replicas
+
+
+def paced(run: Scripted, seconds: dict[int, float], rounds: int = 4) -> None:
+    """Groups end on each replica, in so many seconds; their tokens are ten each."""
+    for _ in range(rounds):
+        for id, took in seconds.items():
+            group = next(iter(run.state.fleet.replicas[id].groups))
+            run.tell(run.generated(group, spread=0.0), at=run.state.groups[group].seated_at + took)
+
+
+def compared(**others: object) -> Scripted:
+    """Two replicas of two slots; what ends is filtered, so that the next group starts in its place."""
+    figures = {"policies": {"filter": "zero-variance"}, "straggler_factor": 2.0, "slots": 2, **others}
+    return small(**figures)
+
+
+def test_an_idle_replica_takes_over_from_a_slow_one() -> None:
+    run = compared(prompts=14)
+    paced(run, {0: 100.0, 1: 10.0})
+    slow, fast = run.state.fleet.replicas[0], run.state.fleet.replicas[1]
+    assert (slow.slow, fast.slow) == (True, False)
+    assert not run.ordered(ParkGroup), "the fast one has groups of its own"
+    moved = min(slow.groups, key=lambda id: (run.state.groups[id].deadline, id))
+    while not run.ordered(ParkGroup):
+        run.finish(next(iter(fast.groups)))
+    order = run.ordered(ParkGroup)[0]
+    assert (order.group, order.replica) == (moved, 0)
+    run.keep_prefix(*slow.groups)
+    assert len(run.ordered(ParkGroup)) == 1, "one slot is free, and one group on its way"
+    run.abort(moved)
+    resumed = run.ordered(ResumeGroup)[-1]
+    assert (resumed.group, resumed.replica) == (moved, 1)
+    assert run.state.groups[moved].infrastructure_failures == 0
+
+
+def test_replicas_of_the_same_pace_keep_their_groups() -> None:
+    run = compared(prompts=14)
+    paced(run, {0: 15.0, 1: 10.0})
+    assert not run.state.fleet.replicas[0].slow
+    paced(run, {0: 40.0}, rounds=3)
+    assert run.state.fleet.replicas[0].slow, "what it does now outweighs what it did"
+
+
+def test_a_group_moves_once_and_a_new_life_begins_unjudged() -> None:
+    run = compared(prompts=14)
+    paced(run, {0: 100.0, 1: 10.0})
+    fast = run.state.fleet.replicas[1]
+    while not run.ordered(ParkGroup):
+        run.finish(next(iter(fast.groups)))
+    moved = run.ordered(ParkGroup)[0].group
+    run.abort(moved)
+    assert run.state.groups[moved].moved
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    joined(run, 0, 2)
+    replica = run.state.fleet.replicas[0]
+    assert (replica.slow, replica.paced) == (False, 0)
