@@ -67,7 +67,7 @@ def drawn(status: Status, title: str = "Step Engine  runs/20260131-235959-quicks
 )
 def test_the_live_view_fits_80_columns_and_never_wraps(status: Status) -> None:
     lines = drawn(status)
-    rows = 8 + bool(status.failures)
+    rows = 8 + bool(status.failures) + bool(status.silence)
     assert len(lines) == rows + 2, "a line for each row and the frame"
     assert {cell_len(line) for line in lines} == {80}
 
