@@ -745,9 +745,16 @@ def test_a_request_to_end_leaves_no_process(line: str) -> None:
     process = run_to(line, "model.arithmetic.warmup_steps=1")
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    shown, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
+    if line == "step=0":
+        assert "draining: nothing starts any more" in shown and "run stopped" in shown
+        assert not Path("here/control.json").exists()
+        (newest, *_) = sorted(Path("here/checkpoints").glob("step-*"), reverse=True)
+        rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]
+        steps = [row["step"] for row in rows if "step" in row]
+        assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was under way"
     _, left = psutil.wait_procs(started, timeout=20)
     assert left == []
 
