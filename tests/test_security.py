@@ -21,7 +21,7 @@ from engine.actors.plan import Plan
 from engine.config import Config, load_config
 from engine.config.loading import parse_config
 from engine.config.resumed import resumed
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.hosts.checkpoints import SUMS, verify_checkpoint
 from engine.metrics.endpoint import FILE, address_of, announce
 from engine.rollout import openai_http
@@ -191,6 +191,21 @@ def test_a_secret_in_a_configuration_is_refused_and_not_repeated(case: str) -> N
 )
 def test_what_is_no_secret_is_let_by(sections: dict[str, Any]) -> None:
     parse_config({**MADE, **sections})
+
+
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_server_that_repeats_its_key_is_not_repeated(status: int) -> None:
+    async def call(address: str) -> None:
+        http = Http(f"http://{address}", SECRET, timeout_s=30)
+        try:
+            await http.call("GET", "/v1/models")
+        finally:
+            await http.close()
+
+    body = json.dumps({"error": f"the key {SECRET} is not known"}).encode()
+    with answering(body, status) as address, pytest.raises(EngineError, match=r"the key \(the key\) is not") as caught:
+        asyncio.run(call(address))
+    assert SECRET not in str(caught.value) + repr(caught.value.details)
 
 
 def test_no_field_takes_a_secret_itself() -> None:

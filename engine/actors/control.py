@@ -58,7 +58,8 @@ class Control:
             self._place = await self._server.start(self._plan.control_host, self._plan.control_port)
 
     def begin(self) -> None:
-        """Write down where orders are taken, and listen for silence. Where the first fails the run goes on."""
+        """Write down where orders are taken, listen for silence, and bound a drain that an earlier process of the
+        scheduler began. Where the first fails the run goes on."""
         if self._server is not None and self._plan.run_dir is not None:
             try:
                 announce(self._plan.run_dir, self._place)
@@ -66,6 +67,9 @@ class Control:
                 log.warning("where the run takes orders cannot be written down: %s", error)
         self._silence = Silence(self._metrics, self._plan.silence_s)
         self._listen()
+        if self._driver.scheduler.state.live.draining:
+            self.told = True
+            self._bound_drain()
 
     async def close(self) -> None:
         for timer in self._timers.values():

@@ -78,7 +78,7 @@ class RayExecutor:
             RetireWeights: self._retire,
             StopMeasuring: self._stop_measuring,
             StopReplica: fleet.stop_replica,
-            StartReplica: lambda command: fleet.start_replica(command.replica),
+            StartReplica: fleet.start_replica,
             FinishRun: finish,
             **dict.fromkeys((*TRAINER_COMMANDS, EnterState), fleet.order_trainer),
         }

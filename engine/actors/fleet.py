@@ -19,7 +19,7 @@ from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.actors.workers import Workers
-from engine.commands import Command, DiscardGroups, StopReplica
+from engine.commands import Command, DiscardGroups, StartReplica, StopReplica
 from engine.errors import EngineError
 from engine.events import Event, ReplicaLost
 from engine.ids import Incarnation, ReplicaId
@@ -150,8 +150,9 @@ class Fleet:
         if link is not None and link.incarnation == command.incarnation:
             self._lose(link, command.reason, wanted=command.returns)
 
-    def start_replica(self, replica: ReplicaId) -> None:
+    def start_replica(self, command: StartReplica) -> None:
         """Bring up a replica that there has not been, or that was let go; one that is up, or on its way, stays."""
+        replica = command.replica
         if replica not in self._links and replica not in self._starting:
             self._restarts[replica] = 0
             self.spawn(self._return(replica, self._lived.get(replica, 0), "it was wanted"))

@@ -91,7 +91,8 @@ class Plan:
     silence_s: float = 300.0
     """How long nothing may change before the run says what it waits for."""
     settings: Sequence[tuple[str, str]] = ()
-    """(setting, value) of those that a resumed run is to have from now on."""
+    """(path, value) of the live settings that a resumed run is to have from now on; with `rollout.replicas` among them
+    it has `replicas`, and not as many as were wanted last."""
     endpoints: Path | None = None
     """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
