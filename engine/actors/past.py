@@ -12,8 +12,8 @@ from engine.actors.plan import Restore
 from engine.errors import ConfigError
 from engine.events import RunResumed
 from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
-from engine.metrics.collector import Transitions
 from engine.metrics.journal import cut_rows
+from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 
@@ -25,13 +25,15 @@ class Past:
     recovered: Recovered
     lock: RecordLock
     restore: Restore
+    damaged: tuple[str, ...] = ()
+    """What of the run's files was left out because it could not be read."""
 
     def __str__(self) -> str:
         event, torn = self.event(0), self.recovered.torn
         source = "the initial weights" if self.restore.checkpoint is None else Path(self.restore.checkpoint).name
         told = [f"resumed from {source}, after {self.recovered.events} events"]
         told += [f"{len(event.consumed)} groups are trained on again"] if event.consumed else []
-        return "; ".join([*told, *([f"cut: {torn}"] if torn else [])])
+        return "; ".join([*told, *([f"cut: {torn}"] if torn else []), *self.damaged])
 
     @property
     def after(self) -> After:
@@ -68,16 +70,17 @@ def past_of(run_dir: Path, restores: bool, observe: Transitions) -> Past:
         for later, path in saved:
             if later > steps:
                 _put_aside(path)
-        rows = cut_rows(run_dir / "metrics.jsonl", steps)
+        damaged: list[str] = []
+        rows = cut_rows(run_dir / "metrics.jsonl", steps, damaged.append)
     except BaseException:
         lock.release()
         raise
     restore = Restore(
         steps=steps,
-        optimizer_steps=sum(int(row.get("optimizer_steps") or 0) for row in rows),
+        optimizer_steps=sum(int(n) for row in rows if isinstance(n := row.get("optimizer_steps"), int | float)),
         checkpoint=None if checkpoint is None else str(checkpoint),
     )
-    return Past(recovered, lock, restore)
+    return Past(recovered, lock, restore, tuple(damaged))
 
 
 def _put_aside(path: Path) -> None:

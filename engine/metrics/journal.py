@@ -5,11 +5,14 @@ figure that is not finite is written as null.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -29,26 +32,38 @@ class Journal:
         self._file.close()
 
 
-def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all."""
+def keep_rows(
+    path: Path, keep: Callable[[dict[str, Any]], bool], complain: Callable[[str], None] = log.warning
+) -> list[dict[str, Any]]:
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all.
+
+    A line that is no row is told with its file and number, and left out: nothing depends on it.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines[:-1]]  # what stands behind the last line end is torn
-    kept = [row for row in rows if keep(row)]
+    lines = path.read_bytes().split(b"\n")
+    kept = []
+    for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
+        try:
+            row = json.loads(line)
+            wanted = keep(row)
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            complain(f"{path}: line {number} is no row of it and is left out: {error}")
+            continue
+        kept += [row] if wanted else []
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
+        file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     return kept
 
 
-def cut_rows(path: Path, steps: int) -> list[dict[str, Any]]:
+def cut_rows(path: Path, steps: int, complain: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
     """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
     are to be written again."""
-    return keep_rows(path, lambda row: bool(row.get("step", row.get("steps", 0) - 1) < steps))
+    return keep_rows(path, lambda row: bool(row.get("step", row.get("steps", 0) - 1) < steps), complain)
 
 
 def plain(value: Any) -> Any:
