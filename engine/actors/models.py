@@ -70,6 +70,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         replicas=config.rollout.replicas,
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
+        snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
         make_trainer=partial(make_trainer, inputs.model, with_reference(settings), limits.scored_apart),
         make_work=partial(make_work, config, inputs),

@@ -143,7 +143,10 @@ class SchedulerActor:
             finish=self._finish,
         )
         before = 0 if earlier is None else earlier.recovered.events
-        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe, before)
+        self._driver = Driver(
+            self._scheduler, self._clock, self._recorder, self._executor, self._observe, before,
+            0 if plan.run_dir is None else plan.snapshot_every, self._transitions,
+        )  # fmt: skip
         if plan.metrics_port is not None:
             now, port = (lambda: self._clock.now()), plan.metrics_port
             self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)

@@ -41,15 +41,14 @@ class PaceScheduling:
     def _judge(self) -> None:
         """Which replicas are slower than the median of all the others allows."""
         factor = self.state.limits.straggler_factor
-        known = [r for r in self.state.fleet.rollouts() if r.state != "lost" and r.paced >= SAMPLES]
-        slow = set()
+        replicas = self.state.fleet.rollouts()
+        known = [r for r in replicas if r.state != "lost" and r.paced >= SAMPLES]
+        for replica in replicas:
+            replica.slow = False
         for replica in known:
             others = [other.pace for other in known if other is not replica]
-            if factor is not None and others and replica.pace > factor * median(others):
-                slow.add(replica.id)
-        for replica in self.state.fleet.rollouts():
-            replica.slow = replica.id in slow
-        self.state.live.slow = bool(slow)
+            replica.slow = factor is not None and bool(others) and replica.pace > factor * median(others)
+        self.state.live.slow = any(replica.slow for replica in known)
 
     def advance(self) -> None:
         """Where a fast replica has slots that nothing else wants: park what a slow one has, the earliest deadline
