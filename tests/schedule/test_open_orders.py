@@ -5,8 +5,19 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands import Command, DrawPrompts, FinishRun, ResumeGroup, ScoreBatch, SetTimer, StartGroup, TrainStep
-from engine.events import Event, PromptsDrawn, RunResumed, RunStarted, TimerFired
+from engine.commands import (
+    Command,
+    DrawPrompts,
+    FinishRun,
+    ResumeGroup,
+    ResumeReplica,
+    ScoreBatch,
+    SetTimer,
+    StageWeights,
+    StartGroup,
+    TrainStep,
+)
+from engine.events import Event, PromptsDrawn, RunResumed, RunStarted, TimerFired, WeightsStaged
 from engine.policies import PolicySet
 from engine.schedule.open_orders import OpenOrders
 from engine.simulation.world import Faults, Setting, World
@@ -110,3 +121,14 @@ def test_a_timer_has_the_rest_of_its_time_left_and_one_that_is_late_none() -> No
     resumed = RunResumed(id=1, at=61.0, steps=0, replicas=1, consumed=(), released=())
     orders.take(resumed, [])
     assert orders.left(62.0) == [], "the actors of the life before are gone, and with them what they owed"
+
+
+def test_a_replica_is_told_to_sample_again_until_an_answer_shows_that_it_heard() -> None:
+    who = {"replica": 1, "incarnation": 1}
+    resume, stage = ResumeReplica(attempt=1, cause=0, **who), StageWeights(attempt=2, version=2, cause=0, **who)
+    orders = OpenOrders()
+    orders.take(RunStarted(id=0), [resume])
+    orders.take(RunStarted(id=1), [stage])
+    assert orders.left(0.0) == [resume, stage], "both may have been lost on their way"
+    orders.take(WeightsStaged(id=2, attempt=2, version=2, **who), [])
+    assert orders.left(0.0) == []
