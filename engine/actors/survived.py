@@ -80,7 +80,7 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     lock = RecordLock(run_dir / "schedule")
     try:
         orders = OpenOrders()
-        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), observe)
+        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), books=observe)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
