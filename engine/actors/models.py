@@ -89,6 +89,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         sinks=config.metrics.sinks.chosen(),
         endpoints=Path(config.run.dir).resolve() / FOLDER,
         keep_checkpoints=config.trainer.keep_checkpoints,
+        heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
         scorer_threads=threads_of_scorers(config, limits.scorers()),

@@ -201,6 +201,15 @@ class RunMetrics:
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
         }
 
+    def go_on(self) -> None:
+        """After a record was replayed up to the present: the steps under way are known from here on."""
+        for step in self.state.steps.values():
+            if step.groups or step.state == "collecting":
+                self.steps.changed(step.id, step.state, self.state.now)
+            if step.groups:
+                groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
+                self.steps.formed(step.id, groups, step.staleness)
+
     # what is fed in
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:

@@ -7,7 +7,7 @@ figure that is not finite is written as null.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,13 @@ class Journal:
         self._file.close()
 
 
-def cut_rows(path: Path, steps: int) -> list[dict[str, Any]]:
-    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
-    are to be written again."""
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines[:-1]]  # what stands behind the last line end is torn
-    kept = [row for row in rows if row.get("step", row.get("steps", 0) - 1) < steps]
+    kept = [row for row in rows if keep(row)]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
@@ -44,6 +43,12 @@ def cut_rows(path: Path, steps: int) -> list[dict[str, Any]]:
         os.fsync(file.fileno())
     temporary.replace(path)
     return kept
+
+
+def cut_rows(path: Path, steps: int) -> list[dict[str, Any]]:
+    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
+    are to be written again."""
+    return keep_rows(path, lambda row: bool(row.get("step", row.get("steps", 0) - 1) < steps))
 
 
 def plain(value: Any) -> Any:
