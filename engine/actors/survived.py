@@ -19,11 +19,12 @@ from engine.actors.plan import Plan, Restore
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
+from engine.metrics.collector import Transitions
 from engine.metrics.journal import keep_rows
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.open_orders import OpenOrders
-from engine.states.state import Observer, State
+from engine.states.state import State
 
 SENT = 1 << 24
 """Calls that a scheduler may make to an actor for one event; far more than it does."""
@@ -73,7 +74,7 @@ class Survived:
         return dict.fromkeys(lives, (0, False, True)) | shown
 
 
-def survived_of(run_dir: Path, observe: Observer) -> Survived:
+def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     """Read what is left of a run and take over its record. Raises: `RecordError`."""
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
