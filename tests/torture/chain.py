@@ -150,7 +150,8 @@ def plan(run_dir: Path, point: Point, dies_at: int | None) -> Plan:
     return Plan(
         limits=limits, samples=SAMPLES, replicas=2, slots=8,
         make_rollout=lambda replica: Rollout(generator=Sampler()), make_trainer=Chain, restore_trainer=restore,
-        make_prompts=lambda: prompts(point, dies_at, run_dir / f"sprung-{dies_at}"), make_scorer=(lambda tasks: Reference()) if apart else None,
+        make_prompts=lambda: prompts(point, dies_at, run_dir / f"sprung-{dies_at}"),
+        make_scorer=(lambda tasks: Reference()) if apart else None,
         run_dir=run_dir, resume=(run_dir / "schedule" / "00000000.seg").exists(), snapshot_every=60,
     )  # fmt: skip
 
