@@ -12,10 +12,10 @@ from engine.actors.plan import Restore
 from engine.errors import ConfigError
 from engine.events import RunResumed
 from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
+from engine.metrics.collector import Transitions
 from engine.metrics.journal import cut_rows
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
-from engine.states.state import Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Past:
         return self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
 
 
-def past_of(run_dir: Path, restores: bool, observe: Observer) -> Past:
+def past_of(run_dir: Path, restores: bool, observe: Transitions) -> Past:
     """Take up a run that ended before its time. `restores`: whether its plan can bring a trainer to a checkpoint.
 
     Raises: `RecordError` where its record cannot be gone on with or another process writes it, `ConfigError` where the
@@ -55,7 +55,7 @@ def past_of(run_dir: Path, restores: bool, observe: Observer) -> Past:
     record = read(schedule)
     lock = RecordLock(schedule)
     try:
-        recovered = recover(record, observe)
+        recovered = recover(record, observe, books=observe)
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and outcome.outcome == "finished":
             raise ConfigError("RUN", str(run_dir), f"has finished ({outcome.reason}): there is nothing to go on with")

@@ -97,12 +97,24 @@ class Plan:
     """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Where the lines of `metrics.jsonl` go besides: options by name (`metrics.sinks.CLIENTS`)."""
+    snapshot_every: int = 100_000
+    """Events after which the whole state goes into the record; 0: never."""
     keep_checkpoints: int = 2
     replica_restarts: int = 3
     """Times each replica may be started again."""
     trainer_restarts: int = 1
     worker_restarts: int = 3
     """Times each scorer, and the process of the added states, may be started again."""
+    restarts: int = 5
+    """Times the run is begun again from its record, in place, without a train step trained in between, where something
+    is lost that nothing can take the place of."""
+    scheduler_restarts: int = 20
+    """Times that the scheduler's process may be started again while the others live on; needs a `run_dir`."""
+    orphan_s: float = 30.0
+    """Actors end by themselves so long after the scheduler is gone for good."""
+    heartbeat_s: float = 10.0
+    """Actors are asked so often for a sign of life; one that misses `missed_beats` is taken for lost. 0: never."""
+    missed_beats: int = 3
     rollout_threads: int = 1
     trainer_threads: int = 0
     """CPU threads; 0: as many as there are cores."""

@@ -11,7 +11,9 @@ from typing import Any
 import ray
 
 from engine.actors.failures import named
+from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Batcher
+from engine.actors.process import PackedPlan
 from engine.actors.senders import Senders, Wire
 from engine.actors.transports import Transport
 from engine.actors.wire import pack_group, unpack_group
@@ -29,7 +31,8 @@ Packed = tuple[GroupId, int, bytes]
 class TrajectoryStoreActor:
     """A trajectory store in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
+        end_when_orphaned(plan, scheduler)
         self._store: TrajectoryStore[bytes] = TrajectoryStore()
 
     async def alive(self) -> None:
@@ -106,7 +109,8 @@ class RemoteTrajectories:
 class WeightsStoreActor:
     """Holds published versions for the replicas."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
+        end_when_orphaned(plan, scheduler)
         self._store = WeightsStore()
         self._transport = transport
         self._senders = Senders()

@@ -11,7 +11,10 @@ from typing import Any
 
 import ray
 
+from engine.actors.heartbeat import Pulse
+from engine.actors.lasting import Living, lasting
 from engine.actors.link import Link
+from engine.actors.placement import beside_the_run
 from engine.actors.plan import Plan, Restore
 from engine.actors.process import PackedPlan
 from engine.actors.trainer import TrainerActor
@@ -45,24 +48,43 @@ class TrainerLink(Link):
         given: Given,
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        living: Living | None = None,
     ) -> None:
         self._plan = plan
         self._given = given
         self._steps = 0
         self._steps_published = 0
         self._optimizer_steps = 0
-        super().__init__(start=self._actor_of, failure=failure_of, deliver=deliver, spawn=spawn)
+        self._reported = -1
+        super().__init__(
+            source="trainer", living=living, pulse=Pulse.of(plan), start=self._actor_of, failure=failure_of,
+            deliver=deliver, spawn=spawn,
+        )  # fmt: skip
 
     def _actor_of(self, incarnation: Incarnation) -> Any:
         packed, *handles = self._given
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._plan.trainer_gpus, "enable_task_events": False}
+        options: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+        options |= {**lasting(packed, "trainer", incarnation), **beside_the_run(self._plan.trainer_gpus)}
         return ray.remote(TrainerActor).options(**options).remote(packed, incarnation, *handles)
+
+    @property
+    def steps(self) -> StepId:
+        """Train steps done."""
+        return self._steps
 
     async def open(self, restore: Restore | None = None) -> None:
         """`restore`: what an earlier life of the run left. Raises what the user's factory raises."""
         if restore is not None:
             self._steps, self._optimizer_steps = restore.steps, restore.optimizer_steps
-        await self.actor.open.remote(restore)
+            self._reported = restore.steps - 1
+        await self.actor.bring_up.remote(restore)
+
+    def recover(self, done: Restore, published: StepId) -> None:
+        """Take over the trainer of an earlier scheduler process. `done`: train steps and optimizer updates, as the
+        record shows; `published`: train steps in published weights."""
+        self._steps, self._steps_published, self._optimizer_steps = done.steps, published, done.optimizer_steps
+        self._reported = done.steps - 1
+        self.take_over(self._restore())
 
     def answered(self, event: Event) -> None:
         """To be told of every event of the trainer, before the scheduler is."""
@@ -83,14 +105,16 @@ class TrainerLink(Link):
             raise EngineError(self._gone)
         await self.actor.hand_over.remote(steps)
 
-    def reported(self, figures: Mapping[str, Any]) -> None:
-        """To be told what the trainer says of a step, once."""
-        self._optimizer_steps += int(figures.get("optimizer_steps", 0))
+    def reported(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        """To be told what the trainer says of a step. A repeat changes nothing."""
+        if step > self._reported:
+            self._reported = step
+            self._optimizer_steps += int(figures.get("optimizer_steps", 0))
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""
         log.warning("the trainer is lost (life %d): %s", self._incarnation, reason)
-        ray.kill(self.actor)
+        self._kill()
         newest = await self._given[3].newest.remote()
         pending, self._pending, self._orders = self._pending, [], []
         for command in pending:

@@ -173,6 +173,9 @@ class DurabilitySection(Section):
     drain_s: float | None = Field(
         None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
     )
+    snapshot_every: int = Field(
+        100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
+    )
 
 
 class MetricsSection(Section):

@@ -11,7 +11,7 @@ when it is asked for, by `status` and by the exporter (`export.py`), which may r
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.commands import Command, TrainStep
 from engine.events import (
@@ -50,7 +50,7 @@ from engine.metrics.replicas import Replicas
 from engine.metrics.status import Status, describe
 from engine.metrics.steps import Row, StepRows
 from engine.states.state import State
-from engine.states.validation import VALIDATION, Validation
+from engine.states.validation import VALIDATION
 
 TOKEN_RATE_WINDOW_S = 15.0
 TOKEN_SAMPLE_S = 0.25
@@ -70,18 +70,38 @@ class TakesRows(Protocol):
     def close(self) -> None: ...
 
 
-class Transitions:
-    """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`."""
+class EndedValidation(NamedTuple):
+    """What is kept of a validation that ended."""
 
-    __slots__ = ("count", "replicas", "steps", "validations")
+    id: int
+    version: int
+    steps: int
+    state: str
+    accuracy: float | None
+    reward_mean: float | None
+    rows: int
+    measured: int
+    reason: str
+    queued_at: float
+    started_at: float
+    ended_at: float
+
+
+class Transitions:
+    """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`; and to the driver as
+    `books`, so that a run that is resumed from a snapshot goes on counting."""
+
+    __slots__ = ("count", "ended", "replicas", "steps", "validations")
 
     def __init__(self) -> None:
         self.count: dict[tuple[str, str, str], int] = {}
         """By (machine, state left, state entered)."""
         self.steps: list[tuple[StepId, str]] = []
         """(step, state entered) since the last `RunMetrics.observe`."""
-        self.validations: list[Validation] = []
+        self.validations: list[EndedValidation] = []
         """Those that ended since the last `RunMetrics.observe`."""
+        self.ended: list[EndedValidation] = []
+        """All that ended."""
         self.replicas: list[ReplicaId] = []
         """Those that changed their state since the last `RunMetrics.observe`."""
 
@@ -93,7 +113,18 @@ class Transitions:
         elif machine == "replica":
             self.replicas.append(record.id)
         elif machine == "validation" and record.state in VALIDATION.terminal:
-            self.validations.append(record)
+            ended = EndedValidation(*[getattr(record, field) for field in EndedValidation._fields])
+            self.validations.append(ended)
+            self.ended.append(ended)
+
+    def to_plain(self) -> Any:
+        return [[(*key, n) for key, n in self.count.items()], [tuple(ended) for ended in self.ended]]
+
+    def take(self, plain: Any) -> None:
+        counts, ended = plain
+        self.count = {(machine, source, target): int(n) for machine, source, target, n in counts}
+        self.ended = [EndedValidation(*fields) for fields in ended]
+        self.validations = [*self.ended]
 
     def entered(self, machine: str, state: str) -> int:
         """How often any record entered a state."""
@@ -175,6 +206,15 @@ class RunMetrics:
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
         }
+
+    def go_on(self) -> None:
+        """After a record was replayed up to the present: the steps under way are known from here on."""
+        for step in self.state.steps.values():
+            if step.groups or step.state == "collecting":
+                self.steps.changed(step.id, step.state, self.state.now)
+            if step.groups:
+                groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
+                self.steps.formed(step.id, groups, step.staleness)
 
     # what is fed in
 

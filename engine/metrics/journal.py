@@ -32,10 +32,11 @@ class Journal:
         self._file.close()
 
 
-def cut_rows(path: Path, steps: int, complain: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
-    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
-    are to be written again. A line that is no row is told with its file and number, and left out: nothing depends on
-    it."""
+def keep_rows(
+    path: Path, keep: Callable[[dict[str, Any]], bool], complain: Callable[[str], None] = log.warning
+) -> list[dict[str, Any]]:
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
+    no row is told with its file and number, and left out: nothing depends on it."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -43,11 +44,9 @@ def cut_rows(path: Path, steps: int, complain: Callable[[str], None] = log.warni
     for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
         try:
             row = json.loads(line)
-            within = row.get("step", row.get("steps", 0) - 1) < steps
+            kept += [row] if keep(row) else []
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             complain(f"{path}: line {number} is no row of it and is left out: {error}")
-            continue
-        kept += [row] if within else []
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
@@ -55,6 +54,12 @@ def cut_rows(path: Path, steps: int, complain: Callable[[str], None] = log.warni
         os.fsync(file.fileno())
     temporary.replace(path)
     return kept
+
+
+def cut_rows(path: Path, steps: int, complain: Callable[[str], None] = log.warning) -> list[dict[str, Any]]:
+    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
+    are to be written again."""
+    return keep_rows(path, lambda row: bool(row.get("step", row.get("steps", 0) - 1) < steps), complain)
 
 
 def plain(value: Any) -> Any:

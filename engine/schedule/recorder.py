@@ -99,6 +99,15 @@ class Recorder:
     def reject(self, event: Event, reason: str) -> None:
         self._append(encode_rejected(_expected(event, self.next_event), reason))
 
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        """Append a snapshot of what the events so far have led to, as `encode_snapshot` gave it; one that is too long
+        for a segment is left out, since the record does without."""
+        size = sum(map(len, payloads))
+        if size > MAX_SEGMENT_BYTES // 4:
+            return
+        for number, payload in enumerate(payloads):
+            self._append(payload, rest=number > 0)
+
     def flush(self) -> None:
         file = self._open_file()
         if not self._held:
@@ -138,9 +147,10 @@ class Recorder:
         """The segment being written."""
         return self.directory / segment_name(self._number)
 
-    def _append(self, payload: bytes) -> None:
+    def _append(self, payload: bytes, rest: bool = False) -> None:
+        """`rest`: it belongs to what was appended before, and into the same segment."""
         self._open_file()
-        if self._offset + self._held_bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
+        if not rest and self._offset + self._held_bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
             self.flush()
             self._begin_segment()
         data = frame(payload)
@@ -225,6 +235,9 @@ class MemoryRecorder:
     def reject(self, event: Event, reason: str) -> None:
         self.frames.append(encode_rejected(_expected(event, self.next_event), reason))
 
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        self.frames.extend(payloads)
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
@@ -243,6 +256,8 @@ class NullRecorder:
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
 
     def reject(self, event: Event, reason: str) -> None: ...
+
+    def snapshot(self, payloads: Sequence[bytes]) -> None: ...
 
     def flush(self) -> None: ...
 

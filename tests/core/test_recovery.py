@@ -38,16 +38,16 @@ def until_trained(made: Adversary, steps: int) -> None:
     limits=limits(), names=any_policies(), prompts=st.integers(1, 40), slots=st.integers(1, 4),
     replicas=st.integers(1, 3),
     crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3), st.booleans(), st.integers(2, 9)), max_size=4),
-    keeps=st.booleans(),
+    keeps=st.booleans(), snapshot_every=st.sampled_from([0, 1, 7, 30]),
 )  # fmt: skip
 def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
     limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int,
-    crashes: list[tuple[int, int, bool, int]], keeps: bool,
+    crashes: list[tuple[int, int, bool, int]], keeps: bool, snapshot_every: int,
 ) -> None:  # fmt: skip
     """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays;
     whether the trajectories survive as well, most of them, or none does."""
     limits = replace(limits, keeps_batches=keeps and limits.checkpoint_every > 0)
-    made = Adversary(limits, PolicySet.from_names(names), prompts, slots)
+    made = Adversary(limits, PolicySet.from_names(names), prompts, slots, snapshot_every)
     least = limits.validators().stop
     for id in range(max(replicas, least)):
         made.join(id)
