@@ -11,7 +11,7 @@ when it is asked for, by `status` and by the exporter (`export.py`), which may r
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from engine.commands import Command, TrainStep
 from engine.events import (
@@ -31,6 +31,7 @@ from engine.events import (
     WeightsInstalled,
 )
 from engine.ids import ReplicaId, StepId
+from engine.metrics.ended import EndedValidation
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
 from engine.metrics.names import (
@@ -68,23 +69,6 @@ class TakesRows(Protocol):
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...
-
-
-class EndedValidation(NamedTuple):
-    """What is kept of a validation that ended."""
-
-    id: int
-    version: int
-    steps: int
-    state: str
-    accuracy: float | None
-    reward_mean: float | None
-    rows: int
-    measured: int
-    reason: str
-    queued_at: float
-    started_at: float
-    ended_at: float
 
 
 class Transitions:
