@@ -178,6 +178,7 @@ def _watch(
         handle = launch(config, directory.path, progress=preparing.show, resume=way.resume, settings=way.settings)
     try:
         with view_for(console, title=f"Step Engine  {directory.shown}", plain=way.plain) as view:
+            handle.note = view.note
             if handle.metrics_url is not None:
                 view.note(f"metrics: {handle.metrics_url}")
             if way.resume:

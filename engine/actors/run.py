@@ -29,6 +29,7 @@ from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.config.machine import object_store_limit
+from engine.control.requests import Drain, Operation, Stop
 from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def launch(
     settings: Sequence[tuple[str, str]] = (),
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
-    holds, under `settings` of the scheduler as (setting, value).
+    holds, under `settings` of the scheduler as (path, value).
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
@@ -191,7 +192,7 @@ class RunHandle:
         self._begun_again += 1
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
         self._launched.end()
-        self._launched = Launched.of(dataclasses.replace(self._plan, resume=True))
+        self._launched = Launched.of(dataclasses.replace(self._plan, resume=True, settings=()))
         self._seen = 0
         return True
 
@@ -205,15 +206,15 @@ class RunHandle:
     def drain(self, reason: str) -> None:
         """Let the run come to rest and end resumably: what is trained is trained to its end, a checkpoint is written.
         `updates` then comes to its end."""
-        self._tell(self._launched.actor.drain, reason)
+        self._tell(Drain(reason=reason))
 
     def stop(self, reason: str) -> None:
         """End the run resumably, at once; `updates` then comes to its end."""
-        self._tell(self._launched.actor.stop, reason)
+        self._tell(Stop(reason=reason))
 
-    def _tell(self, method: Any, reason: str) -> None:
+    def _tell(self, asked: Operation) -> None:
         try:
-            ray.get(method.remote(reason))
+            ray.get(self._launched.actor.tell.remote(asked))
         except RayError as error:
             raise raised(error) from unwrapped(error)
 

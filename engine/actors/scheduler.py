@@ -27,12 +27,13 @@ from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.record import recorder_of
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.survived import STORES, Survived, survived_of, take_hold
-from engine.actors.told import BeginAgain, News, Traffic, Update
+from engine.actors.told import BeginAgain, Traffic, Update
+from engine.actors.watched import Watchers
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
 from engine.config import load_extensions_of
 from engine.control.decide import after_resuming
-from engine.control.requests import Drain, Operation, Stop
+from engine.control.requests import Operation
 from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, SchedulerRecovered, StopRequested
@@ -62,12 +63,12 @@ class SchedulerActor:
         self._acknowledged: dict[tuple[str, Incarnation], int] = {}
         self._reports = 0
         self._decisions_s: deque[float] = deque(maxlen=4096)
-        self._news = News()
-        self._control: Control | None = None
+        self._watchers = Watchers()
         self._failure: Exception | None = None
         self._ended = False
         self._draining = False
         self._endpoint: Endpoint | None = None
+        self._control: Control | None = None
         self._gateway: Any = None
         self._past: Past | None = None
         self._transitions = Transitions()
@@ -151,13 +152,12 @@ class SchedulerActor:
             0 if plan.run_dir is None else plan.snapshot_every, self._transitions,
         )  # fmt: skip
         if plan.metrics_port is not None:
-            port = plan.metrics_port
-            self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, self._now, port)
-        self._control = Control(plan, self._metrics, self._driver, self._deliver, self._now, self._news.changed)
+            now, port = (lambda: self._clock.now()), plan.metrics_port
+            self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)
+        self._control = Control(
+            plan, self._metrics, self._driver, self._deliver, lambda: self._clock.now(), self._watchers.changed
+        )
         return self._control
-
-    def _now(self) -> float:
-        return self._clock.now()
 
     # another process of the same run
 
@@ -190,7 +190,7 @@ class SchedulerActor:
             raise self._failure from None
         finally:
             self._restarted = self._failure is not None and self._restarted
-            self._news.changed()
+            self._watchers.changed()
 
     async def _stay_ended(self, survived: Survived) -> None:
         """The process that ended had only to take the rest down."""
@@ -207,7 +207,8 @@ class SchedulerActor:
             living = await take_hold(packed.launch, plan, survived.recovered.events)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
-            await self._make(survived, living).open()
+            control = self._make(survived, living)
+            await control.open()
         except BaseException:
             survived.lock.release()
             raise
@@ -219,14 +220,9 @@ class SchedulerActor:
         self._executor.flush()
         self._fleet.trainer.recover(survived.restore, survived.published)
         self._fleet.recover(replicas)
-        self._go()
-
-    def _go(self) -> None:
-        """Say where the run is to be reached, and wait for its end."""
         if self._endpoint is not None:
             self._endpoint.announce()
-        if self._control is not None:
-            self._control.begin()
+        control.begin()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
     @ray.method(max_task_retries=-1)
@@ -245,8 +241,12 @@ class SchedulerActor:
         begun = self._past is not None and self._past.recovered.events > 0
         self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
         self._deliver(*self._after_resuming)
+        if self._endpoint is not None:
+            self._endpoint.announce()
+        if self._control is not None:
+            self._control.begin()
         self._fleet.join()
-        self._go()
+        self._main = asyncio.get_running_loop().create_task(self._until_over())
 
     @ray.method(max_task_retries=-1)
     async def report(
@@ -281,18 +281,9 @@ class SchedulerActor:
         return sequence
 
     @ray.method(max_task_retries=-1)
-    async def drain(self, reason: str) -> None:
-        """Let the run come to rest and end resumably."""
+    async def tell(self, asked: Operation) -> None:
+        """Carry out an order of whoever launched the run; nothing where that is over."""
         await self._there()
-        self._carry_out(Drain(reason=reason))
-
-    @ray.method(max_task_retries=-1)
-    async def stop(self, reason: str) -> None:
-        """End the run resumably, at once."""
-        await self._there()
-        self._carry_out(Stop(reason=reason))
-
-    def _carry_out(self, asked: Operation) -> None:
         if self._control is not None and self._scheduler.state.outcome is None:
             self._control.carry_out(asked)
 
@@ -308,14 +299,14 @@ class SchedulerActor:
         """The newest status, as soon as it is newer than the one numbered `since`. Raises what ended the run, if
         something did. A process that took the place of another counts from 1 again."""
         await self._there()
-        since = min(since, self._news.number)
-        while self._news.number <= since and not self._ended:
-            await self._news.next()
+        since = min(since, self._watchers.number)
+        while self._watchers.number <= since and not self._ended:
+            await self._watchers.wait()
         if self._ended and self._failure is not None:
             raise self._failure
         status = self._metrics.status(None if self._ended else self._clock.now())
         told = self._control is not None and self._control.told
-        return Update(number=self._news.number, status=status, last=self._ended, relaunch=self._relaunch, told=told)
+        return Update(number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, told=told)
 
     @ray.method(max_task_retries=-1)
     async def past(self) -> str:
@@ -370,8 +361,7 @@ class SchedulerActor:
             self._draining = not outermost
 
     def _lose_run(self, reason: str) -> None:
-        """End the run resumably where nothing can take the place of what is lost; it can begin again from its
-        record."""
+        """End the run resumably where nothing can replace what is lost; it can begin again from its record."""
         if self._plan.run_dir is not None and not self._over.done():
             self._relaunch = reason
         self._deliver(StopRequested(reason=clean(reason)))
@@ -387,7 +377,7 @@ class SchedulerActor:
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         self._metrics.observe(event, commands)
-        self._news.happened()
+        self._watchers.soon()
 
     async def _until_over(self) -> None:
         """Wait for the end, take everything down, tell the watchers."""
@@ -398,4 +388,4 @@ class SchedulerActor:
         with contextlib.suppress(Exception):
             await self.close()
         self._ended = True
-        self._news.changed()
+        self._watchers.changed()

@@ -19,7 +19,6 @@ from engine.actors.plan import Plan, Restore
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
-from engine.metrics.collector import Transitions
 from engine.metrics.journal import keep_rows
 from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover

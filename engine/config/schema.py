@@ -170,11 +170,11 @@ class DurabilitySection(Section):
         le=10_000_000,
         description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
     )
-    snapshot_every: int = Field(
-        100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
-    )
     drain_s: float | None = Field(
         None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
+    )
+    snapshot_every: int = Field(
+        100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
     )
 
 

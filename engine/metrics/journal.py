@@ -35,10 +35,8 @@ class Journal:
 def keep_rows(
     path: Path, keep: Callable[[dict[str, Any]], bool], complain: Callable[[str], None] = log.warning
 ) -> list[dict[str, Any]]:
-    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all.
-
-    A line that is no row is told with its file and number, and left out: nothing depends on it.
-    """
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
+    no row is told with its file and number, and left out: nothing depends on it."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -46,11 +44,9 @@ def keep_rows(
     for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
         try:
             row = json.loads(line)
-            wanted = keep(row)
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            kept += [row] if keep(row) else []
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             complain(f"{path}: line {number} is no row of it and is left out: {error}")
-            continue
-        kept += [row] if wanted else []
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
