@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     resume = commands.add_parser("resume", help="go on with a run that ended before its time")
     resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     resume.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change")
+    resume.add_argument(
+        "--force-from", metavar="CHECKPOINT", help="go back to this one, such as step-000020; newer ones are put aside"
+    )
     resume.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
     resume.set_defaults(run=_resume)
 
@@ -272,7 +275,8 @@ def _resume(arguments: argparse.Namespace) -> int:
         directory = rundir.open_run(arguments.directory)
         RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
         config = resumed_config(directory.config, read(directory.schedule).header.config, arguments.set)
-        return _train(config, directory, interrupts, plain=arguments.plain, resume=True)
+        forced = arguments.force_from
+        return _train(config, directory, interrupts, plain=arguments.plain, resume=True, force_from=forced)
 
 
 def _run_name(config: "Config", path: str) -> str:
@@ -283,7 +287,13 @@ def _run_name(config: "Config", path: str) -> str:
 
 
 def _train(
-    config: "Config", directory: "RunDirectory", interrupts: Interrupts, *, plain: bool, resume: bool = False
+    config: "Config",
+    directory: "RunDirectory",
+    interrupts: Interrupts,
+    *,
+    plain: bool,
+    resume: bool = False,
+    force_from: str | None = None,
 ) -> int:
     """Carry a run out and show it, from making its model to the table at its end."""
     from rich.console import Console
@@ -295,7 +305,7 @@ def _train(
     where = directory.shown
     print(f"run: {where}", flush=True)
     try:
-        status = _watch(config, directory, console, interrupts, plain=plain, resume=resume)
+        status = _watch(config, directory, console, interrupts, plain=plain, resume=resume, force_from=force_from)
     except BaseException as error:
         error.add_note(f"what there is of the run is in {where}")
         raise
@@ -321,6 +331,7 @@ def _watch(
     *,
     plain: bool,
     resume: bool,
+    force_from: str | None,
 ) -> "Status | None":
     """Launch a run and show it to its end: the last status."""
     from engine.actors.run import launch
@@ -328,7 +339,7 @@ def _watch(
 
     status = None
     with Preparing(console, plain=plain) as preparing:
-        handle = launch(config, directory.path, progress=preparing.show, resume=resume)
+        handle = launch(config, directory.path, progress=preparing.show, resume=resume, force_from=force_from)
     try:
         with view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
             if handle.metrics_url is not None:

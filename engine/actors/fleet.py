@@ -171,10 +171,11 @@ class Fleet:
     async def _watch_store(self, name: str, store: Any) -> None:
         """Nothing can take the place of a store: what it held is gone with it."""
         try:
-            await store.alive.remote()
+            story = f"the {name} store takes nothing more: {await store.alive.remote()}"
         except Exception as error:
-            if not self._closed:
-                self._give_up(f"the {name} store is lost: {failure_reason(error)}")
+            story = f"the {name} store is lost: {failure_reason(error)}"
+        if not self._closed:
+            self._give_up(story)
 
     def _lose(self, link: ReplicaLink, reason: str) -> None:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)

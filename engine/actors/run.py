@@ -34,16 +34,21 @@ GOODBYE_S = 10.0
 
 
 def launch(
-    config: Config, run_dir: str | Path, *, progress: Progress | None = None, resume: bool = False
+    config: Config,
+    run_dir: str | Path,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    force_from: str | None = None,
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
-    holds.
+    holds, from the checkpoint `force_from` if that is given.
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
-    return start(dataclasses.replace(plan_of(config, Path(run_dir), progress), resume=resume))
+    return start(dataclasses.replace(plan_of(config, Path(run_dir), progress), resume=resume, force_from=force_from))
 
 
 def start(plan: Plan) -> "RunHandle":

@@ -102,21 +102,23 @@ class SchedulerActor:
         policies = PolicySet.from_names(plan.policies)
         self._transitions = Transitions()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(
-                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions
-            )
+            self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
         self._scheduler = (
             Scheduler(plan.limits, policies, observe=self._transitions) if past is None else past.recovered.scheduler
         )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
-        self._metrics = RunMetrics(self._scheduler, self._transitions, books)
+        self._metrics = RunMetrics(self._scheduler, self._transitions, books, None if past is None else past.rows)
         self._recorder = self._new_recorder(policies)
         self._clock = self._new_clock()
         self._over: asyncio.Future[FinishRun] = loop.create_future()
         self._self = ray.get_runtime_context().current_actor
         light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
-        self._trajectories = ray.remote(TrajectoryStoreActor).options(**light).remote()
+        self._trajectories = (
+            ray.remote(TrajectoryStoreActor)
+            .options(**light)
+            .remote(plan.trajectories_dir, plan.store_policy, past is None)
+        )
         held: dict[str, Any] = {**light, "num_gpus": plan.transport.store_gpus}
         self._weights = ray.remote(WeightsStoreActor).options(**held).remote(plan.transport)
         if plan.make_gateway is not None:
@@ -194,7 +196,7 @@ class SchedulerActor:
         arrived = time.perf_counter()
         for step, said in figures:
             self._metrics.report(step, said)
-            self._fleet.trainer.reported(said)
+            self._fleet.trainer.reported(step, said)
         batch = unpack_events(events)
         if not source.startswith("rollout-"):
             for event in batch:
@@ -247,10 +249,13 @@ class SchedulerActor:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
             ray.kill(gateway)
         await self._fleet.close()
+        await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=GOODBYE_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
-        self._metrics.close()
-        self._recorder.close()
+        try:
+            self._metrics.close()
+        finally:
+            self._recorder.close()
         if self._endpoint is not None:
             self._endpoint.close()
 

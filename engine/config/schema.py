@@ -162,6 +162,16 @@ class DurabilitySection(Section):
         le=10_000_000,
         description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
     )
+    trajectories: Literal["disk", "memory"] = Field(
+        "disk", description="Where they are kept: in the run's directory, so that a resume loses none, or in memory."
+    )
+    fsync: Literal["segment", "always"] = Field(
+        "segment", description="What outlives a power cut: closed segments, or each group that was acknowledged."
+    )
+    segment_mb: int = Field(64, ge=1, le=1024, description="Size at which a segment of trajectories is closed, in MiB.")
+    max_bytes: int | None = Field(
+        None, ge=1 << 20, le=1 << 60, description="Of all trajectories on disk; null: as many as the disk has room for."
+    )
     snapshot_every: int = Field(
         100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
     )

@@ -129,6 +129,10 @@ class Transitions:
         """How often any record entered a state."""
         return sum(n for (name, _, target), n in list(self.count.items()) if name == machine and target == state)
 
+    def group_counts(self) -> dict[str, int]:
+        """How often groups were aborted, resumed and filtered, as a step's row has it."""
+        return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
+
     def net(self, machine: str, state: str) -> int:
         """Records that entered a state minus those that left it."""
         counts = list(self.count.items())
@@ -140,7 +144,14 @@ class Transitions:
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
-    def __init__(self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: HasState,
+        transitions: Transitions,
+        journal: TakesRows | None = None,
+        rows: StepRows | None = None,
+    ) -> None:
+        """`rows`: those that an earlier life of the run left unfinished."""
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
@@ -174,7 +185,8 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.steps = StepRows(self._emit)
+        self.steps = StepRows(self._emit) if rows is None else rows
+        self.steps.emit = self._emit
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
@@ -358,9 +370,7 @@ class RunMetrics:
         for step, state in self.transitions.steps:
             self.steps.changed(step, state, at)
             if state == "finished":
-                entered = self.transitions.entered
-                counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
-                self.steps.finished(step, self.state.latest_version, at, counts)
+                self.steps.finished(step, self.state.latest_version, at, self.transitions.group_counts())
                 self._finished_at.append(at)
                 self.finished_at = at
             elif state == "trained":
