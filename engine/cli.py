@@ -342,6 +342,7 @@ def _watch(
         handle = launch(config, directory.path, progress=preparing.show, resume=resume, force_from=force_from)
     try:
         with view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
+            handle.note = view.note
             if handle.metrics_url is not None:
                 view.note(f"metrics: {handle.metrics_url}")
             if resume:

@@ -23,6 +23,7 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
+    StartReplica,
     StopMeasuring,
     StopReplica,
     TrainStep,
@@ -77,7 +78,8 @@ class RayExecutor:
             CancelTimer: self._timers.cancel,
             RetireWeights: self._retire,
             StopMeasuring: self._stop_measuring,
-            StopReplica: lambda command: fleet.stop_replica(command.replica, command.incarnation, command.reason),
+            StopReplica: fleet.stop_replica,
+            StartReplica: fleet.start_replica,
             FinishRun: finish,
             **dict.fromkeys((*TRAINER_COMMANDS, EnterState), fleet.order_trainer),
         }

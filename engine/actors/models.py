@@ -97,6 +97,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
             max_bytes=config.durability.max_bytes,
             fsync=config.durability.fsync,
         ),
+        heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
         scorer_threads=threads_of_scorers(config, limits.scorers()),

@@ -122,6 +122,16 @@ class Plan:
     """Times in a row that the trainer may be started again without a step trained in between."""
     worker_restarts: int = 3
     """Times each scorer, and the process of the added states, may be started again."""
+    restarts: int = 5
+    """Times the run is begun again from its record, in place, without a train step trained in between, where something
+    is lost that nothing can take the place of."""
+    scheduler_restarts: int = 20
+    """Times that the scheduler's process may be started again while the others live on; needs a `run_dir`."""
+    orphan_s: float = 30.0
+    """Actors end by themselves so long after the scheduler is gone for good."""
+    heartbeat_s: float = 10.0
+    """Actors are asked so often for a sign of life; one that misses `missed_beats` is taken for lost. 0: never."""
+    missed_beats: int = 3
     rollout_threads: int = 1
     trainer_threads: int = 0
     """CPU threads; 0: as many as there are cores."""

@@ -14,7 +14,9 @@ from typing import Any
 import ray
 
 from engine.actors.failures import named
+from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Batcher
+from engine.actors.process import PackedPlan
 from engine.actors.senders import Senders, Wire
 from engine.actors.transports import Transport
 from engine.hosts.durable import DurableStore, StorePolicy
@@ -36,8 +38,16 @@ Packed = tuple[GroupId, int, bytes]
 class TrajectoryStoreActor:
     """A trajectory store in a process of its own: on disk where it is told where, else in memory."""
 
-    def __init__(self, directory: Path | None = None, policy: StorePolicy | None = None, fresh: bool = True) -> None:
+    def __init__(
+        self,
+        plan: PackedPlan,
+        scheduler: Any,
+        directory: Path | None = None,
+        policy: StorePolicy | None = None,
+        fresh: bool = True,
+    ) -> None:
         """`fresh`: `directory` must not hold trajectories yet; else what it holds is read."""
+        end_when_orphaned(plan, scheduler)
         self._failed = asyncio.Event()
         self._reason = ""
         self._store: TrajectoryStore[bytes] | DurableStore = (
@@ -137,7 +147,8 @@ class RemoteTrajectories:
 class WeightsStoreActor:
     """Holds published versions for the replicas."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
+        end_when_orphaned(plan, scheduler)
         self._store = WeightsStore()
         self._transport = transport
         self._senders = Senders()

@@ -12,7 +12,10 @@ from typing import Any
 
 import ray
 
+from engine.actors.heartbeat import Pulse
+from engine.actors.lasting import Living, lasting
 from engine.actors.link import Link
+from engine.actors.placement import beside_the_run
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.process import PackedPlan
 from engine.actors.trainer import TrainerActor
@@ -46,6 +49,7 @@ class TrainerLink(Link):
         given: Given,
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        living: Living | None = None,
     ) -> None:
         self._plan = plan
         self._given = given
@@ -59,19 +63,42 @@ class TrainerLink(Link):
         """Steps that no checkpoint contains, and whose batches are in the trajectory store."""
         self._deaths = 0
         """Since a step was trained."""
-        super().__init__(start=self._actor_of, failure=failure_of, deliver=deliver, spawn=spawn)
+        self._contained = 0
+        """Train steps in the newest checkpoint."""
+        super().__init__(
+            source="trainer", living=living, pulse=Pulse.of(plan), start=self._actor_of, failure=failure_of,
+            deliver=deliver, spawn=spawn,
+        )  # fmt: skip
 
     def _actor_of(self, incarnation: Incarnation) -> Any:
         packed, *handles = self._given
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._plan.trainer_gpus, "enable_task_events": False}
+        options: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+        options |= {**lasting(packed, "trainer", incarnation), **beside_the_run(self._plan.trainer_gpus)}
         return ray.remote(TrainerActor).options(**options).remote(packed, incarnation, *handles)
+
+    @property
+    def steps(self) -> StepId:
+        """Train steps done."""
+        return self._steps
 
     async def open(self, restore: Restore | None = None) -> None:
         """`restore`: what an earlier life of the run left. Raises what the user's factory raises."""
         if restore is not None:
-            self._steps, self._updates_before = restore.reaches, restore.optimizer_steps
-            self._trained = {redo.step: redo for redo in restore.redo}
-        self._updates = await self.actor.open.remote(restore)
+            self._take_up(restore)
+        self._updates = await self.actor.bring_up.remote(restore)
+
+    def recover(self, done: Restore, updates: Mapping[StepId, int], published: StepId) -> None:
+        """Take over the trainer of an earlier scheduler process. `done`: as the record shows it, and with `redo` what
+        may be trained again; `updates`: the optimizer's in these steps; `published`: train steps in published
+        weights."""
+        self._take_up(done)
+        self._updates = dict(updates)
+        self._steps_published = published
+        self.take_over(self._restore())
+
+    def _take_up(self, restore: Restore) -> None:
+        self._steps, self._contained, self._updates_before = restore.reaches, restore.steps, restore.optimizer_steps
+        self._trained = {redo.step: redo for redo in restore.redo}
 
     def answered(self, event: Event) -> None:
         """To be told of every event of the trainer, before the scheduler is."""
@@ -97,13 +124,14 @@ class TrainerLink(Link):
         await self.actor.hand_over.remote(steps)
 
     def reported(self, step: StepId, figures: Mapping[str, Any]) -> None:
-        """To be told what the trainer says of a step."""
-        self._updates[step] = int(figures.get("optimizer_steps") or 0)
+        """To be told what the trainer says of a step. A repeat changes nothing."""
+        if step >= self._contained:
+            self._updates[step] = int(figures.get("optimizer_steps") or 0)
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""
         log.warning("the trainer is lost (life %d): %s", self._incarnation, reason)
-        ray.kill(self.actor)
+        self._kill()
         newest = await self._given[3].newest.remote()
         pending, self._pending, self._orders = self._pending, [], []
         for command in pending:
@@ -125,7 +153,7 @@ class TrainerLink(Link):
 
     def _let_go(self, steps: StepId) -> None:
         """A checkpoint contains so many steps."""
-        self._updates_before = self._optimizer_steps(before=steps)
+        self._updates_before, self._contained = self._optimizer_steps(before=steps), max(steps, self._contained)
         self._updates = {step: updates for step, updates in self._updates.items() if step >= steps}
         self._trained = {step: redo for step, redo in self._trained.items() if step >= steps}
 

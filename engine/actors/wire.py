@@ -63,6 +63,12 @@ class InOrder(Generic[Item]):
         self._next = 1
         self._early: dict[int, Item] = {}
 
+    def begin_at(self, sequence: int) -> None:
+        """Another sender has taken over and numbers its calls from here; what the one before sent and is still on its
+        way, or waits for what came before it, is dropped."""
+        self._next = sequence
+        self._early.clear()
+
     def take(self, sequence: int, item: Item) -> list[Item]:
         """What can be carried out now. A number that was taken before brings nothing."""
         if sequence < self._next:

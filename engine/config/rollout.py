@@ -89,6 +89,12 @@ class RolloutSection(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
     )
+    heartbeat_s: float = Field(
+        10.0,
+        ge=0,
+        le=86_400,
+        description="Seconds between signs of life asked of every worker; one that misses three is lost. 0: never.",
+    )
     install_timeout_s: float = Field(
         300.0,
         gt=0,

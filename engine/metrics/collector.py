@@ -130,7 +130,6 @@ class Transitions:
         return sum(n for (name, _, target), n in list(self.count.items()) if name == machine and target == state)
 
     def group_counts(self) -> dict[str, int]:
-        """How often groups were aborted, resumed and filtered, as a step's row has it."""
         return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
 
     def net(self, machine: str, state: str) -> int:
@@ -213,6 +212,15 @@ class RunMetrics:
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
         }
 
+    def go_on(self) -> None:
+        """After a record was replayed up to the present: the steps under way are known from here on."""
+        for step in self.state.steps.values():
+            if step.groups or step.state == "collecting":
+                self.steps.changed(step.id, step.state, self.state.now)
+            if step.groups:
+                groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
+                self.steps.formed(step.id, groups, step.staleness)
+
     # what is fed in
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
@@ -250,7 +258,7 @@ class RunMetrics:
                 self.figures[name] = float(value)
 
     def validated(self, steps: int, accuracy: float) -> None:
-        """Accuracy on held-out prompts, of the weights after `steps` train steps."""
+        """Of the weights after `steps` train steps, on held-out prompts."""
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:

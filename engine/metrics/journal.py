@@ -7,7 +7,7 @@ figure that is not finite is written as null.
 import json
 import math
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,13 @@ def room_for(path: Path) -> Iterator[None]:
         raise StorageFull(str(path), path.stat().st_size, str(error.strerror)) from None
 
 
-def cut_rows(
-    path: Path, steps: int, unfinished: Container[int] = (), validations: Container[int] | None = None
-) -> list[dict[str, Any]]:
-    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
-    are to be written again, and so are those of `unfinished` steps and of validations other than `validations`."""
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines[:-1]]  # what stands behind the last line end is torn
-    kept = [
-        row
-        for row in rows
-        if row.get("step", row.get("steps", 0) - 1) < steps
-        and row.get("step", -1) not in unfinished
-        and (validations is None or "validation" not in row or row["validation"] in validations)
-    ]
+    kept = [row for row in rows if keep(row)]
     temporary = path.with_name(path.name + ".tmp")
     with room_for(path), temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
@@ -70,6 +61,20 @@ def cut_rows(
         os.fsync(file.fileno())
     temporary.replace(path)
     return kept
+
+
+def cut_rows(
+    path: Path, steps: int, unfinished: Container[int] = (), validations: Container[int] | None = None
+) -> list[dict[str, Any]]:
+    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
+    are to be written again, and so are those of `unfinished` steps and of validations other than `validations`."""
+
+    def stays(row: dict[str, Any]) -> bool:
+        if "validation" in row and validations is not None and row["validation"] not in validations:
+            return False
+        return row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished
+
+    return keep_rows(path, stays)
 
 
 def plain(value: Any) -> Any:
