@@ -1,7 +1,7 @@
 """The run directory: where a run keeps its configuration, its record, its metrics and its checkpoints.
 
-Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`; `runs/latest` points
-at the newest. Nothing of an earlier run is ever overwritten.
+Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`, `trajectories/`;
+`runs/latest` points at the newest. Nothing of an earlier run is ever overwritten.
 """
 
 import os
@@ -99,7 +99,7 @@ def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
 
 
 def _claim(path: Path) -> Path:
-    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints"):
+    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories"):
         if (path / left).exists():
             raise ConfigError(
                 "--run-dir", str(path), f"already holds a run ({left})", "a new or empty directory would hold"

@@ -37,6 +37,8 @@ class Way:
     resume: bool = False
     settings: Sequence[tuple[str, str]] = ()
     """Of the scheduler, that a resumed run is to have from now on."""
+    force_from: str | None = None
+    """The checkpoint that a resumed run goes back to."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +98,8 @@ def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace,
 
     RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
     config, settings = resumed(path, read(directory.schedule).header.config, arguments.set)
-    way = Way(plain=arguments.plain, resume=True, settings=settings)
+    forced = getattr(arguments, "force_from", None)  # `engine run --resume auto` goes on from the newest
+    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
     return _train(config, directory, interrupts, way)
 
 
@@ -175,7 +178,14 @@ def _watch(
     from engine.live import Preparing, view_for
 
     with Preparing(console, plain=way.plain) as preparing:
-        handle = launch(config, directory.path, progress=preparing.show, resume=way.resume, settings=way.settings)
+        handle = launch(
+            config,
+            directory.path,
+            progress=preparing.show,
+            resume=way.resume,
+            settings=way.settings,
+            force_from=way.force_from,
+        )
     try:
         with view_for(console, title=f"Step Engine  {directory.shown}", plain=way.plain) as view:
             handle.note = view.note

@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": DRIVER,
     "control": DRIVER,
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
-    "hosts": EVENTS,
+    "hosts": {*EVENTS, "schedule"},  # how frames lie on disk, and who may write them
     "local": {*DRIVER, "hosts", "metrics"},
     "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway", "control"},
     # the work itself, which knows nothing of the scheduler

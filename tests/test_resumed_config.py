@@ -90,7 +90,7 @@ def test_a_line_of_the_metrics_that_is_no_row_is_told_and_left_out(tmp_path: Pat
     rows = [json.dumps({"step": step, "loss": 0.5}).encode() for step in range(4)]
     whole = [rows[0], b'{"step": 1, "lo', b"\xff\xfe", b"[1, 2]", b'{"step": "x"}', b"", rows[2], rows[3]]
     path.write_bytes(b"\n".join(whole) + b"\n" + b'{"step": 4')
-    assert [row["step"] for row in cut_rows(path, 3, told.append)] == [0, 2]
+    assert [row["step"] for row in cut_rows(path, 3, complain=told.append)] == [0, 2]
     assert [said.partition(" is no row")[0] for said in told] == [
         f"{path}: line {number}" for number in (2, 3, 4, 5, 6)
     ]

@@ -23,7 +23,8 @@ from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.actors.workers import Workers
 from engine.commands import Command, DiscardGroups, StartReplica, StopReplica
-from engine.events import Event, ReplicaLost
+from engine.events import Event, ReplicaLost, StopRequested
+from engine.hosts.reasons import clean
 from engine.ids import Incarnation, ReplicaId, StepId
 
 log = logging.getLogger(__name__)
@@ -245,12 +246,16 @@ class Fleet:
             self._lose(link, reason)
 
     async def _watch_one(self, name: str, actor: Any) -> None:
-        """Nothing can take the place of a store, or of the gateway: what it held is gone with it."""
+        """Nothing can take the place of a store, or of the gateway: what it held is gone with it. A store that is full
+        holds it still, and the run stops until somebody makes room."""
         try:
-            await actor.alive.remote()
+            full = f"the {name} takes nothing more: {await actor.alive.remote()}"
         except Exception as error:
             if not self._closed:
                 self._give_up(f"the {name} is lost: {failure_reason(error)}")
+            return
+        if not self._closed:
+            self._deliver(StopRequested(reason=clean(full)))
 
     def _lose(self, link: ReplicaLink, reason: str, wanted: bool = True) -> None:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)

@@ -21,6 +21,7 @@ from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.added import Work, unchanged
+from engine.hosts.durable import StorePolicy
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.metrics.endpoint import FOLDER
@@ -94,6 +95,13 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         sinks=config.metrics.sinks.chosen(),
         endpoints=Path(config.run.dir).resolve() / FOLDER,
         keep_checkpoints=config.trainer.keep_checkpoints,
+        keep_checkpoints_every=config.trainer.keep_checkpoints_every,
+        trajectories=config.durability.trajectories,
+        store_policy=StorePolicy(
+            segment_bytes=config.durability.segment_mb << 20,
+            max_bytes=config.durability.max_bytes,
+            fsync=config.durability.fsync,
+        ),
         heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,

@@ -47,16 +47,17 @@ def launch(
     progress: Progress | None = None,
     resume: bool = False,
     settings: Sequence[tuple[str, str]] = (),
+    force_from: str | None = None,
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
-    holds, under `settings` of the scheduler as (path, value).
+    holds, under `settings` of the scheduler as (path, value), from the checkpoint `force_from` if that is given.
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
     plan = plan_of(config, Path(run_dir), progress)
-    return start(dataclasses.replace(plan, resume=resume, settings=tuple(settings)))
+    return start(dataclasses.replace(plan, resume=resume, settings=tuple(settings), force_from=force_from))
 
 
 def start(plan: Plan) -> "RunHandle":
@@ -192,7 +193,8 @@ class RunHandle:
         self._begun_again += 1
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
         self._launched.end()
-        self._launched = Launched.of(dataclasses.replace(self._plan, resume=True, settings=()))
+        again = dataclasses.replace(self._plan, resume=True, settings=(), force_from=None)
+        self._launched = Launched.of(again)
         self._seen = 0
         return True
 

@@ -88,9 +88,7 @@ class SchedulerActor:
         prepare_process("scheduler", plan.run_dir)
         await self._load()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(
-                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions
-            )
+            self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
         self._start_stores()
         control = self._make(past, None)
@@ -113,7 +111,8 @@ class SchedulerActor:
             named = {**light, **lasting(packed, source), **beside_the_run(gpus), **options}
             return ray.remote(kind).options(**named).remote(packed, self._self, *given)
 
-        self._trajectories = begin(TrajectoryStoreActor, STORES[0])
+        at, policy, fresh = plan.trajectories_dir, plan.store_policy, not plan.resume
+        self._trajectories = begin(TrajectoryStoreActor, STORES[0], at, policy, fresh)
         self._weights = begin(WeightsStoreActor, STORES[1], plan.transport, gpus=plan.transport.store_gpus)
         if plan.make_gateway is not None:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
@@ -128,7 +127,8 @@ class SchedulerActor:
             else earlier.recovered.scheduler
         )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
-        self._metrics = RunMetrics(self._scheduler, self._transitions, books)
+        rows = earlier.rows if isinstance(earlier, Past) else None
+        self._metrics = RunMetrics(self._scheduler, self._transitions, books, rows)
         self._recorder = recorder_of(plan, policies, earlier)
         self._clock = self._new_clock(earlier)
         self._over = asyncio.get_running_loop().create_future()
@@ -218,7 +218,7 @@ class SchedulerActor:
         self._deliver(SchedulerRecovered())
         self._executor.execute(survived.orders)
         self._executor.flush()
-        self._fleet.trainer.recover(survived.restore, survived.published)
+        self._fleet.trainer.recover(survived.restore, survived.updates, survived.published)
         self._fleet.recover(replicas)
         if self._endpoint is not None:
             self._endpoint.announce()
@@ -335,10 +335,11 @@ class SchedulerActor:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
             ray.kill(gateway)
         await self._fleet.close()
+        await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=GOODBYE_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
-        self._metrics.close()
-        self._recorder.close()
+        with contextlib.closing(self._recorder):
+            self._metrics.close()
         if self._endpoint is not None:
             self._endpoint.close()
 

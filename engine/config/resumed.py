@@ -21,6 +21,7 @@ FREE = (
     "rollout.threads",
     "trainer.threads",
     "trainer.keep_checkpoints",
+    "trainer.keep_checkpoints_every",
     "durability",
 )
 """Fields and sections on which nothing that was recorded depends."""

@@ -173,6 +173,16 @@ class DurabilitySection(Section):
     drain_s: float | None = Field(
         None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
     )
+    trajectories: Literal["disk", "memory"] = Field(
+        "disk", description="Where they are kept: in the run's directory, so that a resume loses none, or in memory."
+    )
+    fsync: Literal["segment", "always"] = Field(
+        "segment", description="What outlives a power cut: closed segments, or each group that was acknowledged."
+    )
+    segment_mb: int = Field(64, ge=1, le=1024, description="Size at which a segment of trajectories is closed, in MiB.")
+    max_bytes: int | None = Field(
+        None, ge=1 << 20, le=1 << 60, description="Of all trajectories on disk; null: as many as the disk has room for."
+    )
     snapshot_every: int = Field(
         100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
     )

@@ -74,7 +74,14 @@ class TakesRows(Protocol):
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
-    def __init__(self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: HasState,
+        transitions: Transitions,
+        journal: TakesRows | None = None,
+        rows: StepRows | None = None,
+    ) -> None:
+        """`rows`: those that an earlier life of the run left unfinished."""
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
@@ -112,7 +119,8 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.steps = StepRows(self._emit)
+        self.steps = StepRows(self._emit) if rows is None else rows
+        self.steps.emit = self._emit
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
@@ -187,7 +195,7 @@ class RunMetrics:
                 self.figures[name] = float(value)
 
     def validated(self, steps: int, accuracy: float) -> None:
-        """Accuracy on held-out prompts, of the weights after `steps` train steps."""
+        """Of the weights after `steps` train steps, on held-out prompts."""
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:
@@ -314,9 +322,7 @@ class RunMetrics:
             self.since["step", step] = at
             if state == "finished":
                 del self.since["step", step]
-                entered = self.transitions.entered
-                counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
-                self.steps.finished(step, self.state.latest_version, at, counts)
+                self.steps.finished(step, self.state.latest_version, at, self.transitions.group_counts())
                 self._finished_at.append(at)
                 self.finished_at = at
             elif state == "trained":

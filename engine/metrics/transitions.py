@@ -69,6 +69,10 @@ class Transitions:
         """How often any record entered a state."""
         return sum(n for (name, _, target), n in list(self.count.items()) if name == machine and target == state)
 
+    def group_counts(self) -> dict[str, int]:
+        """Of groups that were aborted, resumed and filtered so far, as the rows of steps have them."""
+        return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
+
     def net(self, machine: str, state: str) -> int:
         """Records that entered a state minus those that left it."""
         counts = list(self.count.items())
