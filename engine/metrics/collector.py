@@ -132,7 +132,11 @@ class RunMetrics:
         self._groups_before = self._group_counts()
         self._finished_at: deque[float] = deque(maxlen=11)
         self._token_samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
-        self._counted: dict[type[Event], Callable[[Any], None]] = {
+        self._counted = self._counters()
+
+    def _counters(self) -> dict[type[Event], Callable[[Any], None]]:
+        """What is done with the events of each class that are no echoes."""
+        return {
             GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.aborted,
             GroupFailed: self._group_failed,
