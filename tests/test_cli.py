@@ -341,9 +341,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
         handles: list[FakeHandle] = []
 
         def launch(
-            config: Config, run_dir: Path, *, progress: Callable[[float, str], None], resume: bool
+            config: Config,
+            run_dir: Path,
+            *,
+            progress: Callable[[float, str], None],
+            resume: bool,
+            force_from: str | None,
         ) -> FakeHandle:
-            assert not resume
+            assert not resume and force_from is None
             progress(0.0, "making data")
             progress(0.1, "supervised warm-up: step 1 of 10")
             progress(1.0, "model ready")
