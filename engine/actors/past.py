@@ -16,9 +16,9 @@ from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
 from engine.hosts.durable import DurableStore, clear
 from engine.hosts.packed import unpack_group
 from engine.ids import GroupId, StepId
-from engine.metrics.collector import Transitions
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
+from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.store import Torn
@@ -39,6 +39,8 @@ class Past:
     """Of steps that are under way."""
     torn: Torn | None = None
     """What was cut off the trajectory store's end."""
+    damaged: tuple[str, ...] = ()
+    """What of the run's files was left out because it could not be read."""
 
     def __str__(self) -> str:
         event = self.event(0)
@@ -50,7 +52,8 @@ class Past:
             )
             told += [f"{len(self.missing)} groups are not in the store and begin again"] if self.missing else []
         told += [f"{len(event.consumed)} groups are trained on again"] if event.consumed else []
-        return "; ".join([*told, *(f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn)])
+        cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
+        return "; ".join([*told, *cut, *self.damaged])
 
     @property
     def after(self) -> After:
@@ -113,7 +116,8 @@ def _taken_up(
         if later > steps:
             _put_aside(path)
     open_steps = set(recovered.scheduler.state.steps)
-    rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, open_steps, validations)
+    damaged: list[str] = []
+    rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, damaged.append, open_steps, validations)
     told = {row["step"] for row in rows if "step" in row}
     redo = [
         Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in told)
@@ -121,11 +125,15 @@ def _taken_up(
     ]
     restore = Restore(
         steps=steps,
-        optimizer_steps=sum(int(row.get("optimizer_steps") or 0) for row in rows if row.get("step", steps) < steps),
+        optimizer_steps=sum(
+            int(n)
+            for row in rows
+            if row.get("step", steps) < steps and isinstance(n := row.get("optimizer_steps"), int | float)
+        ),
         checkpoint=None if checkpoint is None else str(checkpoint),
         redo=tuple(redo),
     )
-    return Past(recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn)
+    return Past(recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged))
 
 
 def _missing_of(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tuple[GroupId, ...] | None, Torn | None]:

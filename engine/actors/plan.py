@@ -101,6 +101,18 @@ class Plan:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     """None: no endpoint; 0: any free port."""
+    control_host: str = "127.0.0.1"
+    control_port: int | None = None
+    """None: the run takes no orders; 0: any free port. Takes a `run_dir`, where the token is."""
+    most_replicas: int = 4096
+    """As many there may be when a run is told to have another number of them."""
+    drain_s: float | None = None
+    """How long a drain may take before the run stops as it is; None: as long as it takes."""
+    silence_s: float = 300.0
+    """How long nothing may change before the run says what it waits for."""
+    settings: Sequence[tuple[str, str]] = ()
+    """(path, value) of the live settings that a resumed run is to have from now on; with `rollout.replicas` among them
+    it has `replicas`, and not as many as were wanted last."""
     endpoints: Path | None = None
     """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

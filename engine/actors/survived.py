@@ -20,8 +20,8 @@ from engine.actors.plan import Plan, Redo, Restore
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
-from engine.metrics.collector import Transitions
 from engine.metrics.journal import keep_rows
+from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.open_orders import OpenOrders
@@ -84,7 +84,7 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     lock = RecordLock(run_dir / "schedule")
     try:
         orders = OpenOrders()
-        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), observe)
+        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), books=observe)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state

@@ -77,6 +77,9 @@ def verify_checkpoint(directory: Path) -> None:
     for line in lines:
         digest, _, name = line.partition("  ")
         path = directory / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            law = f"its {SUMS} names {name!r}, which lies elsewhere"
+            raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one")
         if not path.is_file():
             raise ConfigError("checkpoint", str(path), "is missing", "another checkpoint, without this one")
         if _digest(path) != digest:

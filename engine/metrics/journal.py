@@ -5,6 +5,7 @@ figure that is not finite is written as null.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import FULL, StorageFull
+
+log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -47,16 +50,24 @@ def room_for(path: Path) -> Iterator[None]:
         raise StorageFull(str(path), path.stat().st_size, str(error.strerror)) from None
 
 
-def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all."""
+def keep_rows(
+    path: Path, keep: Callable[[dict[str, Any]], bool], complain: Callable[[str], None] = log.warning
+) -> list[dict[str, Any]]:
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
+    no row is told with its file and number, and left out: nothing depends on it."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines[:-1]]  # what stands behind the last line end is torn
-    kept = [row for row in rows if keep(row)]
+    lines = path.read_bytes().split(b"\n")
+    kept = []
+    for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
+        try:
+            row = json.loads(line)
+            kept += [row] if keep(row) else []
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            complain(f"{path}: line {number} is no row of it and is left out: {error}")
     temporary = path.with_name(path.name + ".tmp")
     with room_for(path), temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
+        file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -64,7 +75,11 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[s
 
 
 def cut_rows(
-    path: Path, steps: int, unfinished: Container[int] = (), validations: Container[int] | None = None
+    path: Path,
+    steps: int,
+    complain: Callable[[str], None] = log.warning,
+    unfinished: Container[int] = (),
+    validations: Container[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
     are to be written again, and so are those of `unfinished` steps and of validations other than `validations`."""
@@ -72,9 +87,9 @@ def cut_rows(
     def stays(row: dict[str, Any]) -> bool:
         if "validation" in row and validations is not None and row["validation"] not in validations:
             return False
-        return row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished
+        return bool(row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished)
 
-    return keep_rows(path, stays)
+    return keep_rows(path, stays, complain)
 
 
 def plain(value: Any) -> Any:

@@ -132,10 +132,10 @@ def restore(trainer: Any, restore: Restore) -> None:
         trainer.steps, trainer.chain = kept["steps"], kept["chain"]
 
 
-def prompts(point: Point, dies_at: int | None) -> CountedPrompts:
-    """Called where the scheduler lives, which is where death comes from."""
-    if dies_at is not None:
-        lay_trap(point.victim, dies_at)
+def prompts(point: Point, dies_at: int | None, sprung: Path) -> CountedPrompts:
+    """Called where the scheduler lives, which is where death comes from; once, also where another takes its place."""
+    if dies_at is not None and not sprung.exists():
+        lay_trap(point.victim, dies_at, sprung)
     return listed([f"question {n}" for n in range(point.batch * (point.steps + 4))])
 
 
@@ -150,7 +150,8 @@ def plan(run_dir: Path, point: Point, dies_at: int | None) -> Plan:
     return Plan(
         limits=limits, samples=SAMPLES, replicas=2, slots=8,
         make_rollout=lambda replica: Rollout(generator=Sampler()), make_trainer=Chain, restore_trainer=restore,
-        make_prompts=lambda: prompts(point, dies_at), make_scorer=(lambda tasks: Reference()) if apart else None,
+        make_prompts=lambda: prompts(point, dies_at, run_dir / f"sprung-{dies_at}"),
+        make_scorer=(lambda tasks: Reference()) if apart else None,
         run_dir=run_dir, resume=(run_dir / "schedule" / "00000000.seg").exists(), snapshot_every=60,
     )  # fmt: skip
 
@@ -187,13 +188,14 @@ def strike(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def lay_trap(victim: str, dies_at: int) -> None:
+def lay_trap(victim: str, dies_at: int, sprung: Path) -> None:
     """Have the recorder of this process bring death once it has written so many bytes."""
     written, honest, mark = [0], Recorder.flush, os.environ[MARK]
 
     def flush(recorder: Recorder) -> None:
         held = recorder.progress[1]
         if written[0] >= 0 and written[0] + held > dies_at:
+            sprung.touch()
             if victim == TREE:
                 data = b"".join(recorder._held)[: max(0, dies_at - written[0])]
                 os.write(recorder._open_file().fileno(), data)
