@@ -359,6 +359,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             *,
             progress: Callable[[float, str], None],
             resume: bool,
+            force_from: str | None,
             settings: tuple[tuple[str, str], ...],
         ) -> FakeHandle:
             if resume:
