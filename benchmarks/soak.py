@@ -28,8 +28,9 @@ from engine.driver import Driver
 from engine.events import CheckpointSaved, GroupFailed, GroupGenerated, ReplicaJoined, ReplicaLost, RunStarted
 from engine.hosts.prompts import CountedPrompts
 from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
+from engine.metrics.transitions import Transitions
 from engine.roles import Batch, GroupWork
 from engine.schedule import Header, Recorder
 from engine.scheduler import Scheduler

@@ -31,6 +31,7 @@ from engine.commands import (
 from engine.events import Event, GroupFailed, PromptsDrawn
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import held_out_group
+from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.ids import GroupId
@@ -109,6 +110,7 @@ class RayExecutor:
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
             prompt = self._prompts.prompt(command.group)
+            plain_prompt(prompt)  # one that cannot travel must not take the orders beside it along
         except Exception as error:
             failed: Event = GroupFailed(
                 group=command.group,

@@ -23,7 +23,8 @@ from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.actors.workers import Workers
 from engine.commands import Command, DiscardGroups, StartReplica, StopReplica
-from engine.events import Event, ReplicaLost
+from engine.events import Event, ReplicaLost, StopRequested
+from engine.hosts.reasons import clean
 from engine.ids import Incarnation, ReplicaId, StepId
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Fleet:
             self.spawn(self._watch(link))
         self.trainer.watch()
         self._workers.watch()
-        self._watch_stores()
+        self._watch_the_others()
 
     def take_up(self, replicas: Mapping[ReplicaId, tuple[Incarnation, bool, bool]]) -> None:
         """Take hold of the replicas that an earlier process of the scheduler started: orders go to them again.
@@ -162,11 +163,13 @@ class Fleet:
             elif returns:
                 self._bring_back(replica, incarnation, "it was being started")
         self._workers.recover()
-        self._watch_stores()
+        self._watch_the_others()
 
-    def _watch_stores(self) -> None:
-        for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
-            self.spawn(self._watch_store(name, store))
+    def _watch_the_others(self) -> None:
+        for name, actor in zip(("trajectory store", "weights store"), self._given[2:], strict=True):
+            self.spawn(self._watch_one(name, actor))
+        if self._gateway is not None:
+            self.spawn(self._watch_one("gateway", self._gateway))
 
     # orders
 
@@ -242,13 +245,17 @@ class Fleet:
         if not self._closed and self._links.get(link.replica) is link:
             self._lose(link, reason)
 
-    async def _watch_store(self, name: str, store: Any) -> None:
-        """Nothing can take the place of a store: what it held is gone with it."""
+    async def _watch_one(self, name: str, actor: Any) -> None:
+        """Nothing can take the place of a store, or of the gateway: what it held is gone with it. A store that is full
+        holds it still, and the run stops until somebody makes room."""
         try:
-            await store.alive.remote()
+            full = f"the {name} takes nothing more: {await actor.alive.remote()}"
         except Exception as error:
             if not self._closed:
-                self._give_up(f"the {name} store is lost: {failure_reason(error)}")
+                self._give_up(f"the {name} is lost: {failure_reason(error)}")
+            return
+        if not self._closed:
+            self._deliver(StopRequested(reason=clean(full)))
 
     def _lose(self, link: ReplicaLink, reason: str, wanted: bool = True) -> None:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
@@ -328,9 +335,13 @@ class Fleet:
         if lacking:
             log.warning("replica %d waits for a node to be on: %s", replica, lacking)
 
+    def stop_watching(self) -> None:
+        """Everything is being taken down: nobody's end is news any more."""
+        self._closed = True
+
     async def close(self) -> None:
         """Let generators give back what they hold, for a while, then kill every actor."""
-        self._closed = True
+        self.stop_watching()
         closing = [asyncio.ensure_future(link.actor.close.remote()) for link in self._links.values()]
         if closing:
             await asyncio.wait(closing, timeout=GOODBYE_S)

@@ -27,7 +27,7 @@ class HostedActor:
     def __init__(self, plan: PackedPlan, source: str, incarnation: Incarnation, scheduler: Any) -> None:
         self._plan = plan.unpack()
         end_when_orphaned(plan, scheduler)
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[Any] | None = None
         self._source = source
         self._incarnation = incarnation
         self._scheduler = scheduler
@@ -36,15 +36,15 @@ class HostedActor:
         self._broken: asyncio.Future[str] | None = None
         self._carry_out: Callable[[Any], None] | None = None
 
-    async def open(self, *given: Any, **named: Any) -> None:
+    async def open(self, *given: Any, **named: Any) -> Any:
         """Load what it hosts. Raises whatever the user's factory raises."""
         raise NotImplementedError
 
-    async def bring_up(self, *given: Any) -> None:
-        """Call `open`, once: returns or raises when that does, whoever asks and how often."""
+    async def bring_up(self, *given: Any) -> Any:
+        """Call `open`, once: returns or raises what that does, whoever asks and how often."""
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self.open(*given))
-        await asyncio.shield(self._opening)
+        return await asyncio.shield(self._opening)
 
     async def attach(self, sequence: int) -> None:
         """The scheduler is another process now, whose orders are numbered from here."""

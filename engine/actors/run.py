@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.config.machine import object_store_limit
+from engine.control.requests import Drain, Operation, Stop
 from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)
@@ -40,16 +41,23 @@ GOODBYE_S = 10.0
 
 
 def launch(
-    config: Config, run_dir: str | Path, *, progress: Progress | None = None, resume: bool = False
+    config: Config,
+    run_dir: str | Path,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    settings: Sequence[tuple[str, str]] = (),
+    force_from: str | None = None,
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
-    holds.
+    holds, under `settings` of the scheduler as (path, value), from the checkpoint `force_from` if that is given.
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
-    return start(dataclasses.replace(plan_of(config, Path(run_dir), progress), resume=resume))
+    plan = plan_of(config, Path(run_dir), progress)
+    return start(dataclasses.replace(plan, resume=resume, settings=tuple(settings), force_from=force_from))
 
 
 def start(plan: Plan) -> "RunHandle":
@@ -129,6 +137,8 @@ class RunHandle:
     def __init__(self, plan: Plan, launched: Launched, owns_ray: bool) -> None:
         self.note: Callable[[str], None] = log.warning
         """Told, in a line, that the run begins again from its record."""
+        self.told = False
+        """Somebody has told the run to end, as the newest of `updates` says."""
         self._plan = plan
         self._launched = launched
         self._owns_ray = owns_ray
@@ -157,8 +167,9 @@ class RunHandle:
                     continue
                 raise raised(error) from unwrapped(error)
             self._seen = update.number
+            self.told = update.told
             step = update.status.step
-            if update.last and update.relaunch and self._begin_again(update.relaunch, step):
+            if update.last and update.relaunch and not self.told and self._begin_again(update.relaunch, step):
                 continue
             if update.last:
                 self._last = update.status
@@ -182,7 +193,8 @@ class RunHandle:
         self._begun_again += 1
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
         self._launched.end()
-        self._launched = Launched.of(dataclasses.replace(self._plan, resume=True))
+        again = dataclasses.replace(self._plan, resume=True, settings=(), force_from=None)
+        self._launched = Launched.of(again)
         self._seen = 0
         return True
 
@@ -193,9 +205,20 @@ class RunHandle:
         assert self._last is not None
         return self._last
 
+    def drain(self, reason: str) -> None:
+        """Let the run come to rest and end resumably: what is trained is trained to its end, a checkpoint is written.
+        `updates` then comes to its end."""
+        self._tell(Drain(reason=reason))
+
     def stop(self, reason: str) -> None:
-        """End the run resumably; `updates` then comes to its end."""
-        ray.get(self._launched.actor.stop.remote(reason))
+        """End the run resumably, at once; `updates` then comes to its end."""
+        self._tell(Stop(reason=reason))
+
+    def _tell(self, asked: Operation) -> None:
+        try:
+            ray.get(self._launched.actor.tell.remote(asked))
+        except RayError as error:
+            raise raised(error) from unwrapped(error)
 
     def past(self) -> str:
         """What a run that was resumed goes on from, in words; empty for a new one."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import ray
 
+from engine.actors.control import Control
 from engine.actors.endpoint import Endpoint
 from engine.actors.executor import RayExecutor
-from engine.actors.failures import failure_reason, named, raised
+from engine.actors.failures import named, raised
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
 from engine.actors.lasting import Living, end_living, lasting
@@ -27,9 +28,12 @@ from engine.actors.record import recorder_of
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.survived import STORES, Survived, survived_of, take_hold
 from engine.actors.told import BeginAgain, Traffic, Update
+from engine.actors.watched import Watchers
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
 from engine.config import load_extensions_of
+from engine.control.decide import after_resuming
+from engine.control.requests import Operation
 from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, RunStarted, SchedulerRecovered, StopRequested
@@ -37,15 +41,14 @@ from engine.hosts.clock import WallClock
 from engine.hosts.reasons import clean, reason_of
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.sinks import open_books
+from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-STATUS_EVERY_S = 0.2
-"""A status goes out at most so often, and only after something happened."""
 SLICE = 64
 """Events of one report after which their commands leave: the first do not wait for the last of a large report."""
 
@@ -60,13 +63,12 @@ class SchedulerActor:
         self._acknowledged: dict[tuple[str, Incarnation], int] = {}
         self._reports = 0
         self._decisions_s: deque[float] = deque(maxlen=4096)
-        self._number = 0
-        self._status_timer: asyncio.TimerHandle | None = None
-        self._watchers: list[asyncio.Future[None]] = []
+        self._watchers = Watchers()
         self._failure: Exception | None = None
         self._ended = False
         self._draining = False
         self._endpoint: Endpoint | None = None
+        self._control: Control | None = None
         self._gateway: Any = None
         self._past: Past | None = None
         self._transitions = Transitions()
@@ -86,12 +88,12 @@ class SchedulerActor:
         prepare_process("scheduler", plan.run_dir)
         await self._load()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(
-                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions
-            )
+            self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
         self._start_stores()
-        self._make(past, None)
+        control = self._make(past, None)
+        self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)
+        await control.open()
         await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
         return self._endpoint.url if self._endpoint else None
 
@@ -109,12 +111,13 @@ class SchedulerActor:
             named = {**light, **lasting(packed, source), **beside_the_run(gpus), **options}
             return ray.remote(kind).options(**named).remote(packed, self._self, *given)
 
-        self._trajectories = begin(TrajectoryStoreActor, STORES[0])
+        at, policy, fresh = plan.trajectories_dir, plan.store_policy, not plan.resume
+        self._trajectories = begin(TrajectoryStoreActor, STORES[0], at, policy, fresh)
         self._weights = begin(WeightsStoreActor, STORES[1], plan.transport, gpus=plan.transport.store_gpus)
         if plan.make_gateway is not None:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
-    def _make(self, earlier: Past | Survived | None, living: Living | None) -> None:
+    def _make(self, earlier: Past | Survived | None, living: Living | None) -> Control:
         """Everything in this process, around a new scheduler or the one that a record has led to."""
         plan = self._plan
         policies = PolicySet.from_names(plan.policies)
@@ -124,7 +127,8 @@ class SchedulerActor:
             else earlier.recovered.scheduler
         )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
-        self._metrics = RunMetrics(self._scheduler, self._transitions, books)
+        rows = earlier.rows if isinstance(earlier, Past) else None
+        self._metrics = RunMetrics(self._scheduler, self._transitions, books, rows)
         self._recorder = recorder_of(plan, policies, earlier)
         self._clock = self._new_clock(earlier)
         self._over = asyncio.get_running_loop().create_future()
@@ -150,6 +154,10 @@ class SchedulerActor:
         if plan.metrics_port is not None:
             now, port = (lambda: self._clock.now()), plan.metrics_port
             self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)
+        self._control = Control(
+            plan, self._metrics, self._driver, self._deliver, lambda: self._clock.now(), self._watchers.changed
+        )
+        return self._control
 
     # another process of the same run
 
@@ -182,7 +190,7 @@ class SchedulerActor:
             raise self._failure from None
         finally:
             self._restarted = self._failure is not None and self._restarted
-            self._changed()
+            self._watchers.changed()
 
     async def _stay_ended(self, survived: Survived) -> None:
         """The process that ended had only to take the rest down."""
@@ -199,7 +207,8 @@ class SchedulerActor:
             living = await take_hold(packed.launch, plan, survived.recovered.events)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
-            self._make(survived, living)
+            control = self._make(survived, living)
+            await control.open()
         except BaseException:
             survived.lock.release()
             raise
@@ -209,12 +218,11 @@ class SchedulerActor:
         self._deliver(SchedulerRecovered())
         self._executor.execute(survived.orders)
         self._executor.flush()
-        self._fleet.trainer.recover(survived.restore, survived.published)
+        self._fleet.trainer.recover(survived.restore, survived.updates, survived.published)
         self._fleet.recover(replicas)
-        if self._gateway is not None:
-            self._fleet.spawn(self._watch_gateway())
         if self._endpoint is not None:
             self._endpoint.announce()
+        control.begin()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
     @ray.method(max_task_retries=-1)
@@ -232,8 +240,11 @@ class SchedulerActor:
         self._clock = self._driver.clock = self._new_clock(self._past)
         begun = self._past is not None and self._past.recovered.events > 0
         self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
+        self._deliver(*self._after_resuming)
         if self._endpoint is not None:
             self._endpoint.announce()
+        if self._control is not None:
+            self._control.begin()
         self._fleet.join()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
@@ -270,10 +281,11 @@ class SchedulerActor:
         return sequence
 
     @ray.method(max_task_retries=-1)
-    async def stop(self, reason: str) -> None:
-        """End the run resumably."""
+    async def tell(self, asked: Operation) -> None:
+        """Carry out an order of whoever launched the run; nothing where that is over."""
         await self._there()
-        self._deliver(StopRequested(reason=reason))
+        if self._control is not None and self._scheduler.state.outcome is None:
+            self._control.carry_out(asked)
 
     @ray.method(max_task_retries=-1)
     async def hand_over(self, steps: StepId) -> None:
@@ -287,15 +299,14 @@ class SchedulerActor:
         """The newest status, as soon as it is newer than the one numbered `since`. Raises what ended the run, if
         something did. A process that took the place of another counts from 1 again."""
         await self._there()
-        since = min(since, self._number)
-        while self._number <= since and not self._ended:
-            changed = asyncio.get_running_loop().create_future()
-            self._watchers.append(changed)
-            await changed
+        since = min(since, self._watchers.number)
+        while self._watchers.number <= since and not self._ended:
+            await self._watchers.wait()
         if self._ended and self._failure is not None:
             raise self._failure
         status = self._metrics.status(None if self._ended else self._clock.now())
-        return Update(number=self._number, status=status, last=self._ended, relaunch=self._relaunch)
+        told = self._control is not None and self._control.told
+        return Update(number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, told=told)
 
     @ray.method(max_task_retries=-1)
     async def past(self) -> str:
@@ -316,15 +327,19 @@ class SchedulerActor:
         """End every actor of the run and close the record, whatever the run is doing."""
         await self._there()
         self._executor.close()
+        self._fleet.stop_watching()
+        if self._control is not None:
+            await self._control.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
             ray.kill(gateway)
         await self._fleet.close()
+        await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=GOODBYE_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
-        self._metrics.close()
-        self._recorder.close()
+        with contextlib.closing(self._recorder):
+            self._metrics.close()
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -347,8 +362,7 @@ class SchedulerActor:
             self._draining = not outermost
 
     def _lose_run(self, reason: str) -> None:
-        """End the run resumably where nothing can take the place of what is lost; it can begin again from its
-        record."""
+        """End the run resumably where nothing can replace what is lost; it can begin again from its record."""
         if self._plan.run_dir is not None and not self._over.done():
             self._relaunch = reason
         self._deliver(StopRequested(reason=clean(reason)))
@@ -357,15 +371,6 @@ class SchedulerActor:
         if self._gateway is not None:
             with named():
                 await self._gateway.open.remote()
-            self._fleet.spawn(self._watch_gateway())
-
-    async def _watch_gateway(self) -> None:
-        """Without it no agent can go on, and its conversations are lost: the run ends there."""
-        try:
-            await self._gateway.alive.remote()
-        except Exception as error:
-            if self._gateway is not None:
-                self._lose_run(f"the gateway is lost: {failure_reason(error)}")
 
     def _finish(self, command: FinishRun) -> None:
         if not self._over.done():
@@ -373,19 +378,7 @@ class SchedulerActor:
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         self._metrics.observe(event, commands)
-        if self._status_timer is None:
-            self._status_timer = asyncio.get_running_loop().call_later(STATUS_EVERY_S, self._changed)
-
-    def _changed(self) -> None:
-        """A newer status is there: wake those who wait for one."""
-        if self._status_timer is not None:
-            self._status_timer.cancel()
-            self._status_timer = None
-        self._number += 1
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._watchers.soon()
 
     async def _until_over(self) -> None:
         """Wait for the end, take everything down, tell the watchers."""
@@ -396,4 +389,4 @@ class SchedulerActor:
         with contextlib.suppress(Exception):
             await self.close()
         self._ended = True
-        self._changed()
+        self._watchers.changed()

@@ -6,6 +6,7 @@ on from the last event that was recorded.
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
 from engine.actors.lasting import Living, find_living
-from engine.actors.plan import Plan, Restore
+from engine.actors.plan import Plan, Redo, Restore
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
-from engine.metrics.collector import Transitions
 from engine.metrics.journal import keep_rows
+from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.open_orders import OpenOrders
@@ -44,6 +45,9 @@ class Survived:
     lock: RecordLock
     orders: list[Command]
     restore: Restore
+    """With the steps that the trainer may train again."""
+    updates: Mapping[StepId, int]
+    """The optimizer's, in these steps."""
 
     @property
     def after(self) -> After:
@@ -80,7 +84,7 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     lock = RecordLock(run_dir / "schedule")
     try:
         orders = OpenOrders()
-        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), observe)
+        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), books=observe)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -88,9 +92,15 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     except BaseException:
         lock.release()
         raise
-    updates = sum(int(row.get("optimizer_steps") or 0) for row in rows)
-    restore = Restore(steps=state.steps_trained, optimizer_steps=updates)
-    return Survived(recovered, lock, orders.left(recovered.at), restore)
+    updates = {row["step"]: int(row.get("optimizer_steps") or 0) for row in rows if "step" in row}
+    first = min(state.kept.by_step, default=state.steps_trained)
+    restore = Restore(
+        steps=first,
+        optimizer_steps=sum(count for step, count in updates.items() if step < first),
+        redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
+    )
+    later = {step: count for step, count in updates.items() if step >= first}
+    return Survived(recovered, lock, orders.left(recovered.at), restore, later)
 
 
 def _recorded(row: dict[str, Any], state: State) -> bool:

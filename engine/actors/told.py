@@ -19,6 +19,8 @@ class Update:
     status: Status
     last: bool
     relaunch: str = ""
+    told: bool = False
+    """Somebody has told the run to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

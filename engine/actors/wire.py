@@ -1,7 +1,8 @@
 """What the actors say to each other: batches of events and orders as bytes, and calls put back into their order.
 
 Events and commands travel in the record's own strict form, so that what cannot be recorded fails at its sender.
-Prompts and trajectories are pickled: they pass only between processes of one run and are never read from disk.
+The lists around them are pickled, as Ray does with every call: they pass only between processes of one run and are
+never read from disk. Trajectories are not: `hosts.packed`.
 """
 
 import pickle
@@ -11,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from engine.commands import Command
 from engine.events import Event
 from engine.schedule.codec import command_from, event_from, plain_command, plain_event
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.trajectory import Prompt
 
 Item = TypeVar("Item")
 
@@ -43,15 +44,6 @@ def unpack_orders(data: bytes) -> list[Order]:
         )
         for cause, plain, prompt in pickle.loads(data)
     ]
-
-
-def pack_group(group: TrajectoryGroup) -> bytes:
-    return pickle.dumps(group, 5)
-
-
-def unpack_group(data: bytes) -> TrajectoryGroup:
-    group: TrajectoryGroup = pickle.loads(data)
-    return group
 
 
 def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:

@@ -11,7 +11,7 @@ when it is asked for, by `status` and by the exporter (`export.py`), which may r
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from engine.commands import Command, TrainStep
 from engine.events import (
@@ -49,6 +49,7 @@ from engine.metrics.names import (
 from engine.metrics.replicas import Replicas
 from engine.metrics.status import Status, describe
 from engine.metrics.steps import Row, StepRows
+from engine.metrics.transitions import Transitions
 from engine.states.state import State
 from engine.states.validation import VALIDATION
 
@@ -70,77 +71,17 @@ class TakesRows(Protocol):
     def close(self) -> None: ...
 
 
-class EndedValidation(NamedTuple):
-    """What is kept of a validation that ended."""
-
-    id: int
-    version: int
-    steps: int
-    state: str
-    accuracy: float | None
-    reward_mean: float | None
-    rows: int
-    measured: int
-    reason: str
-    queued_at: float
-    started_at: float
-    ended_at: float
-
-
-class Transitions:
-    """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`; and to the driver as
-    `books`, so that a run that is resumed from a snapshot goes on counting."""
-
-    __slots__ = ("count", "ended", "replica_changed", "steps", "validations")
-
-    def __init__(self) -> None:
-        self.count: dict[tuple[str, str, str], int] = {}
-        """By (machine, state left, state entered)."""
-        self.steps: list[tuple[StepId, str]] = []
-        """(step, state entered) since the last `RunMetrics.observe`."""
-        self.validations: list[EndedValidation] = []
-        """Those that ended since the last `RunMetrics.observe`."""
-        self.ended: list[EndedValidation] = []
-        """All that ended."""
-        self.replica_changed = False
-
-    def __call__(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        key = (machine, source, record.state)
-        self.count[key] = self.count.get(key, 0) + 1
-        if machine == "step":
-            self.steps.append((record.id, record.state))
-        elif machine == "replica":
-            self.replica_changed = True
-        elif machine == "validation" and record.state in VALIDATION.terminal:
-            ended = EndedValidation(*[getattr(record, field) for field in EndedValidation._fields])
-            self.validations.append(ended)
-            self.ended.append(ended)
-
-    def to_plain(self) -> Any:
-        return [[(*key, n) for key, n in self.count.items()], [tuple(ended) for ended in self.ended]]
-
-    def take(self, plain: Any) -> None:
-        counts, ended = plain
-        self.count = {(machine, source, target): int(n) for machine, source, target, n in counts}
-        self.ended = [EndedValidation(*fields) for fields in ended]
-        self.validations = [*self.ended]
-
-    def entered(self, machine: str, state: str) -> int:
-        """How often any record entered a state."""
-        return sum(n for (name, _, target), n in list(self.count.items()) if name == machine and target == state)
-
-    def net(self, machine: str, state: str) -> int:
-        """Records that entered a state minus those that left it."""
-        counts = list(self.count.items())
-        return sum(
-            n * ((target == state) - (source == state)) for (name, source, target), n in counts if name == machine
-        )
-
-
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
-    def __init__(self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: HasState,
+        transitions: Transitions,
+        journal: TakesRows | None = None,
+        rows: StepRows | None = None,
+    ) -> None:
+        """`rows`: those that an earlier life of the run left unfinished."""
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
@@ -166,6 +107,10 @@ class RunMetrics:
         self.tokens_trained = 0
         self.at = 0.0
         """Time of the newest event, seconds since the run began."""
+        self.since: dict[tuple[str, int], float] = {}
+        """When replicas, steps under way and the newest checkpoint came to where they are; see `states.waiting`."""
+        self.silence = (-1, "")
+        """(changes so far, text) when a silence was told last."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -174,10 +119,12 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.steps = StepRows(self._emit)
+        self.steps = StepRows(self._emit) if rows is None else rows
+        self.steps.emit = self._emit
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
+        transitions.replicas.clear()
         self._journal = journal
         self._stale_before = self.state.stale_echoes
         self._drawn_before = self.state.ledger.drawn
@@ -232,8 +179,9 @@ class RunMetrics:
                 self._batch_ordered(command)
             else:
                 self.replicas.ordered(command, event.at)
-        if self.transitions.replica_changed:
-            self.transitions.replica_changed = False
+        if self.transitions.replicas:
+            self.since.update(dict.fromkeys((("replica", id) for id in self.transitions.replicas), event.at))
+            self.transitions.replicas.clear()
             self.idle.replicas_changed()
         self.idle.measure()
         if self.state.outcome is not None:
@@ -247,7 +195,7 @@ class RunMetrics:
                 self.figures[name] = float(value)
 
     def validated(self, steps: int, accuracy: float) -> None:
-        """Accuracy on held-out prompts, of the weights after `steps` train steps."""
+        """Of the weights after `steps` train steps, on held-out prompts."""
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:
@@ -258,6 +206,11 @@ class RunMetrics:
             self._journal = None
 
     # what is read out
+
+    @property
+    def changes(self) -> int:
+        """Events so far that were no echoes of what is over."""
+        return self.events.total() - self.state.stale_echoes
 
     def status(self, now: float | None = None) -> Status:
         """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
@@ -366,15 +319,19 @@ class RunMetrics:
     def _steps_changed(self, at: float) -> None:
         for step, state in self.transitions.steps:
             self.steps.changed(step, state, at)
+            self.since["step", step] = at
             if state == "finished":
-                entered = self.transitions.entered
-                counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
-                self.steps.finished(step, self.state.latest_version, at, counts)
+                del self.since["step", step]
+                self.steps.finished(step, self.state.latest_version, at, self.transitions.group_counts())
                 self._finished_at.append(at)
                 self.finished_at = at
             elif state == "trained":
                 self._step_trained(step)
         self.transitions.steps.clear()
+        ordered = self.state.checkpoint_ordered
+        if self.state.checkpoint_pending and ("checkpoint", ordered) not in self.since:
+            self.since = {key: time for key, time in self.since.items() if key[0] != "checkpoint"}
+            self.since["checkpoint", ordered] = at
 
     def _step_trained(self, step: StepId) -> None:
         groups, staleness, tokens = self.steps.batch(step)

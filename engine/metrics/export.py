@@ -105,16 +105,15 @@ class Exporter(Collector):
 
     def _of_the_scheduler(self) -> dict[str, Read]:
         m, state, idle = self._metrics, self._metrics.state, self._metrics.idle
-        limits = state.limits
         return {
             names.GROUPS.name: lambda: _labelled(m.groups_by_state()),
             names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
             names.GROUPS_RUNNING.name: lambda: _one(state.ledger.running),
             names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
             names.ADMISSION_LIMIT.name: lambda: _one_hot(names.ADMISSION_LIMITS, idle.admission_limit),
-            names.MAX_STALENESS.name: lambda: _one(limits.max_staleness_steps),
-            names.MAX_GROUPS.name: lambda: _one(limits.max_concurrent_groups),
-            names.BATCH_SIZE.name: lambda: _one(limits.train_batch_size),
+            names.MAX_STALENESS.name: lambda: _one(state.limits.max_staleness_steps),
+            names.MAX_GROUPS.name: lambda: _one(state.limits.max_concurrent_groups),
+            names.BATCH_SIZE.name: lambda: _one(state.limits.train_batch_size),
             names.SLOTS.name: lambda: _labelled(idle.split),
             names.STEP_STALENESS.name: lambda: _labelled(_spread(m.step_staleness)),
             names.DEADLINE_ROOM.name: self._deadline_room,
@@ -132,7 +131,7 @@ class Exporter(Collector):
             names.TRAINER_FIGURE.name: lambda: _labelled(m.figures),
             names.RETRIES.name: lambda: _labelled(m.retries),
             names.BUDGET.name: lambda: _labelled(
-                {"infrastructure": limits.infrastructure_attempts, "data": limits.data_attempts}
+                {"infrastructure": state.limits.infrastructure_attempts, "data": state.limits.data_attempts}
             ),
             names.STALE_ECHOES.name: lambda: _one(state.stale_echoes),
             names.EVENTS.name: lambda: _labelled(m.events),

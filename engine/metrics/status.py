@@ -92,6 +92,8 @@ class Status:
     events: int
     recent: tuple[dict[str, Any], ...]
     """The newest lines of `metrics.jsonl`, oldest first."""
+    silence: str = ""
+    """For how long nothing has changed, and what is waited for, as told last; empty while something does."""
 
     @property
     def accuracy(self) -> float | None:
@@ -167,6 +169,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         validations=tuple(metrics.validations[-SPARK_STEPS:]),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
+        silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and state.outcome is None else "",
     )
 
 

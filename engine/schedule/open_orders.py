@@ -136,7 +136,6 @@ class OpenOrders:
         self._tell(command, at)
 
     def _sync(self, command: StageWeights | PauseReplica | InstallWeights, at: float) -> None:
-        self._open.pop(("resume", command.replica), None)
         self._add((type(command), command.replica), command)
 
     def _stop(self, command: StopReplica, at: float) -> None:
@@ -181,6 +180,9 @@ class OpenOrders:
         self._open.pop(("draw",), None)
 
     def _sync_answered(self, event: WeightsStaged | ReplicaPaused | WeightsInstalled | SyncFailed) -> None:
+        resume: Any = self._open.get(("resume", event.replica), (0, None))[1]
+        if resume is not None and _same(resume, event, "incarnation") and resume.attempt < event.attempt:
+            del self._open["resume", event.replica]  # it came before what is answered here
         for kind in _ANSWERED_BY[type(event)]:
             order = self._open.get((kind, event.replica), (0, None))[1]
             if order is not None and _same(order, event, "incarnation", "attempt"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.commands import Command
-from engine.errors import RecordError
+from engine.errors import FULL, EngineError, RecordError, StorageFull
 from engine.events import Event
 from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
 from engine.schedule.lock import RecordLock
@@ -52,7 +52,8 @@ class Recorder:
     what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
     costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
     Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,
-    now or later; `CodecError` for an event or a command that the format cannot hold.
+    now or later, `StorageFull` where it finds no room; `CodecError` for an event or a command that the format cannot
+    hold.
     """
 
     def __init__(
@@ -208,11 +209,13 @@ class Recorder:
             )
         return self._file
 
-    def _give_up(self, error: OSError) -> RecordError:
+    def _give_up(self, error: OSError) -> EngineError:
         if self._file is not None:
             self._file.close()
             self._file = None
         self._lock.release()
+        if error.errno in FULL:
+            return StorageFull(str(self.directory), self._closed_bytes + self._offset, str(error.strerror))
         return RecordError(str(self.path), self._offset, f"cannot be written: {error.strerror or error}")
 
 

@@ -8,6 +8,8 @@ the whole record where there is none, and must hold to the bit: a scheduler that
 on in its place.
 """
 
+from collections.abc import Callable
+
 from engine.errors import RecordError
 from engine.events import RunResumed
 from engine.ids import GroupId
@@ -21,7 +23,7 @@ from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
 from engine.states.ended import Batch, Ended
 from engine.states.limits import Limits
-from engine.states.state import Observer
+from engine.states.state import Observer, State
 
 
 class Recovered:
@@ -33,11 +35,13 @@ class Recovered:
         observe: Observer | None = None,
         watch: Watch | None = None,
         books: Books | None = None,
+        replayed: Callable[[Handled, State], None] | None = None,
     ) -> None:
         """`observe` is what the scheduler will have for good; `books`, of the same observer, are what it had counted at
         the snapshot. `watch` sees every frame of the record in order, those before the snapshot as they were recorded.
-        Raises: `RecordError`."""
+        `replayed` sees those behind it, and the state after each. Raises: `RecordError`."""
         self._record = record
+        self._replayed_for = replayed
         self._watched_by = watch
         self.passed_over: list[RecordError] = []
         """Why newer snapshots than that which was begun with could not be used."""
@@ -112,6 +116,8 @@ class Recovered:
         self.at = frame.event.at
         if self._watched_by is not None:
             self._watched_by(frame)
+        if self._replayed_for is not None:
+            self._replayed_for(frame, self.scheduler.state)
 
 
 def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
@@ -128,7 +134,11 @@ def _taken_from(scheduler: Scheduler) -> Ended:
 
 
 def recover(
-    record: Record, observe: Observer | None = None, watch: Watch | None = None, books: Books | None = None
+    record: Record,
+    observe: Observer | None = None,
+    watch: Watch | None = None,
+    books: Books | None = None,
+    replayed: Callable[[Handled, State], None] | None = None,
 ) -> Recovered:
     """Bring a record back to its end. Raises: `RecordError`, also where it does not replay to the bit."""
-    return Recovered(record, observe, watch, books)
+    return Recovered(record, observe, watch, books, replayed)

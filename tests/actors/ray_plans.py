@@ -99,6 +99,40 @@ def restore_counter(trainer: Any, restore: Restore) -> None:
     assert restore.optimizer_steps == 2 * restore.steps
 
 
+class Mortal(Counter):
+    """Dies once in each of the steps named; saves how far it is, and writes down what it trains."""
+
+    def __init__(self, directory: Path, deaths: Sequence[int]) -> None:
+        super().__init__()
+        self.directory = directory
+        self.deaths = deaths
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        if batch.step in self.deaths:
+            self.dies_in, self.marker = batch.step, str(self.directory / f"died-{batch.step}")
+        said = super().train(batch)
+        with (self.directory / "trained").open("a") as file:
+            file.write(f"{batch.step} ")
+        return said
+
+    def save(self, directory: str, step: int) -> None:
+        assert step == self.steps
+        Path(directory, "steps").write_text(str(step))
+
+
+class Fatal(Counter):
+    """Never survives a step."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+
+def restore_mortal(trainer: Any, restore: Restore) -> None:
+    trainer.steps = int(Path(str(restore.checkpoint), "steps").read_text())
+    assert trainer.steps == restore.steps and restore.optimizer_steps == 2 * restore.steps
+
+
 def refused(replica: int) -> Rollout:
     raise ConfigError("rollout.device", "cuda:9", "this machine has none", "cpu")
 

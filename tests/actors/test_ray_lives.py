@@ -56,7 +56,8 @@ def trained(run_dir: Path) -> Counter[int]:
 
 def test_a_scheduler_that_is_killed_again_and_again_goes_on_with_the_same_processes(tmp_path: Path) -> None:
     prompts = 30 * 4
-    lasting = plan(tmp_path, paced, make_prompts=lambda: listed([f"question {n}" for n in range(prompts)]))
+    source = listed([f"question {n}" for n in range(prompts)])
+    lasting = plan(tmp_path, paced, make_prompts=lambda: source, snapshot_every=40)
     with start(lasting) as run:
         before = {p.pid for p in processes(OTHERS)}
         for step in (1, 8, 16):

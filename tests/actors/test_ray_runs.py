@@ -17,7 +17,9 @@ from ray_plans import (
     PROMPTS,
     Counter,
     Doomed,
+    Fatal,
     Lavish,
+    Mortal,
     Quick,
     check_record,
     endless,
@@ -27,6 +29,7 @@ from ray_plans import (
     plan,
     refused,
     restore_counter,
+    restore_mortal,
 )
 
 from engine.actors.plan import Plan
@@ -167,6 +170,38 @@ def test_a_trainer_that_dies_with_steps_nobody_else_has_fails_the_run(tmp_path: 
     assert status.outcome == "failed"
     assert "nothing that it trained since the last publication is left" in status.reason
     assert {type(e) for e in events_of(tmp_path, StepFailed, PublishFailed)} == {StepFailed}
+    check_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "redone"),
+    [((1,), [0]), ((1, 2, 3, 5, 9), [0, 0, 1, 0, 1, 2, 4, 8])],
+    ids=["before the first checkpoint", "more often than it may without a step in between"],
+)
+def test_a_trainer_that_dies_trains_the_steps_since_its_checkpoint_again(
+    tmp_path: Path, deaths: tuple[int, ...], redone: list[int]
+) -> None:
+    limits = replace(plan(tmp_path).limits, sync_every=3, checkpoint_every=4, keeps_batches=True)
+    status = run_whole(
+        plan(
+            tmp_path,
+            lambda replica: Quick(steps=3),
+            make_trainer=lambda: Mortal(tmp_path, deaths),
+            restore_trainer=restore_mortal,
+            limits=limits,
+            trajectories="memory",
+        )
+    )
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4), status.reason
+    assert [event.step for event in events_of(tmp_path, StepFailed)] == list(deaths)
+    trained = [int(step) for step in (tmp_path / "trained").read_text().split()]
+    assert sorted(trained) == sorted([*range(PROMPTS // 4), *redone])
+    check_record(tmp_path)
+
+
+def test_a_trainer_that_dies_in_the_same_step_each_time_fails_the_run(tmp_path: Path) -> None:
+    status = run_whole(plan(tmp_path, make_trainer=Fatal, trainer_restarts=1))
+    assert status.outcome == "failed" and "it died too often" in status.reason
     check_record(tmp_path)
 
 

@@ -186,8 +186,8 @@ def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
     assert made.complete().outcome == "finished"
 
 
-def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
-    """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
+def busy() -> Adversary:
+    """Three steps trained, the last checkpoint after two, a batch formed, a group ready, others running."""
     made = world(keeps_batches=True, prompts=40)
     until_trained(made, 3)
     state = made.scheduler.state
@@ -204,6 +204,13 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
             worker.do()
         for _ in list(made.draws):
             made.draw()
+    return made
+
+
+def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
+    """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
+    made = busy()
+    state = made.scheduler.state
     taken, ready = dict(made.judge.taken), list(state.ready)
     step = state.training_step
     assert step is not None

@@ -5,8 +5,19 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands import Command, DrawPrompts, FinishRun, ResumeGroup, ScoreBatch, SetTimer, StartGroup, TrainStep
-from engine.events import Event, PromptsDrawn, RunResumed, RunStarted, TimerFired
+from engine.commands import (
+    Command,
+    DrawPrompts,
+    FinishRun,
+    ResumeGroup,
+    ResumeReplica,
+    ScoreBatch,
+    SetTimer,
+    StageWeights,
+    StartGroup,
+    TrainStep,
+)
+from engine.events import Event, PromptsDrawn, RunResumed, RunStarted, TimerFired, WeightsStaged
 from engine.policies import PolicySet
 from engine.schedule.open_orders import OpenOrders
 from engine.simulation.world import Faults, Setting, World
@@ -32,8 +43,8 @@ class Forgetful(World):
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         super()._observe(event, commands)
         self.orders.take(event, commands)
-        self._over |= self.driver.events_handled in self._ends
         if self.driver.outcome is None and not any(isinstance(command, FinishRun) for command in commands):
+            self._over |= self.driver.events_handled in self._ends
             self._check_groups()
 
     def _check_groups(self) -> None:
@@ -85,17 +96,17 @@ class Forgetful(World):
 
 @given(
     limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
-    prompts=st.integers(1, 40), rough=st.booleans(), ends=st.lists(st.integers(1, 300), max_size=6),
+    prompts=st.integers(1, 40), rough=st.booleans(), every=st.integers(3, 40),
 )  # fmt: skip
 def test_a_scheduler_that_orders_again_what_is_open_goes_on_to_the_end(
-    limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool, ends: list[int]
+    limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool, every: int
 ) -> None:
     own_from = limits.validation.own_from if limits.validation is not None else None
     setting = Setting(
         limits=limits, replicas=replicas if own_from is None else own_from, prompts=prompts, seed=seed,
         faults=ROUGH if rough else Faults(), prefix_every_tokens=3,
     )  # fmt: skip
-    world = Forgetful(setting, PolicySet.from_names(names), ends)
+    world = Forgetful(setting, PolicySet.from_names(names), range(every, 25 * every, every))
     outcome = world.run()
     assert outcome.outcome == "finished" or rough or limits.group_timeout_s, outcome
     assert world.orders.left(world.time) == []
@@ -110,3 +121,14 @@ def test_a_timer_has_the_rest_of_its_time_left_and_one_that_is_late_none() -> No
     resumed = RunResumed(id=1, at=61.0, steps=0, replicas=1, consumed=(), released=())
     orders.take(resumed, [])
     assert orders.left(62.0) == [], "the actors of the life before are gone, and with them what they owed"
+
+
+def test_a_replica_is_told_to_sample_again_until_an_answer_shows_that_it_heard() -> None:
+    who = {"replica": 1, "incarnation": 1}
+    resume, stage = ResumeReplica(attempt=1, cause=0, **who), StageWeights(attempt=2, version=2, cause=0, **who)
+    orders = OpenOrders()
+    orders.take(RunStarted(id=0), [resume])
+    orders.take(RunStarted(id=1), [stage])
+    assert orders.left(0.0) == [resume, stage], "both may have been lost on their way"
+    orders.take(WeightsStaged(id=2, attempt=2, version=2, **who), [])
+    assert orders.left(0.0) == []

@@ -14,7 +14,7 @@ from schedule_samples import FAULTS, LIMITS, answer, event, fill, header, record
 from engine.commands import Command
 from engine.errors import RecordError
 from engine.ids import GroupId
-from engine.metrics.collector import Transitions
+from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.schedule import Handled, Header, MemoryRecorder, Recorder, read, recover, replay
 from engine.schedule.frames import encode_snapshot
