@@ -373,7 +373,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             progress(1.0, "model ready")
             header = Header(
                 run=run_dir.name,
-                limits=dataclasses.replace(config.limits(), validation=None).to_plain(),
+                limits=dataclasses.replace(config.limits(), validation=None, keeps_batches=False).to_plain(),
                 policies={},
                 config=config.model_dump(mode="json"),
             )
