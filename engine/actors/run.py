@@ -138,7 +138,7 @@ class RunHandle:
         self.note: Callable[[str], None] = log.warning
         """Told, in a line, that the run begins again from its record."""
         self.told = False
-        """Somebody has told the run to end, as the newest of `updates` says."""
+        """Somebody has told the run to end: whoever holds this, or as `updates` say."""
         self._plan = plan
         self._launched = launched
         self._owns_ray = owns_ray
@@ -167,9 +167,9 @@ class RunHandle:
                     continue
                 raise raised(error) from unwrapped(error)
             self._seen = update.number
-            self.told = update.told
+            self.told |= update.told
             step = update.status.step
-            if update.last and update.relaunch and not self.told and self._begin_again(update.relaunch, step):
+            if update.last and update.relaunch and self._begin_again(update.relaunch, step):
                 continue
             if update.last:
                 self._last = update.status
@@ -183,8 +183,9 @@ class RunHandle:
         return self._begin_again(str(story), step)
 
     def _begin_again(self, reason: str, step: int) -> bool:
-        """Start the run again from its record, unless it never gets any further. Raises why it cannot be."""
-        if self._plan.run_dir is None:
+        """Start the run again from its record, unless it never gets any further or was told to end. Raises why it
+        cannot be."""
+        if self._plan.run_dir is None or self.told:
             return False
         if step > self._step:
             self._begun_again, self._step = 0, step
@@ -215,6 +216,7 @@ class RunHandle:
         self._tell(Stop(reason=reason))
 
     def _tell(self, asked: Operation) -> None:
+        self.told = True  # known here, too: the scheduler may be gone before its next update says so
         try:
             ray.get(self._launched.actor.tell.remote(asked))
         except RayError as error:
