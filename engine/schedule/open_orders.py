@@ -133,7 +133,14 @@ class OpenOrders:
             and (order.validation, order.replica) == (command.validation, command.replica)
         ]
         self._close(chunks)
-        self._tell(command, at)
+        self._add(("stop rows", command.replica), command)
+
+    def _measure(self, command: MeasureRows, at: float) -> None:
+        """To stop what was measured before would now stop this, too."""
+        stop: Any = self._open.get(("stop rows", command.replica), (0, None))[1]
+        if stop is not None and stop.validation == command.validation:
+            del self._open["stop rows", command.replica]
+        self._add(("rows", command.validation, command.chunk), command)
 
     def _sync(self, command: StageWeights | PauseReplica | InstallWeights, at: float) -> None:
         self._add((type(command), command.replica), command)
@@ -242,7 +249,7 @@ _ORDERS: dict[type[Command], Callable[[OpenOrders, Any, float], None]] = {
     SetTimer: OpenOrders._set,
     CancelTimer: lambda self, c, at: self._end_timer(c),
     FinishRun: OpenOrders._end,
-    MeasureRows: lambda self, c, at: self._add(("rows", c.validation, c.chunk), c),
+    MeasureRows: OpenOrders._measure,
     StopMeasuring: OpenOrders._stop_measuring,
     EnterState: lambda self, c, at: self._add(("state", c.group), c),
 }  # fmt: skip

@@ -9,12 +9,14 @@ from engine.commands import (
     Command,
     DrawPrompts,
     FinishRun,
+    MeasureRows,
     ResumeGroup,
     ResumeReplica,
     ScoreBatch,
     SetTimer,
     StageWeights,
     StartGroup,
+    StopMeasuring,
     TrainStep,
 )
 from engine.events import Event, PromptsDrawn, RunResumed, RunStarted, TimerFired, WeightsStaged
@@ -132,3 +134,19 @@ def test_a_replica_is_told_to_sample_again_until_an_answer_shows_that_it_heard()
     assert orders.left(0.0) == [resume, stage], "both may have been lost on their way"
     orders.take(WeightsStaged(id=2, attempt=2, version=2, **who), [])
     assert orders.left(0.0) == []
+
+
+def test_measuring_is_not_stopped_again_once_it_goes_on() -> None:
+    """A replica that was to leave, and then not, measures for the same validation again."""
+
+    def rows(chunk: int, attempt: int) -> MeasureRows:
+        return MeasureRows(
+            validation=3, chunk=chunk, attempt=attempt, replica=0, incarnation=1, version=2, first=4 * chunk, count=4,
+            cause=0,
+        )  # fmt: skip
+
+    orders, stop = OpenOrders(), StopMeasuring(validation=3, replica=0, incarnation=1, cause=0)
+    orders.take(RunStarted(id=0, at=0.0), [rows(0, 1), stop])
+    assert orders.left(0.0) == [stop]
+    orders.take(RunStarted(id=1, at=1.0), [rows(0, 2), rows(1, 1)])
+    assert orders.left(1.0) == [rows(0, 2), rows(1, 1)]
