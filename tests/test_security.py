@@ -166,6 +166,12 @@ TELLTALE: dict[str, dict[str, Any]] = {
     "metrics.sinks.mlflow.uri": {"metrics": {"sinks": {"mlflow": {"uri": f"postgresql://me:{SECRET}@db/mlflow"}}}},
     "rollout.engine_args.hf_token": {"rollout": {"backend": "vllm", "engine_args": {"hf_token": SECRET}}},
     "rollout.engine_args.deep": {"rollout": {"backend": "vllm", "engine_args": {"a": [{"api_key": SECRET}]}}},
+    "rollout.engine_args.aws_secret_access_key": {
+        "rollout": {"backend": "vllm", "engine_args": {"aws_secret_access_key": SECRET}}
+    },
+    "rollout.engine_args.headers": {
+        "rollout": {"backend": "vllm", "engine_args": {"headers": {"Authorization": f"Bearer {SECRET}"}}}
+    },
     "agent.command": {"agent": {"command": ["./agent", f"--api-key={SECRET}"]}},
     "rollout.api_key_env": {"rollout": {**SERVERS, "urls": ["http://host"], "api_key_env": f"sk-{SECRET}"}},
     "metrics.sinks.wandb.api_key": {"metrics": {"sinks": {"wandb": {"api_key": SECRET}}}},

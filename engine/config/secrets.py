@@ -14,7 +14,10 @@ from urllib.parse import parse_qsl, urlsplit
 from engine.errors import ConfigError
 
 HIDDEN = "(not shown)"
-SECRET = re.compile(r"(^|[_.-])(api[_-]?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
+SECRET = re.compile(
+    r"(^|[_.-])((api|access|private)[_-]?key|(auth)?token|pass(word|wd|phrase)|secret|credentials?|authorization)$",
+    re.IGNORECASE,
+)
 """How fields and parameters are called that hold a secret."""
 UNSHOWN = ("rollout.api_key_env",)
 """Fields in whose place a user may have put the secret itself."""
