@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from engine.actors.failures import failure_reason
 from engine.actors.wire import pack_events
 from engine.events import Event
-from engine.ids import StepId
+from engine.ids import Incarnation, StepId
 
 log = logging.getLogger(__name__)
 
@@ -93,3 +93,20 @@ class Outbox:
             self._lost(f"the scheduler cannot be told of events: {failure_reason(error)}")
             return  # `_task` stays: nothing is sent any more
         self._task = None
+
+
+class Inbox:
+    """The other end of every outbox: which batches were taken in."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, Incarnation], int] = {}
+
+    def takes(self, source: str, incarnation: Incarnation, sequence: int) -> bool:
+        """Whether a batch is to be handled: not one that was, which Ray has sent again. The first of an outbox always
+        is: where an actor died while there was no scheduler to see it, the next bears its name and counts from 1 again,
+        and an event that is handled twice changes nothing."""
+        key = (source, incarnation)
+        if 1 < sequence <= self._taken.get(key, 0):
+            return False
+        self._taken[key] = sequence
+        return True

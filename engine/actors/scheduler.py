@@ -21,6 +21,7 @@ from engine.actors.failures import named, raised
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
 from engine.actors.lasting import Living, end_living, lasting
+from engine.actors.outbox import Inbox
 from engine.actors.past import Past, past_of
 from engine.actors.placement import beside_the_run
 from engine.actors.process import PackedPlan, prepare_process
@@ -60,7 +61,7 @@ class SchedulerActor:
     def __init__(self, plan: PackedPlan) -> None:
         self._packed = plan
         self._plan = plan.unpack()
-        self._acknowledged: dict[tuple[str, Incarnation], int] = {}
+        self._inbox = Inbox()
         self._reports = 0
         self._decisions_s: deque[float] = deque(maxlen=4096)
         self._watchers = Watchers()
@@ -260,10 +261,8 @@ class SchedulerActor:
         """Take in a batch of events; answered when they are recorded and what they led to is on its way."""
         if self._restarted:
             await self._there()
-        key = (source, incarnation)
-        if sequence <= self._acknowledged.get(key, 0):
+        if not self._inbox.takes(source, incarnation, sequence):
             return sequence
-        self._acknowledged[key] = sequence
         self._reports += 1
         arrived = time.perf_counter()
         for step, said in figures:

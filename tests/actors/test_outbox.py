@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.actors.outbox import Outbox
+from engine.actors.outbox import Inbox, Outbox
 from engine.events import Event, GroupGenerated, StepTrained
 
 
@@ -47,3 +47,11 @@ def test_an_event_that_cannot_leave_is_told_at_once_and_none_follows(
         assert sent == []
 
     asyncio.run(scene())
+
+
+def test_a_batch_is_taken_once_and_the_first_of_a_process_always() -> None:
+    inbox = Inbox()
+    assert [inbox.takes("trainer", 1, sequence) for sequence in (1, 2, 2, 3, 2)] == [True, True, False, True, False]
+    assert inbox.takes("trainer", 2, 1) and inbox.takes("scorer-0", 1, 1)
+    # The trainer has died unseen, and another one has its name.
+    assert [inbox.takes("trainer", 1, sequence) for sequence in (1, 2, 2)] == [True, True, False]
