@@ -144,7 +144,8 @@ class Fleet:
         for replica, (incarnation, up, _) in replicas.items():
             source = f"rollout-{replica}"
             actor = self._living.actors.get((source, incarnation))
-            self._begun[replica] = max(incarnation, (self._living.newest(source) or (0,))[0])
+            seen = max(incarnation, (self._living.newest(source) or (0,))[0])
+            self._begun[replica] = seen + 1  # one more may have been begun, told that it is up, and ended unseen
             if up and actor is not None and source not in self._living.silent:
                 self._links[replica] = self._link(replica, incarnation, actor)
 
