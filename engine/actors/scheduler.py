@@ -325,6 +325,8 @@ class SchedulerActor:
     async def close(self) -> None:
         """End every actor of the run and close the record, whatever the run is doing."""
         await self._there()
+        if self._ended:
+            return
         self._executor.close()
         self._fleet.stop_watching()
         if self._control is not None:
