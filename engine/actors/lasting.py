@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
+from engine.actors.placement import free_places
 from engine.actors.process import PackedPlan
 from engine.ids import Incarnation
 
@@ -62,9 +63,10 @@ def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
 
 
 def end_living(launch: str) -> None:
-    """Kill whatever is left of a launch. Blocks."""
+    """Kill whatever is left of a launch, and give back what was set aside for it. Blocks."""
     for actor in find_living(launch).values():
         ray.kill(actor)
+    free_places(launch)
 
 
 def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
@@ -75,13 +77,16 @@ def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
     """
     if packed.lasts:
         me = ray.get_runtime_context().current_actor
-        threading.Thread(target=_outlive, args=(me, scheduler, packed.orphan_s), name="orphan", daemon=True).start()
+        threading.Thread(target=_outlive, args=(me, scheduler, packed), name="orphan", daemon=True).start()
 
 
-def _outlive(me: Any, scheduler: Any, orphan_s: float) -> None:
+def _outlive(me: Any, scheduler: Any, packed: PackedPlan) -> None:
     try:
         ray.get(scheduler.here.remote())
     except RayError as error:
-        log.warning("the scheduler is gone, so this process ends in %g s: %s", orphan_s, failure_reason(error))
-        threading.Event().wait(orphan_s)
-        ray.kill(me)
+        log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, failure_reason(error))
+        threading.Event().wait(packed.orphan_s)
+        try:
+            free_places(packed.launch)  # they are detached, too: nobody else gives them back
+        finally:
+            ray.kill(me)

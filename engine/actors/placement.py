@@ -12,7 +12,12 @@ from math import floor, log2
 from typing import Any
 
 import ray
-from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from engine.actors.plan import Plan
@@ -60,6 +65,13 @@ def found_place(name: str) -> Place:
         return Place({}, get_placement_group(name))
     except ValueError:
         return Place({})
+
+
+def free_places(launch: str) -> None:
+    """Give back whatever is set aside under the names of a launch. Whoever still runs there is killed. Blocks."""
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(f"{launch}/") and entry["state"] != "REMOVED":
+            found_place(entry["name"]).free()
 
 
 def beside_the_run(gpus: float = 0.0) -> dict[str, Any]:
