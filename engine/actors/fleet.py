@@ -155,14 +155,17 @@ class Fleet:
         assert self._living is not None
         for replica, (incarnation, up, returns) in replicas.items():
             link = self._links.get(replica)
+            actor = self._living.actors.get((f"rollout-{replica}", incarnation))
             if link is not None:
                 self.spawn(self._watch(link))
             elif up:
                 why = self._living.silent.get(f"rollout-{replica}", "it ended while there was no scheduler")
-                actor = self._living.actors.get((f"rollout-{replica}", incarnation))
                 self._lose(self._link(replica, incarnation, actor), why)
-            elif returns:
-                self._bring_back(replica, incarnation, "it was being started")
+            else:
+                if actor is not None:  # it was to be stopped, and still has what the next life waits for
+                    self._link(replica, incarnation, actor).end()
+                if returns:
+                    self._bring_back(replica, incarnation, "it was being started")
         self._workers.recover()
         self._watch_the_others()
 
