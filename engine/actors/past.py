@@ -111,6 +111,8 @@ def _taken_up(
     missing, torn = (None, None) if plan.force_from is not None else _missing_of(plan, recovered, steps)
     if missing is None and plan.trajectories_dir is not None:
         clear(plan.trajectories_dir)
+    elif (left := plan.run_dir / "trajectories").is_dir() and plan.trajectories_dir is None:
+        _put_aside(left)  # a later life that keeps them on disk again would take them for its own
     reached = steps if missing is None else trained
     for later, path in saved:
         if later > steps:
@@ -216,7 +218,7 @@ def _is_whole(store: DurableStore, group: GroupId) -> bool:
 
 
 def _put_aside(path: Path) -> None:
-    """Under a name that nobody takes for a checkpoint of this line of weights."""
+    """Under a name that nobody takes for a checkpoint, or the trajectories, of this line of weights."""
     number = 1
     while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
         number += 1

@@ -156,3 +156,10 @@ def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does
 def test_in_memory_nothing_is_kept(scene: Scene) -> None:
     scene.fill()
     assert not scene.past(trajectories="memory").event(replicas=1).kept
+
+
+def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Scene) -> None:
+    """Their groups begin again, and count their attempts from 1 again."""
+    scene.fill()
+    assert not scene.past(trajectories="memory").event(replicas=1).kept
+    assert not scene.directory.exists() and scene.held() == set()
