@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.errors import ConfigError
-from engine.live import panel
+from engine.live import clock, panel
 from engine.metrics.endpoint import FILE, address_of
 from engine.metrics.status import Status, status_of
 from engine.rundir import RunDirectory, open_run
@@ -33,6 +33,8 @@ PATIENCE_S = 5.0
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
 BAR_WIDTH = 24
+SILENCE_S = 5.0
+"""Silence that is shorter than this is not told."""
 HELD, FREE = "█", "░"
 
 
@@ -80,7 +82,7 @@ def ask(address: str, shown: str) -> Status:
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole picture: the live view of the run, and its machines below."""
-    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, height - 20))))
+    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, height - 21))))
 
 
 def _machines(status: Status) -> RenderableType:
@@ -95,7 +97,26 @@ def _machines(status: Status) -> RenderableType:
     limit = status.admission_limit.replace("_", " ")
     running = f"{status.running} of K = {status.max_concurrent_groups} groups run; what limits the next: "
     grid.add_row("admission", Text(running).append(limit, style="cyan"))
+    grid.add_row("going on", _going_on(status))
     return Panel(grid, title="machines", title_align="left", padding=(0, 1))
+
+
+def _going_on(status: Status) -> Text:
+    """What a resume would go on from, what was changed, and for how long nothing has been heard."""
+    parts = []
+    if status.draining:
+        parts.append(Text(f"comes to rest for {clock(status.draining_s)}", style="yellow"))
+    if status.checkpoint_every:
+        behind = status.step - status.checkpoint_steps
+        said = f"checkpoint at {status.checkpoint_steps}, {behind} steps ago ({clock(status.checkpoint_age_s)})"
+        parts.append(Text(said, style="yellow" if behind > 2 * status.checkpoint_every else ""))
+    else:
+        parts.append(Text("no checkpoints"))
+    if status.silent_s >= SILENCE_S:
+        parts.append(Text(f"silent for {clock(status.silent_s)}"))
+    parts += [Text(f"{how} {times}×") for how, times in status.recoveries.items()]
+    parts += [Text(f"{name.rpartition('.')[2]} = {value}") for name, value in status.settings.items()]
+    return Text("; ").join(parts)
 
 
 def _counts(counts: dict[str, int]) -> Text:
@@ -115,11 +136,15 @@ def _replicas(status: Status, shown: int) -> RenderableType:
         state = status.replica_states.get(id, "")
         full = round(BAR_WIDTH * held / slots) if slots else 0
         bar = Text(HELD * full, style="green").append(FREE * (BAR_WIDTH - full), style="dim")
+        if id in status.replicas_slow:
+            state = "slow" if state == "ready" else state
         style = "" if state == "ready" else "yellow"
         version = f"v{status.replica_versions.get(id, 0)}"
         table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}")
     more = len(status.replica_slots) - shown
     notes = [f"{more} more"] if more > 0 else []
+    there = len(status.replica_slots)
+    notes += [f"{there} of {status.replicas_wanted} wanted"] if there != status.replicas_wanted else []
     notes += [f"{status.replicas_lost} lost"] if status.replicas_lost else []
     title = "replicas" + (f" ({', '.join(notes)})" if notes else "")
     return Panel(table, title=title, title_align="left", padding=(0, 1))

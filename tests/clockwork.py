@@ -52,7 +52,7 @@ class Clockwork:
 
     def __post_init__(self) -> None:
         transitions = Transitions()
-        self.scheduler = Scheduler(self.limits, observe=transitions)
+        self.scheduler = Scheduler(self.limits, observe=transitions.changed)
         journal = None if self.journal is None else Journal(self.journal)
         self.metrics = RunMetrics(self.scheduler, transitions, journal)
         self.driver = Driver(self.scheduler, self, self.recorder or NoRecord(), self, observe=self.metrics.observe)

@@ -103,11 +103,13 @@ class SchedulerActor:
         self._transitions = Transitions()
         if plan.resume and plan.run_dir is not None:
             self._past = await asyncio.to_thread(
-                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions
+                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions.changed
             )
         past = self._past
         self._scheduler = (
-            Scheduler(plan.limits, policies, observe=self._transitions) if past is None else past.recovered.scheduler
+            Scheduler(plan.limits, policies, observe=self._transitions.changed)
+            if past is None
+            else past.recovered.scheduler
         )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
         self._metrics = RunMetrics(self._scheduler, self._transitions, books)

@@ -13,9 +13,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.commands import Command, TrainStep
+from engine.commands import (
+    Command,
+    InstallWeights,
+    ParkGroup,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+    TrainStep,
+)
 from engine.events import (
     CheckpointFailed,
+    CheckpointSaved,
+    DrainRequested,
     Event,
     GroupAborted,
     GroupFailed,
@@ -23,37 +35,47 @@ from engine.events import (
     PublishFailed,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaPaused,
     RowsFailed,
     RowsMeasured,
+    RunResumed,
+    SchedulerRecovered,
     StateFailed,
     StepFailed,
     SyncFailed,
     WeightsInstalled,
+    WeightsStaged,
 )
 from engine.ids import StepId
+from engine.metrics.generated import BATCH, GeneratedGroups
+from engine.metrics.going_on import GoingOn
+from engine.metrics.groups import GroupCounts
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
 from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
-    GROUP_BUCKETS,
-    LIVE_GROUP_STATES,
     LIVE_VALIDATION_STATES,
     PHASE_BUCKETS,
+    REQUESTS,
     RETRY_CAUSES,
     STALENESS_BUCKETS,
     STEP_PHASES,
-    TOKEN_BUCKETS,
     VALIDATION_BUCKETS,
 )
 from engine.metrics.replicas import Replicas
 from engine.metrics.status import Status, describe
 from engine.metrics.steps import Row, StepRows
+from engine.metrics.transitions import Transitions
 from engine.states.state import State
-from engine.states.validation import VALIDATION, Validation
+from engine.states.validation import VALIDATION
 
-TOKEN_RATE_WINDOW_S = 15.0
-TOKEN_SAMPLE_S = 0.25
+__all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
+
+
+SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
+SYNC_ORDERS = (StartGroup, ResumeGroup, StageWeights, PauseReplica, InstallWeights, ResumeReplica)
+"""An event of the ones, answered by the others only, takes no group off a replica that is not ready."""
 
 
 class HasState(Protocol):
@@ -70,42 +92,6 @@ class TakesRows(Protocol):
     def close(self) -> None: ...
 
 
-class Transitions:
-    """Counts every change of state. Give it to the scheduler as `observe`, then to `RunMetrics`."""
-
-    __slots__ = ("count", "replica_changed", "steps", "validations")
-
-    def __init__(self) -> None:
-        self.count: dict[tuple[str, str, str], int] = {}
-        """By (machine, state left, state entered)."""
-        self.steps: list[tuple[StepId, str]] = []
-        """(step, state entered) since the last `RunMetrics.observe`."""
-        self.validations: list[Validation] = []
-        """Those that ended since the last `RunMetrics.observe`."""
-        self.replica_changed = False
-
-    def __call__(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        key = (machine, source, record.state)
-        self.count[key] = self.count.get(key, 0) + 1
-        if machine == "step":
-            self.steps.append((record.id, record.state))
-        elif machine == "replica":
-            self.replica_changed = True
-        elif machine == "validation" and record.state in VALIDATION.terminal:
-            self.validations.append(record)
-
-    def entered(self, machine: str, state: str) -> int:
-        """How often any record entered a state."""
-        return sum(n for (name, _, target), n in list(self.count.items()) if name == machine and target == state)
-
-    def net(self, machine: str, state: str) -> int:
-        """Records that entered a state minus those that left it."""
-        counts = list(self.count.items())
-        return sum(
-            n * ((target == state) - (source == state)) for (name, source, target), n in counts if name == machine
-        )
-
-
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
@@ -113,16 +99,14 @@ class RunMetrics:
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
-        self.events: Counter[str] = Counter()
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
         self.failed_group: dict[str, int] = {}
         """The group that last cost an attempt, by cause."""
         self.last_failure = ""
         """What failed last and why."""
         self.replicas = Replicas()
+        self.generated = GeneratedGroups(self.replicas)
         self.staleness = Histogram(STALENESS_BUCKETS)
-        self.response_tokens = Histogram(TOKEN_BUCKETS)
-        self.group_s = Histogram(GROUP_BUCKETS)
         self.phase_s = {phase: Histogram(PHASE_BUCKETS) for phase in STEP_PHASES}
         self.decision_s = Histogram(DECISION_BUCKETS)
         self.figures: dict[str, float] = {}
@@ -131,10 +115,7 @@ class RunMetrics:
         """When a train step was last finished."""
         self.step_staleness: tuple[int, ...] = ()
         """Of the groups of the newest trained step."""
-        self.tokens_generated = 0
         self.tokens_trained = 0
-        self.at = 0.0
-        """Time of the newest event, seconds since the run began."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -143,17 +124,17 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
+        self.going_on = GoingOn(self.state)
         self.steps = StepRows(self._emit)
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
         self._journal = journal
+        self._events: Counter[type[Event]] = Counter()
+        """All but those that are in `generated`."""
         self._stale_before = self.state.stale_echoes
-        self._drawn_before = self.state.ledger.drawn
-        self._live = (*LIVE_GROUP_STATES, *self.state.stages.by_name)
-        self._groups_before = self._group_counts()
+        self.groups = GroupCounts(self.state, transitions)
         self._finished_at: deque[float] = deque(maxlen=11)
-        self._token_samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
         self._counted: dict[type[Event], Callable[[Any], None]] = {
             GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.aborted,
@@ -168,34 +149,65 @@ class RunMetrics:
             RowsMeasured: self._rows_measured,
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
+            CheckpointSaved: self.going_on.checkpoint_saved,
+            DrainRequested: self.going_on.drain_requested,
+            RunResumed: self._run_resumed,
+            SchedulerRecovered: lambda event: self.going_on.recovered(),
         }
 
     # what is fed in
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
         """Count an event that the scheduler has handled, and what it ordered."""
-        self.at = event.at
-        self.idle.advance(event.at)
-        kind = type(event)
-        self.events[kind.__name__] += 1
-        counted = self._counted.get(kind)
+        idle = self.idle
+        idle.at = event.at
+        if type(event) is not GroupGenerated or self.transitions.others_changed:
+            self._observe_all(event, commands)
+            return
+        for command in commands:
+            if type(command) is not StartGroup:
+                self._observe_all(event, commands)
+                return
+        if self.state.stale_echoes != self._stale_before:
+            self._observe_all(event, commands)
+            return
+        self._group_generated(event)  # nearly every event: one group is there, others start
+        idle.group_changed()
+
+    def _observe_all(self, event: Event, commands: Sequence[Command]) -> None:
+        """Whatever an event may be about."""
+        kind, transitions = type(event), self.transitions
+        counted, quiet = self._counted.get(kind), kind is WeightsStaged and not commands
         stale = self.state.stale_echoes != self._stale_before
         self._stale_before = self.state.stale_echoes
+        if stale or kind is not GroupGenerated:
+            self._events[kind] += 1
+            if kind in REQUESTS:
+                self.going_on.requested(kind)
         if counted is not None and not stale:
             counted(event)
-        if self.transitions.steps:
-            self._steps_changed(event.at)
-        if self.transitions.validations:
-            self._validations_ended()
+        transitions.released = None
+        if transitions.others_changed:
+            transitions.others_changed = quiet = False
+            if transitions.steps:
+                self._steps_changed(event.at)
+            if transitions.validations:
+                self._validations_ended()
+        groups = kind not in SYNC_EVENTS
         for command in commands:
+            groups = groups or type(command) not in SYNC_ORDERS
             if type(command) is TrainStep:
                 self._batch_ordered(command)
-            else:
+            elif type(command) is ParkGroup:
+                self.going_on.park_ordered(command)
+            elif type(command) is not StartGroup:
                 self.replicas.ordered(command, event.at)
-        if self.transitions.replica_changed:
-            self.transitions.replica_changed = False
-            self.idle.replicas_changed()
-        self.idle.measure()
+        if transitions.replicas:
+            for replica in transitions.replicas.values():
+                self.idle.replica_changed(replica)
+            transitions.replicas.clear()
+        if not quiet:
+            self.idle.measure(groups=groups)
         if self.state.outcome is not None:
             self.steps.flush()
 
@@ -219,16 +231,32 @@ class RunMetrics:
 
     # what is read out
 
+    def catch_up(self) -> None:
+        """Count what was only set down. Called before figures are read, from any thread."""
+        self.generated.catch_up()
+
+    @property
+    def at(self) -> float:
+        """Time of the newest event, seconds since the run began."""
+        return self.idle.at
+
+    @property
+    def tokens_generated(self) -> int:
+        self.catch_up()
+        return self.generated.tokens
+
+    @property
+    def events(self) -> Counter[str]:
+        """Events handled, by kind."""
+        self.catch_up()
+        counts = Counter({kind.__name__: count for kind, count in list(self._events.items())})
+        if self.generated.groups:
+            counts[GroupGenerated.__name__] += self.generated.groups
+        return counts
+
     def status(self, now: float | None = None) -> Status:
         """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
         return describe(self, self.at if now is None else max(now, self.at))
-
-    def groups_by_state(self) -> dict[str, int]:
-        """Groups that have not ended, by state. Safe to call from another thread: reads counters, never the records."""
-        drawn = self.state.ledger.drawn - self._drawn_before
-        counts = {state: self._groups_before[state] + self.transitions.net("group", state) for state in self._live}
-        counts["queued"] += drawn
-        return {state: max(0, count) for state, count in counts.items()}
 
     def reported(self) -> list[Row]:
         """Rows of the validations that came to their report, oldest first."""
@@ -242,12 +270,8 @@ class RunMetrics:
 
     def tokens_per_s(self, now: float) -> float:
         """Response tokens of generated groups per second, over the newest seconds; 0 before the first."""
-        samples = self._token_samples
-        while len(samples) > 2 and samples[1][0] < now - TOKEN_RATE_WINDOW_S:
-            samples.popleft()
-        if now <= samples[0][0]:
-            return 0.0
-        return (self.tokens_generated - samples[0][1]) / (now - samples[0][0])
+        self.catch_up()
+        return self.generated.tokens_per_s(now)
 
     def eta_s(self, now: float) -> float | None:
         """Seconds to the last step at the pace of the newest ones; None where the last step or the pace is unknown."""
@@ -261,20 +285,15 @@ class RunMetrics:
 
     # counting
 
-    def _group_counts(self) -> dict[str, int]:
-        """By state at this moment, less what `transitions` has counted already."""
-        counts = Counter(group.state for group in self.state.groups.values())
-        return {state: counts[state] - self.transitions.net("group", state) for state in self._live}
+    def _run_resumed(self, event: RunResumed) -> None:
+        self.going_on.resumed(event)
+        self.groups.resumed(event)
 
     def _group_generated(self, event: GroupGenerated) -> None:
-        self.tokens_generated += event.tokens
-        self.replicas.generated(event)
-        self.response_tokens.observe(event.tokens / max(1, event.live), event.group)
-        group = self.state.groups.get(event.group)
-        if group is not None:
-            self.group_s.observe(event.at - group.started_at, event.group)
-        if event.at - self._token_samples[-1][0] >= TOKEN_SAMPLE_S:
-            self._token_samples.append((event.at, self.tokens_generated))
+        group, waiting = self.state.groups.get(event.group), self.generated.waiting
+        waiting.append((event, None if group is None else group.started_at))
+        if len(waiting) >= BATCH:
+            self.generated.catch_up(blocking=False)
 
     def _group_failed(self, event: GroupFailed) -> None:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
@@ -338,8 +357,7 @@ class RunMetrics:
 
     def _step_trained(self, step: StepId) -> None:
         groups, staleness, tokens = self.steps.batch(step)
-        for group, steps_behind in zip(groups, staleness, strict=True):
-            self.staleness.observe(steps_behind, group)
+        self.staleness.observe_all(staleness, groups)
         self.step_staleness = staleness or self.step_staleness
         self.tokens_trained += tokens
 

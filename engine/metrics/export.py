@@ -8,7 +8,6 @@ same however many groups live, and never walks what the scheduler is changing. I
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
+from engine.metrics.groups import OldestGroup
 from engine.metrics.histogram import Histogram
 from engine.metrics.names import METRICS, Metric
 
@@ -53,9 +53,11 @@ class Exporter(Collector):
     def __init__(self, metrics: RunMetrics, around: Around | None = None) -> None:
         self._metrics = metrics
         self._around = around or Around()
-        self._read = self._of_the_scheduler() | self._of_replicas() | self._of_its_surroundings()
+        self._oldest = OldestGroup(metrics.state)
+        self._read = self._of_the_scheduler() | self._of_going_on() | self._of_replicas() | self._of_its_surroundings()
 
     def collect(self) -> Iterator[Family]:
+        self._metrics.catch_up()
         for metric in METRICS:
             if metric.kind == "histogram":
                 yield self._histogram(metric)
@@ -91,8 +93,8 @@ class Exporter(Collector):
         m = self._metrics
         alone = {
             names.STALENESS.name: m.staleness,
-            names.RESPONSE_TOKENS.name: m.response_tokens,
-            names.GROUP_SECONDS.name: m.group_s,
+            names.RESPONSE_TOKENS.name: m.generated.response_tokens,
+            names.GROUP_SECONDS.name: m.generated.seconds,
             names.DECISION_SECONDS.name: m.decision_s,
             names.VALIDATION_SECONDS.name: m.validation_s,
         }
@@ -105,16 +107,15 @@ class Exporter(Collector):
 
     def _of_the_scheduler(self) -> dict[str, Read]:
         m, state, idle = self._metrics, self._metrics.state, self._metrics.idle
-        limits = state.limits
         return {
-            names.GROUPS.name: lambda: _labelled(m.groups_by_state()),
+            names.GROUPS.name: lambda: _labelled(m.groups.by_state()),
             names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
             names.GROUPS_RUNNING.name: lambda: _one(state.ledger.running),
             names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
             names.ADMISSION_LIMIT.name: lambda: _one_hot(names.ADMISSION_LIMITS, idle.admission_limit),
-            names.MAX_STALENESS.name: lambda: _one(limits.max_staleness_steps),
-            names.MAX_GROUPS.name: lambda: _one(limits.max_concurrent_groups),
-            names.BATCH_SIZE.name: lambda: _one(limits.train_batch_size),
+            names.MAX_STALENESS.name: lambda: _one(state.limits.max_staleness_steps),
+            names.MAX_GROUPS.name: lambda: _one(state.limits.max_concurrent_groups),
+            names.BATCH_SIZE.name: lambda: _one(state.limits.train_batch_size),
             names.SLOTS.name: lambda: _labelled(idle.split),
             names.STEP_STALENESS.name: lambda: _labelled(_spread(m.step_staleness)),
             names.DEADLINE_ROOM.name: self._deadline_room,
@@ -132,7 +133,7 @@ class Exporter(Collector):
             names.TRAINER_FIGURE.name: lambda: _labelled(m.figures),
             names.RETRIES.name: lambda: _labelled(m.retries),
             names.BUDGET.name: lambda: _labelled(
-                {"infrastructure": limits.infrastructure_attempts, "data": limits.data_attempts}
+                {"infrastructure": state.limits.infrastructure_attempts, "data": state.limits.data_attempts}
             ),
             names.STALE_ECHOES.name: lambda: _one(state.stale_echoes),
             names.EVENTS.name: lambda: _labelled(m.events),
@@ -146,6 +147,22 @@ class Exporter(Collector):
             ],
             names.VALIDATION_ROWS.name: lambda: _one(m.rows_measured),
             names.UPTIME.name: lambda: _one(self._now()),
+        }
+
+    def _of_going_on(self) -> dict[str, Read]:
+        m, state, live = self._metrics, self._metrics.state, self._metrics.going_on
+        return {
+            names.SILENCE.name: lambda: _one(max(0.0, self._now() - m.at)),
+            names.RECOVERIES.name: lambda: _labelled(live.recoveries),
+            names.REQUESTS_TAKEN.name: lambda: _labelled(live.requests),
+            names.DRAINING.name: lambda: _one(live.draining_s(self._now())),
+            names.PARKED.name: lambda: _labelled(live.parked),
+            names.POLICY_ERRORS.name: lambda: _one(state.policy_errors),
+            names.REPLICAS_WANTED.name: lambda: _one(live.replicas_wanted),
+            names.BATCHES_KEPT.name: lambda: _one(len(state.kept.by_step)),
+            names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - live.checkpoint_at)),
+            names.CHECKPOINT_STEPS.name: lambda: _one(live.checkpoint_steps),
+            names.CHECKPOINT_EVERY.name: lambda: _one(state.limits.checkpoint_every),
         }
 
     def _of_replicas(self) -> dict[str, Read]:
@@ -166,6 +183,9 @@ class Exporter(Collector):
             names.REPLICA_WEIGHTS_VERSION.name: lambda: [((id,), version) for id, version, _, _ in alive()],
             names.REPLICA_STATE.name: lambda: [
                 ((str(r.id), state), r.state == state) for r in list(fleet.replicas.values()) for state in states
+            ],
+            names.REPLICA_SLOW.name: lambda: [
+                ((str(r.id),), r.slow) for r in list(fleet.replicas.values()) if r.state != "lost"
             ],
             names.REPLICA_SLOTS.name: lambda: [
                 ((id, state), held if state == "held" else max(0, slots - held))
@@ -209,12 +229,8 @@ class Exporter(Collector):
         return [((), max(0, deadline - state.steps_batched)) for deadline in list(state.deadlines.by_deadline())[:1]]
 
     def _oldest_group_age(self) -> Samples:
-        """Groups are kept in the order drawn, in which they are started: the oldest is among the first few, behind
-        those that are being trained on."""
-        state = self._metrics.state
-        first = list(islice(state.groups.values(), 2 * state.limits.train_batch_size + 64))
-        started = [group.started_at for group in first if group.state not in ("queued", "batched")]
-        return _one(max(0.0, self._now() - min(started)) if started else 0.0)
+        started_at = self._oldest.started_at(self._metrics.going_on.recoveries["branched"])
+        return _one(0.0 if started_at is None else max(0.0, self._now() - started_at))
 
 
 def registry(metrics: RunMetrics, around: Around | None = None) -> CollectorRegistry:

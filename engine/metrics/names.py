@@ -8,6 +8,7 @@ a step or a version: those go up for as long as a run lasts, and the number of s
 
 from dataclasses import dataclass, field
 
+from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.replica import REPLICA
@@ -53,6 +54,7 @@ def _histogram(name: str, unit: str, help: str, labels: Labels | None = None, wh
 ROLLOUT_IDLE_CAUSES = (
     "weight_sync",
     "pool",
+    "draining",
     "worker_bound",
     "staleness_bound",
     "no_prompts",
@@ -62,9 +64,10 @@ ROLLOUT_IDLE_CAUSES = (
     "starting",
     "other",
 )
-"""Why a slot of a living replica generates nothing: its replica takes weights; its pool is not rollout's now; K is
-reached; the staleness bound is reached; the prompts are used up; prompts are being drawn; the groups that
-could run need newer weights than the replica has; the run needs no more groups; the run is starting; anything else."""
+"""Why a slot of a living replica generates nothing: its replica takes weights; its pool is not rollout's now; its
+replica is let go, or the run comes to rest; K is reached; the staleness bound is reached; the prompts are used up;
+prompts are being drawn; the groups that could run need newer weights than the replica has; the run needs no more
+groups; the run is starting; anything else."""
 
 ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
 """What keeps the next group from starting: every slot is busy; no replica is up; else why slots are free."""
@@ -77,12 +80,13 @@ TRAINER_IDLE_CAUSES = (
     "waiting_for_weight_sync",
     "waiting_for_replicas",
     "no_prompts",
+    "draining",
     "starting",
 )
 """Why no train step is being scored or trained: fewer groups are ready than a batch takes; enough are, but a deadline
 binds and its groups are still being generated; weights are being published; replicas in its pool are not asleep yet; a
 replica has not got the newest weights, for which `train_after_sync` waits; no replica is alive; the prompts are used
-up; the run is starting."""
+up; the run comes to rest; it is starting."""
 
 TRAINER_TASKS = ("scoring", "training")
 STEP_PHASES = ("collecting", "scoring", "training", "publishing")
@@ -97,6 +101,22 @@ RETRY_CAUSES = (
     "checkpoint",
     "validation",
 )
+
+RECOVERY_KINDS = ("resumed", "branched", "scheduler")
+"""How a run went on: in new processes with everything it had; in new processes from a checkpoint, what came after it
+done again; with a new process of the scheduler beside the living actors."""
+
+REQUESTS: dict[type[Event], str] = {
+    StopRequested: "stop",
+    DrainRequested: "drain",
+    ReplicaLeaves: "replica_leaves",
+    ReplicasWanted: "replicas_wanted",
+    SettingChanged: "setting",
+}
+"""What users ask of a running run, by the event it becomes."""
+
+PARKED_REASONS = ("timeout", "moved")
+"""Why a running group is ordered to be parked: its attempt took too long; a faster replica takes it over."""
 
 LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
 LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
@@ -321,6 +341,62 @@ VALIDATION_ROWS = _counter("engine_validation_rows_total", "rows", "Held-out row
 VALIDATION_SECONDS = _histogram(
     "engine_validation_seconds", "seconds", "Time from a version that is to be validated to its report."
 )
+SILENCE = _gauge(
+    "engine_silence_seconds",
+    "seconds",
+    "Time since anything was last reported to the scheduler: how long it has waited for what it waits for.",
+)
+RECOVERIES = _counter(
+    "engine_recoveries_total",
+    "times",
+    "Times the run went on: resumed with all it had, branched at a checkpoint, or with a new process of the scheduler.",
+    {"kind": RECOVERY_KINDS},
+)
+REQUESTS_TAKEN = _counter(
+    "engine_requests_total",
+    "requests",
+    "What users asked of the running run: to stop, to drain, other replicas, another setting.",
+    {"request": tuple(REQUESTS.values())},
+)
+DRAINING = _gauge(
+    "engine_draining_seconds", "seconds", "How long the run has been coming to rest; 0 where nobody asked it to."
+)
+PARKED = _counter(
+    "engine_groups_parked_total",
+    "groups",
+    "Running groups that were ordered to be parked: their attempt took too long, or a faster replica takes them over.",
+    {"reason": PARKED_REASONS},
+)
+POLICY_ERRORS = _counter(
+    "engine_policy_errors_total",
+    "decisions",
+    "Decisions of built-in policies in place of one that raised or broke a law.",
+)
+REPLICAS_WANTED = _gauge(
+    "engine_replicas_wanted",
+    "replicas",
+    "Replicas that there should be: as a user asked for, else those that are not gone for good.",
+)
+REPLICA_SLOW = _gauge(
+    "engine_replica_slow",
+    "0 or 1",
+    "1 for a replica that is slower than the others by more than may be.",
+    {"replica": ()},
+)
+BATCHES_KEPT = _gauge(
+    "engine_batches_kept_steps",
+    "train steps",
+    "Steps whose batches are kept, since no checkpoint contains them: those that a resume would train again.",
+)
+CHECKPOINT_AGE = _gauge(
+    "engine_checkpoint_age_seconds", "seconds", "Time since a checkpoint was last complete, or since the run went on."
+)
+CHECKPOINT_STEPS = _gauge(
+    "engine_checkpoint_steps", "train steps", "Train steps in the newest complete checkpoint; 0 before the first."
+)
+CHECKPOINT_EVERY = _gauge(
+    "engine_checkpoint_every_steps", "train steps", "Train steps from one checkpoint to the next; 0: none is written."
+)
 UPTIME = _gauge("engine_uptime_seconds", "seconds", "Time since the run began.")
 
 METRICS: tuple[Metric, ...] = (
@@ -331,5 +407,6 @@ METRICS: tuple[Metric, ...] = (
     ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, RETRIES, BUDGET, STALE_ECHOES, EVENTS,
     EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
     ACCURACY, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS,
-    UPTIME,
+    SILENCE, RECOVERIES, REQUESTS_TAKEN, DRAINING, PARKED, POLICY_ERRORS, REPLICAS_WANTED, REPLICA_SLOW, BATCHES_KEPT,
+    CHECKPOINT_AGE, CHECKPOINT_STEPS, CHECKPOINT_EVERY, UPTIME,
 )  # fmt: skip

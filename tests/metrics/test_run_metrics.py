@@ -320,7 +320,7 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     before = rows_of(path)
     assert any("validation" in row for row in before)
     transitions = Transitions()
-    recovered = recover(read(recorder), transitions)
+    recovered = recover(read(recorder), transitions.changed)
     metrics = RunMetrics(recovered.scheduler, transitions, Journal(path))
     metrics.close()
     assert rows_of(path) == before
@@ -342,7 +342,7 @@ def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
 
     def look(event: fact.Event, commands: tuple[Command, ...]) -> None:
         observed(event, commands)
-        counts = world.metrics.groups_by_state()
+        counts = world.metrics.groups.by_state()
         in_state.append(counts["checking"])
         live.append(sum(counts.values()) - len(world.scheduler.state.groups))
 
