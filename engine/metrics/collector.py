@@ -52,7 +52,7 @@ from engine.metrics.going_on import GoingOn
 from engine.metrics.groups import GroupCounts
 from engine.metrics.histogram import Histogram
 from engine.metrics.idle import IdleTime
-from engine.metrics.names import (
+from engine.metrics.labels import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
     LIVE_VALIDATION_STATES,

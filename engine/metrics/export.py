@@ -19,6 +19,7 @@ from engine.metrics import names
 from engine.metrics.collector import RunMetrics
 from engine.metrics.groups import OldestGroup
 from engine.metrics.histogram import Histogram
+from engine.metrics.labels import ADMISSION_LIMITS, REPLICA_GROUP_ENDS
 from engine.metrics.names import METRICS, Metric
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -112,7 +113,7 @@ class Exporter(Collector):
             names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
             names.GROUPS_RUNNING.name: lambda: _one(state.ledger.running),
             names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
-            names.ADMISSION_LIMIT.name: lambda: _one_hot(names.ADMISSION_LIMITS, idle.admission_limit),
+            names.ADMISSION_LIMIT.name: lambda: _one_hot(ADMISSION_LIMITS, idle.admission_limit),
             names.MAX_STALENESS.name: lambda: _one(state.limits.max_staleness_steps),
             names.MAX_GROUPS.name: lambda: _one(state.limits.max_concurrent_groups),
             names.BATCH_SIZE.name: lambda: _one(state.limits.train_batch_size),
@@ -167,7 +168,7 @@ class Exporter(Collector):
 
     def _of_replicas(self) -> dict[str, Read]:
         states, fleet, figures = names.REPLICA.states, self._metrics.state.fleet, self._metrics.replicas.of
-        modes, ends = names.SYNC_MODES, names.REPLICA_GROUP_ENDS
+        modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
 
         def alive() -> list[tuple[str, int, int, int]]:
             """(replica, version, slots held, slots) of those that are not lost."""

@@ -9,7 +9,7 @@ from collections import deque
 
 from engine.events import GroupGenerated
 from engine.metrics.histogram import Histogram
-from engine.metrics.names import GROUP_BUCKETS, TOKEN_BUCKETS
+from engine.metrics.labels import GROUP_BUCKETS, TOKEN_BUCKETS
 from engine.metrics.replicas import Replicas
 
 BATCH = 256

@@ -5,7 +5,7 @@ Kept by `collector.RunMetrics` from events and orders, O(1) each.
 
 from engine.commands import ParkGroup
 from engine.events import CheckpointSaved, DrainRequested, Event, RunResumed
-from engine.metrics.names import PARKED_REASONS, RECOVERY_KINDS, REQUESTS
+from engine.metrics.labels import PARKED_REASONS, RECOVERY_KINDS, REQUESTS
 from engine.states.state import State
 
 

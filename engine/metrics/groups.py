@@ -6,7 +6,7 @@ Kept by `collector.RunMetrics`. Only where a run begins, or goes on, are the rec
 from collections import Counter
 
 from engine.events import RunResumed
-from engine.metrics.names import LIVE_GROUP_STATES
+from engine.metrics.labels import LIVE_GROUP_STATES
 from engine.metrics.transitions import RELEASED, Transitions
 from engine.states.state import State
 

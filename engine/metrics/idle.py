@@ -5,7 +5,7 @@ next; only where it changes is something added up, which is exact and costs O(1)
 """
 
 from engine.ids import ReplicaId, Version
-from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
 from engine.states.replica import Replica

@@ -7,7 +7,7 @@ from engine.commands import Command, PauseReplica, ResumeGroup, ResumeReplica
 from engine.events import GroupAborted, GroupFailed, ReplicaLost, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId
 from engine.metrics.histogram import Histogram
-from engine.metrics.names import REPLICA_GROUP_ENDS, SYNC_BUCKETS
+from engine.metrics.labels import REPLICA_GROUP_ENDS, SYNC_BUCKETS
 from engine.states.limits import SYNC_MODES
 
 
