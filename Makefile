@@ -18,13 +18,13 @@ STAMP := $(VENV)/.installed-$(SUM)
 # What the tests of the vLLM backend need besides: another stamp, so that `make run` does without.
 VLLM := $(VENV)/.vllm-$(SUM)
 
-.PHONY: help setup run test check format bench clean
+.PHONY: help setup run test torture check format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this text
 	@echo "Step Engine. Targets:"
 	@sed -nE 's/^([a-z]+):.*  ## (.*)$$/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
-	@echo "Parameters: ARGS='...' goes to the command behind run, test and bench; CONFIG=FILE is what run runs; PYTHON=..."
+	@echo "Parameters: ARGS='...' goes to the command behind run, test, torture and bench; CONFIG=FILE is what run runs; PYTHON=..."
 
 setup: $(STAMP)  ## make .venv and install what the engine and its tests need
 
@@ -51,6 +51,10 @@ run: $(STAMP)  ## train the quickstart model to the end: no GPU, no download
 
 test: $(VLLM)  ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/TORTURE.md
+	@$(BIN)/python -m tests.torture.durable --seeds 1000
+	@$(BIN)/python -u -m tests.torture.torture --table docs/TORTURE.md $(ARGS)
 
 check: $(VLLM)  ## lint, formatting and types
 	@$(BIN)/ruff check .

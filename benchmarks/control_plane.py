@@ -1,13 +1,14 @@
 """The control plane through Ray with work that takes no time: groups per second, calls per group, and how long a
 replica waits.
 
-    python benchmarks/control_plane.py [--seconds 10] [--replicas 2]
+    python benchmarks/control_plane.py [--seconds 10] [--replicas 2] [--disk-against-memory 3]
 
 Runs over the same actors as in production, recording on. Saturated: generation takes nothing, so all that is measured
 is ours; else it takes a while. `decision` is the time from a report's arrival at the scheduler until the orders that
 it leads to are on their way, decided and recorded; `refill` that from the end of a group on a replica to the start of
 the one that takes its slot: store, report, decision, order, three calls through Ray. Compare with DESIGN 11; figures
-are in `benchmarks/README.md`.
+are in `benchmarks/README.md`. Trajectories are kept on disk, as is the default; `--disk-against-memory N` measures what
+that costs where all is saturated, N times each in turns.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from engine.actors.plan import Plan, Rollout
 from engine.actors.run import connect, start
@@ -76,14 +79,23 @@ def make_prompts() -> Prompts:
     return CountedPrompts(None, lambda group: Prompt(row=group, text="What is 1 + 1?", fields={"answer": "2"}))
 
 
-def measure(name: str, *, seconds: float, generation_s: float, replicas: int, slots: int, batch: int) -> float:
+def measure(
+    name: str, *, seconds: float, generation_s: float, replicas: int, slots: int, batch: int, trajectories: str = "disk"
+) -> float:
     """Run for a while, print a row of figures; groups consumed per second."""
     with tempfile.TemporaryDirectory(prefix="control-plane-") as directory:
-        return _measure(name, Path(directory), seconds, generation_s, replicas, slots, batch)
+        return _measure(name, Path(directory), seconds, generation_s, replicas, slots, batch, trajectories)
 
 
 def _measure(
-    name: str, directory: Path, seconds: float, generation_s: float, replicas: int, slots: int, batch: int
+    name: str,
+    directory: Path,
+    seconds: float,
+    generation_s: float,
+    replicas: int,
+    slots: int,
+    batch: int,
+    trajectories: str,
 ) -> float:
     limits = Limits(
         train_batch_size=batch,
@@ -100,6 +112,7 @@ def _measure(
         make_trainer=Absent,
         make_prompts=make_prompts,
         run_dir=directory,
+        trajectories=trajectories,
     )
     with start(plan) as run:
         before, began = run.traffic(), time.perf_counter()
@@ -130,16 +143,31 @@ def at(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
+def against_memory(turns: int, **options: Any) -> None:
+    """What keeping trajectories on disk costs: the median of so many turns each, in pairs, so that what else the
+    machine does falls on both."""
+    rates: dict[str, list[float]] = {"memory": [], "disk": []}
+    for turn in range(turns):
+        for kept in ("memory", "disk") if turn % 2 == 0 else ("disk", "memory"):
+            rates[kept].append(measure(kept, generation_s=0.0, trajectories=kept, **options))
+    memory, disk = median(rates["memory"]), median(rates["disk"])
+    print(f"disk / memory: {disk / memory:.3f} ({disk:.0f} / {memory:.0f} groups/s, medians of {turns})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--slots", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1024, help="groups per train step where saturated")
+    parser.add_argument("--disk-against-memory", type=int, default=0, metavar="N", help="turns; 0: the usual rows")
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers else give way to whatever else runs
     connect()
-    options = {"seconds": arguments.seconds, "replicas": arguments.replicas}
+    options: dict[str, Any] = {"seconds": arguments.seconds, "replicas": arguments.replicas}
+    if arguments.disk_against_memory:
+        against_memory(arguments.disk_against_memory, slots=arguments.slots, batch=arguments.batch, **options)
+        return
     rate = measure("saturated", generation_s=0.0, slots=arguments.slots, batch=arguments.batch, **options)
     slots = 64
     measure("half load", generation_s=2 * slots * arguments.replicas / rate, slots=slots, batch=64, **options)

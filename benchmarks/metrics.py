@@ -19,9 +19,10 @@ from scheduler import REPLICAS, Echo, Wall, drive
 
 from engine.driver import Driver
 from engine.events import ReplicaJoined, RunStarted
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.export import Around, registry
 from engine.metrics.server import MetricsServer
+from engine.metrics.transitions import Transitions
 from engine.schedule.frames import Header
 from engine.schedule.recorder import Recorder
 from engine.scheduler import Scheduler

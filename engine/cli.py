@@ -6,27 +6,20 @@ answer at once.
 """
 
 import argparse
-import re
-import shlex
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout, suppress
-from itertools import islice
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING
 
-from engine import __version__
+from engine import __version__, running
+from engine.commanding import add_commands
 from engine.errors import ConfigError, EngineError, RecordError
-from engine.interrupts import INTERRUPTED, Interrupts, Output, complain, notes_of, to_nowhere
+from engine.interrupts import INTERRUPTED, complain, notes_of, to_nowhere
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from engine.config import Config
-    from engine.metrics.status import Status
-    from engine.rundir import RunDirectory
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -39,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError as error:
-        if arguments.run in (_run, _resume):
+        if arguments.run in (running.run, running.resume):
             return _explain(error)
         # The reader left; what is still buffered must not be complained about at exit.
         to_nowhere(sys.stdout)
@@ -91,14 +84,24 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train a model by a configuration")
     _takes_config(run)
     run.add_argument("--run-dir", metavar="D", help="where the run is kept; must hold no run (default: runs/<id>)")
+    run.add_argument(
+        "--resume",
+        choices=("auto",),
+        help="go on with the newest unfinished run of this configuration, if there is one",
+    )
     run.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
-    run.set_defaults(run=_run)
+    run.set_defaults(run=running.run)
 
     resume = commands.add_parser("resume", help="go on with a run that ended before its time")
     resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
-    resume.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change")
+    resume.add_argument(
+        "--force-from", metavar="CHECKPOINT", help="go back to this one, such as step-000020; newer ones are put aside"
+    )
+    resume.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change, or a live setting"
+    )
     resume.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
-    resume.set_defaults(run=_resume)
+    resume.set_defaults(run=running.resume)
 
     replay = commands.add_parser("replay", help="replay a recorded schedule, or look into it")
     replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
@@ -112,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", help="watch a run that is going on, from another terminal; q leaves it")
     top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     top.set_defaults(run=_top)
+
+    add_commands(commands)
 
     check = commands.add_parser("check", help="say whether a configuration can run")
     _takes_config(check)
@@ -143,7 +148,7 @@ def _event_number(text: str) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from engine.config.inputs import check_inputs
 
-    config, lines = _read_config(arguments)
+    config, lines = running.read_config(arguments)
     for line in (*lines, *_proof(config), *check_inputs(config)):
         print(line)
     return DONE
@@ -158,15 +163,6 @@ def _proof(config: "Config") -> list[str]:
     if not own:
         return []
     return [f"ok: {prove(config.limits(), policies.names)} simulated runs keep every law under {', '.join(own)}"]
-
-
-def _read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
-    from engine.config import check_config, load_config
-    from engine.metrics.sinks import check_sinks
-
-    config = load_config(arguments.config, arguments.set)
-    check_sinks(list(config.metrics.sinks.chosen()))
-    return config, check_config(config)
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------
@@ -187,17 +183,11 @@ def _replay(arguments: argparse.Namespace) -> int:
         text, code = replay_text(directory)
     except RecordError as error:
         unknown = isinstance(error.__cause__, ConfigError)  # a name that nobody has registered here
-        if unknown and not arguments.extensions and _names_extensions(directory):
+        if unknown and not arguments.extensions and running.names_extensions(directory):
             error.add_note("the run's config names extensions: they are imported with --extensions")
         raise
     print(text)
     return code
-
-
-def _names_extensions(directory: Path) -> bool:
-    from engine.schedule import read
-
-    return bool(read(directory / "schedule").header.config.get("run", {}).get("extensions"))
 
 
 def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
@@ -237,133 +227,6 @@ def _top(arguments: argparse.Namespace) -> int:
 
     print(watch(arguments.directory, Console(highlight=False)))
     return DONE
-
-
-# -- engine run --------------------------------------------------------------------------------------------------------
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from engine import rundir
-    from engine.config.inputs import check_inputs
-
-    output = cast(TextIO, Output(sys.stdout))
-    with redirect_stdout(output), Interrupts() as interrupts:
-        config, lines = _read_config(arguments)
-        for line in (*lines, *check_inputs(config)):
-            if not line.startswith("ok:"):
-                print(line)
-        directory = rundir.create(
-            config.run.dir,
-            _run_name(config, arguments.config),
-            config_yaml=config.dump_yaml(),
-            chosen=arguments.run_dir,
-        )
-        return _train(config, directory, interrupts, plain=arguments.plain)
-
-
-def _resume(arguments: argparse.Namespace) -> int:
-    from engine import rundir
-    from engine.config.resumed import resumed_config
-    from engine.schedule import read
-    from engine.schedule.lock import RecordLock
-
-    output = cast(TextIO, Output(sys.stdout))
-    with redirect_stdout(output), Interrupts() as interrupts:
-        directory = rundir.open_run(arguments.directory)
-        RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
-        config = resumed_config(directory.config, read(directory.schedule).header.config, arguments.set)
-        return _train(config, directory, interrupts, plain=arguments.plain, resume=True)
-
-
-def _run_name(config: "Config", path: str) -> str:
-    """`run.name` where it is given, else the name of the configuration file."""
-    if "name" in config.run.model_fields_set:
-        return config.run.name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
-
-
-def _train(
-    config: "Config", directory: "RunDirectory", interrupts: Interrupts, *, plain: bool, resume: bool = False
-) -> int:
-    """Carry a run out and show it, from making its model to the table at its end."""
-    from rich.console import Console
-
-    from engine.live import summary
-
-    console = Console(highlight=False)
-    began = time.monotonic()
-    where = directory.shown
-    print(f"run: {where}", flush=True)
-    try:
-        status = _watch(config, directory, console, interrupts, plain=plain, resume=resume)
-    except BaseException as error:
-        error.add_note(f"what there is of the run is in {where}")
-        raise
-    if status is not None:
-        console.print(summary(status, where=where, wall_s=time.monotonic() - began))
-        for line in _next_commands(directory, finished=status.outcome == "finished"):
-            print(line)
-    if interrupts.count or interrupts.waiting:
-        complain(f"interrupted; the run is in {where}")
-        return INTERRUPTED
-    if status is None or status.outcome != "finished":
-        reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
-        complain(f"the run did not finish, {reason.rstrip('.')}; what there is of it is in {where}")
-        return FAILED
-    return DONE
-
-
-def _watch(
-    config: "Config",
-    directory: "RunDirectory",
-    console: "Console",
-    interrupts: Interrupts,
-    *,
-    plain: bool,
-    resume: bool,
-) -> "Status | None":
-    """Launch a run and show it to its end: the last status."""
-    from engine.actors.run import launch
-    from engine.live import Preparing, view_for
-
-    status = None
-    with Preparing(console, plain=plain) as preparing:
-        handle = launch(config, directory.path, progress=preparing.show, resume=resume)
-    try:
-        with view_for(console, title=f"Step Engine  {directory.shown}", plain=plain) as view:
-            if handle.metrics_url is not None:
-                view.note(f"metrics: {handle.metrics_url}")
-            if resume:
-                view.note(handle.past())
-            try:
-                for status in handle.updates():
-                    view.show(status)
-            except KeyboardInterrupt:
-                interrupts.waiting = True
-                view.note("stopping; interrupt again to end at once")
-                handle.stop("interrupted by the user")
-                for status in handle.updates():
-                    view.show(status)
-    finally:
-        interrupts.closing = True
-        handle.close()
-    return status
-
-
-def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
-    from engine.schedule import Handled, read
-
-    place = shlex.quote(directory.shown)
-    yield "next:"
-    if not finished:
-        yield f"  engine resume {place}"
-    record = read(directory.schedule)
-    named = " --extensions" if _names_extensions(directory.path) else ""
-    yield f"  engine replay {place}{named}"
-    frames = record.frames(answers=False)
-    first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]
-    if any(getattr(event, "group", None) == 0 for event in first):
-        yield f"  engine replay {place}{named} --at {first[-1].id} --group 0"
 
 
 if __name__ == "__main__":

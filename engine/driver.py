@@ -10,8 +10,12 @@ from collections.abc import Callable
 from engine.commands import Command, FinishRun
 from engine.events import Event, stamp
 from engine.ports import Clock, Executor, Recorder
+from engine.schedule.frames import encode_snapshot
+from engine.schedule.packing import CodecError
+from engine.schedule.snapshots import Books, snapshot
 from engine.scheduler import Scheduler
 
+NEVER = float("inf")
 REASON_LENGTH = 1000
 """Characters of an error that go into the record."""
 
@@ -33,8 +37,11 @@ class Driver:
         executor: Executor,
         observe: Callable[[Event, tuple[Command, ...]], None] | None = None,
         events_before: int = 0,
+        snapshot_every: int = 0,
+        books: Books | None = None,
     ) -> None:
-        """`events_before`: handled by earlier lives of the run, whose record this one goes on with."""
+        """`events_before`: handled by earlier lives of the run, whose record this one goes on with. `snapshot_every`:
+        the whole state goes into the record after so many events, with the `books` of who counts along; 0: never."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
@@ -43,6 +50,9 @@ class Driver:
         self.events_handled = events_before
         self.outcome: FinishRun | None = None
         self.failure: Exception | None = None
+        self.snapshot_every = snapshot_every
+        self.books = books
+        self._next_snapshot: float = events_before + snapshot_every if snapshot_every else NEVER
         self._inbox: deque[Event] = deque()
         self._draining = False
 
@@ -92,5 +102,18 @@ class Driver:
             commands.extend(answer)
             if answer and isinstance(answer[-1], FinishRun):
                 self.outcome = answer[-1]
+            elif self.events_handled >= self._next_snapshot:
+                self._write_snapshot()
         self.recorder.flush()
         return commands
+
+    def _write_snapshot(self) -> None:
+        """Its cost grows with the live groups, and so do the events until the next. A state that has no plain form goes
+        without: a run must not end for what only makes its recovery quicker."""
+        try:
+            payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
+        except CodecError:
+            self._next_snapshot = NEVER
+            return
+        self.recorder.snapshot(payloads)
+        self._next_snapshot = self.events_handled + max(self.snapshot_every, len(self.scheduler.state.groups))

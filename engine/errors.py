@@ -3,6 +3,7 @@
 `ConfigError`, `DataFailure` and `RecordError` are about what the user gave; the others about the engine itself.
 """
 
+import errno
 from typing import Any
 
 
@@ -46,6 +47,20 @@ class RecordError(EngineError):
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
+
+
+class StorageFull(EngineError):
+    """A disk, or what of it may be used, is full: the directory, the bytes that are there, and what to do."""
+
+    def __init__(self, directory: str, bytes: int, reason: str, remedy: str = "make room, then resume the run") -> None:
+        super().__init__(
+            f"{directory}: {reason}; {bytes} bytes are there; {remedy}",
+            directory=directory, bytes=bytes, reason=reason, remedy=remedy,
+        )  # fmt: skip
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the operating system says when nothing more can be written."""
 
 
 class IllegalTransition(EngineError):

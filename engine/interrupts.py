@@ -58,9 +58,10 @@ class Output:
 class Interrupts:
     """Requests to end, from a terminal or from outside, over the whole of a run. To be used in a `with` statement.
 
-    The first raises KeyboardInterrupt, wherever the run is. The second raises again only where a run that was told to
-    stop is waited for: anything else is being cleaned up by then, or will not hear. The third ends the process, and
-    Ray's processes end with it.
+    The first raises KeyboardInterrupt, wherever the run is: one that is up then drains, what is only being made ends.
+    The second raises again only where a run that drains is waited for, which then stops: anything else is being cleaned
+    up by then, or will not hear. The third ends the process, and Ray's processes end with it. Nothing of that takes
+    from a run what it can be resumed from.
     """
 
     def __init__(self) -> None:

@@ -80,6 +80,7 @@ class LiveView:
         self.console = console
         self.title = title
         self._live = Live(console=console, auto_refresh=False, redirect_stderr=False, redirect_stdout=False)
+        self._silence = ""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -91,6 +92,9 @@ class LiveView:
         self._live.stop()
 
     def show(self, status: Status) -> None:
+        if status.silence and status.silence != self._silence:
+            self.note(status.silence)
+        self._silence = status.silence
         self._live.update(panel(status, self.title), refresh=True)
 
     def note(self, text: str) -> None:
@@ -103,6 +107,7 @@ class PlainView:
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
         self._shown = self._validation_shown = -1
+        self._silence = ""
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +126,9 @@ class PlainView:
             if row["validation"] > self._validation_shown:
                 self._validation_shown = row["validation"]
                 self.note(validation_line(row))
+        if status.silence and status.silence != self._silence:
+            self.note(status.silence)
+        self._silence = status.silence
 
     def note(self, text: str) -> None:
         self.stream.write(text + "\n")
@@ -177,6 +185,8 @@ def panel(status: Status, title: str) -> RenderableType:
     grid.add_row("trainer", f"version {status.version}, idle {percent(status.trainer_idle_share)}")
     if status.failures:
         grid.add_row("failures", Text(_failures(status), style="yellow"))
+    if status.silence:
+        grid.add_row("waiting", Text(status.silence, style="yellow"))
     now = Table.grid(padding=(0, 1), expand=True)
     now.add_column(style="dim", no_wrap=True, width=9)
     now.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)

@@ -24,6 +24,9 @@ class Recorder(Protocol):
     def reject(self, event: Event, reason: str) -> None:
         """Append one frame of an event that the scheduler could not handle."""
 
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        """Append the whole state after the event written last, as `schedule.frames.encode_snapshot` gave it."""
+
     def flush(self) -> None:
         """Hand every frame written so far to the operating system."""
 

@@ -1,10 +1,11 @@
 """The run directory: where a run keeps its configuration, its record, its metrics and its checkpoints.
 
-Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`; `runs/latest` points
-at the newest. Nothing of an earlier run is ever overwritten.
+Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`, `trajectories/`;
+`runs/latest` points at the newest. Nothing of an earlier run is ever overwritten.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,11 +71,12 @@ def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Pat
 
 
 def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
-    """The directory of a run that exists: a path, or a name under `parent` such as `latest`.
+    """The directory of a run that exists: a path, or a name under `parent` such as `latest`; a name leads nowhere else.
 
     Raises: ConfigError.
     """
-    for path in (Path(run), Path(parent) / run):
+    named = [Path(parent) / run] if ".." not in Path(run).parts else []
+    for path in (Path(run), *named):
         if path.is_dir():
             directory = RunDirectory(path.parent if path.name == "schedule" else path)
             if not directory.schedule.is_dir():
@@ -85,8 +87,19 @@ def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
     raise ConfigError("RUN", str(run), "no such run", f"{Path(parent) / 'latest'} is the newest")
 
 
+def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
+    """The runs under `parent` that were given this name, the newest first."""
+    pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
+    found = []
+    for path in Path(parent).iterdir() if Path(parent).is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and (path / "schedule").is_dir() and not path.is_symlink():
+            found.append((match[1], int(match[2] or 1), path))
+    return [RunDirectory(path) for _, _, path in sorted(found, reverse=True)]
+
+
 def _claim(path: Path) -> Path:
-    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints"):
+    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories"):
         if (path / left).exists():
             raise ConfigError(
                 "--run-dir", str(path), f"already holds a run ({left})", "a new or empty directory would hold"

@@ -63,6 +63,7 @@ from engine.states.invariants import check_event
 from engine.states.limits import Limits
 from engine.states.state import Observer, State
 from engine.states.view import View
+from engine.states.waiting import held_up
 
 GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, StateLeft, StateFailed)
 """Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
@@ -306,6 +307,6 @@ class Scheduler:
         if under_way or not state.fleet.alive or (step is not None and step.timer is not None):
             return None
         return PolicyError(
-            f"nothing is under way and the policies start nothing; they saw {self.decisions.seen()}",
+            f"nothing is under way and the policies start nothing: {held_up(state)}; they saw {self.decisions.seen()}",
             policies=str(dict(self.policies.names)),
         )

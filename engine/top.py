@@ -30,6 +30,7 @@ from engine.rundir import RunDirectory, open_run
 EVERY_S = 1.0
 PATIENCE_S = 5.0
 """How long the endpoint may take to answer."""
+LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
 BAR_WIDTH = 24
@@ -70,7 +71,10 @@ def ask(address: str, shown: str) -> Status:
     """What a run is doing now. Raises: ConfigError where nothing answers, or not a run."""
     try:
         with urllib.request.urlopen(f"http://{address}/status", timeout=PATIENCE_S) as answer:
-            return status_of(json.loads(answer.read()))
+            body = answer.read(LARGEST_ANSWER_BYTES + 1)
+            if len(body) > LARGEST_ANSWER_BYTES:
+                raise ValueError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+            return status_of(json.loads(body))
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         law = f"nothing answers at {address} ({reason}): the run was killed, or its machine cannot be reached"
@@ -82,7 +86,8 @@ def ask(address: str, shown: str) -> Status:
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole picture: the live view of the run, and its machines below."""
-    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, height - 21))))
+    room = height - 21 - bool(status.silence)
+    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
 
 
 def _machines(status: Status) -> RenderableType:

@@ -12,8 +12,9 @@ from engine.commands import Command
 from engine.driver import Driver
 from engine.events import Event
 from engine.ids import ReplicaId, Version
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
+from engine.metrics.transitions import Transitions
 from engine.ports import Recorder
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -22,6 +23,7 @@ from engine.states.limits import Limits, Pool, ValidationLimits
 class NoRecord:
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
     def reject(self, event: Event, reason: str) -> None: ...
+    def snapshot(self, payloads: Sequence[bytes]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 

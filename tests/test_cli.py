@@ -303,6 +303,9 @@ class FakeHandle:
         self.world = world
         self.fail = fail
         self.interrupt_after = interrupt_after
+        self.told = False
+        self.resumed: tuple[Path, tuple[tuple[str, str], ...]] | None = None
+        self.drained: str | None = None
         self.stopped: str | None = None
         self.closed = False
 
@@ -320,6 +323,15 @@ class FakeHandle:
                 self.interrupt_after = None
                 raise KeyboardInterrupt
 
+    def drain(self, reason: str) -> None:
+        from engine.events import DrainRequested
+
+        self.drained = reason
+        self.world.driver.deliver(DrainRequested(reason=reason))
+
+    def past(self) -> str:
+        return "resumed from the initial weights"
+
     def stop(self, reason: str) -> None:
         from engine.events import StopRequested
 
@@ -328,6 +340,7 @@ class FakeHandle:
 
     def close(self) -> None:
         self.closed = True
+        self.world.driver.recorder.close()
 
 
 Launch = Callable[..., list[FakeHandle]]
@@ -341,14 +354,27 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
         handles: list[FakeHandle] = []
 
         def launch(
-            config: Config, run_dir: Path, *, progress: Callable[[float, str], None], resume: bool
+            config: Config,
+            run_dir: Path,
+            *,
+            progress: Callable[[float, str], None],
+            resume: bool,
+            settings: tuple[tuple[str, str], ...],
         ) -> FakeHandle:
-            assert not resume
+            if resume:
+                handles.append(
+                    FakeHandle(clockwork(batch=4, stale=2, workers=8, steps=4, replicas=2, slots=4), **options)
+                )
+                handles[-1].resumed = (run_dir, settings)
+                return handles[-1]
             progress(0.0, "making data")
             progress(0.1, "supervised warm-up: step 1 of 10")
             progress(1.0, "model ready")
             header = Header(
-                run=run_dir.name, limits=dataclasses.replace(config.limits(), validation=None).to_plain(), policies={}
+                run=run_dir.name,
+                limits=dataclasses.replace(config.limits(), validation=None).to_plain(),
+                policies={},
+                config=config.model_dump(mode="json"),
             )
             world = clockwork(
                 batch=4,
@@ -407,7 +433,8 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
     handles = launched(interrupt_after=1)
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
     said = capsys.readouterr()
-    assert handles[0].stopped == "interrupted by the user" and handles[0].closed
+    assert handles[0].drained == "interrupted by the user" and handles[0].stopped is None and handles[0].closed
+    assert "draining: nothing starts any more, a checkpoint is written; interrupt again to stop now" in said.out
     assert "interrupted; the run is in here" in said.err
     assert "run stopped" in said.out and "  engine resume here\n  engine replay here\n" in said.out
 
@@ -488,7 +515,7 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
         def close(self) -> None:
             self.world.driver.recorder.close()
             (record,) = (path for path in Path("here/schedule").iterdir() if path.is_file())
-            record.write_bytes(record.read_bytes()[: record.stat().st_size // 4])
+            record.write_bytes(record.read_bytes()[: record.stat().st_size * 4 // 5])
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
     launched()
@@ -518,6 +545,55 @@ def test_a_pipe_that_breaks_inside_the_run_is_a_failure(capsys: Capture, launche
     assert "BrokenPipeError" in capsys.readouterr().err
 
 
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_told_to_resume_goes_on_with_the_newest_that_did_not_finish(
+    capsys: Capture, launched: Launch, tmp_path: Path
+) -> None:
+    config = write_config("mine.yaml")
+    handles = launched(interrupt_after=1)
+    assert cli.main(["run", config, "--resume", "auto"]) == 130
+    assert "resume: no unfinished run of this configuration, a new one begins" in capsys.readouterr().out
+    first = handles[0]
+    (directory,) = Path("runs").glob("*-mine")
+    handles = launched()
+    assert cli.main(["run", config, "--resume", "auto", "--set", "scheduler.max_drops=2"]) == 0
+    assert f"resume: the newest unfinished run of this configuration is {directory}\n" in capsys.readouterr().out
+    assert handles[0].resumed == (directory, (("scheduler.max_drops", "2"),))
+    assert first.resumed is None
+    assert len(list(Path("runs").glob("*-mine"))) == 1
+
+
+def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Launch) -> None:
+    config = write_config("mine.yaml")
+    handles = launched()
+    assert cli.main(["run", config, "--resume", "auto"]) == 0
+    Path("runs/20990101-000000-mine/schedule").mkdir(parents=True)  # ended before its record began
+    Path("runs/20990101-000000-mine-too/schedule").mkdir(parents=True)
+    assert cli.main(["run", config, "--resume", "auto"]) == 0
+    assert "a new one begins" in capsys.readouterr().out
+    assert [handle.resumed for handle in handles] == [None, None]
+
+
+def test_a_run_of_a_changed_configuration_is_not_gone_on_with_silently(capsys: Capture, launched: Launch) -> None:
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config("mine.yaml"), "--resume", "auto"]) == 130
+    capsys.readouterr()
+    config = write_config("mine.yaml", trainer={"learning_rate": 0.25}, scheduler={"samples_per_prompt": 2})
+    said = refused(capsys, "run", config, "--resume", "auto")
+    assert "scheduler.samples_per_prompt = 2: was 4 when the run began" in said
+    assert "trainer.learning_rate was " in said and "is 0.25" in said
+
+
+def test_a_chosen_place_is_gone_on_with(capsys: Capture, launched: Launch) -> None:
+    launched(interrupt_after=1)
+    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 130
+    handles = launched()
+    assert cli.main(["run", write_config(), "--resume", "auto", "--run-dir", "here"]) == 0
+    assert handles[0].resumed == (Path("here"), ())
+
+
 # -- requests to end ---------------------------------------------------------------------------------------------------
 
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -541,7 +617,7 @@ def test_a_request_to_end_stops_the_run(
         def updates(self) -> Iterator[Status]:
             for status in super().updates():
                 yield status
-                if self.stopped is None:
+                if self.drained is None:
                     signal.raise_signal(number)
 
         def close(self) -> None:
@@ -551,8 +627,82 @@ def test_a_request_to_end_stops_the_run(
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Ended)
     handles = launched()
     assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
-    assert handles[0].stopped and handles[0].closed
+    assert handles[0].drained and not handles[0].stopped and handles[0].closed
     assert capsys.readouterr().err == "engine: interrupted; the run is in here\n"
+
+
+class Lingering(FakeHandle):
+    """Drains for ever. Raises a signal whenever its status is asked for once it was told to end."""
+
+    def updates(self) -> Iterator[Status]:
+        yield self.world.metrics.status()
+        if self.stopped is None:
+            signal.raise_signal(signal.SIGTERM)
+        self.world.run()
+        yield self.world.metrics.status()
+
+    def drain(self, reason: str) -> None:
+        self.drained = reason
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_second_request_stops_a_run_that_drains(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
+    handles = launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    assert handles[0].drained and handles[0].stopped and handles[0].closed
+    said = capsys.readouterr()
+    assert said.out.index("draining: ") < said.out.index("stopping now; interrupt again to end at once")
+    assert said.err == "engine: interrupted; the run is in here\n"
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(Lingering):
+        def drain(self, reason: str) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Deaf)
+    handles = launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    assert handles[0].stopped and handles[0].closed
+
+
+def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
+    code = (
+        "import signal; from engine.interrupts import Interrupts\n"
+        "with Interrupts() as interrupts:\n"
+        "    interrupts.waiting = True\n"
+        "    for _ in range(3):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        except KeyboardInterrupt: print('raised', flush=True)\n"
+        "print('never')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stdout) == (130, "raised\nraised\n")
+    assert "ended at once" in done.stderr
+
+
+def test_a_run_that_somebody_else_told_to_end_is_no_failure(
+    capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(FakeHandle):
+        def updates(self) -> Iterator[Status]:
+            self.told = True
+            for status in super().updates():
+                yield dataclasses.replace(status, outcome="stopped", reason="asked by engine drain")
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Told)
+    launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    said = capsys.readouterr().err
+    assert said == "engine: the run was told to end, stopped: asked by engine drain; it is in here\n"
 
 
 def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:
@@ -595,9 +745,16 @@ def test_a_request_to_end_leaves_no_process(line: str) -> None:
     process = run_to(line, "model.arithmetic.warmup_steps=1")
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    shown, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said.startswith("engine: interrupted; ") and said.count("\n") == 1
+    if line == "step=0":
+        assert "draining: nothing starts any more" in shown and "run stopped" in shown
+        assert not Path("here/control.json").exists()
+        (newest, *_) = sorted(Path("here/checkpoints").glob("step-*"), reverse=True)
+        rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]
+        steps = [row["step"] for row in rows if "step" in row]
+        assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was under way"
     _, left = psutil.wait_procs(started, timeout=20)
     assert left == []
 

@@ -51,9 +51,9 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": DRIVER,
     "control": DRIVER,
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
-    "hosts": EVENTS,
+    "hosts": {*EVENTS, "schedule"},  # how frames lie on disk, and who may write them
     "local": {*DRIVER, "hosts", "metrics"},
-    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway"},
+    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway", "control"},
     # the work itself, which knows nothing of the scheduler
     "rollout": BOTTOM,
     "gateway": {*BOTTOM, "rollout"},  # agents' calls become requests to a replica
@@ -63,13 +63,15 @@ ALLOWED: dict[str, set[str]] = {
     "rundir": BOTTOM,
     "live": {*STATES, "metrics"},
     "top": {*STATES, "metrics", "live", "rundir"},
+    "commanding": {*DRIVER, "control", "config", "rundir"},
     "interrupts": BOTTOM,
     "metrics": STATES,
     "inspect": SCHEDULE,
     # data about all of the above, and the wiring
-    "config": {*POLICIES, *WORK},
+    "config": {*POLICIES, *WORK, "scheduling"},
+    "running": {*DRIVER, *WORK, "actors", "metrics", "config", "rundir", "live", "interrupts"},
     "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
-    | {"config", "rundir", "live", "top", "interrupts"},
+    | {"config", "rundir", "live", "top", "interrupts", "commanding", "running"},
     "__init__": {*POLICIES},
     "__main__": {"cli"},
 }
@@ -183,6 +185,33 @@ def nothing_sleeps(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: sleeps"
 
 
+UNPICKLES = {
+    "engine/actors/process.py": "the plan of a run, from the process that launches it to its actors",
+    "engine/actors/wire.py": "calls between the actors of one run",
+}
+"""Where something is unpickled: traffic between processes of one run, which Ray pickles as well."""
+EXECUTES = {"engine/schedule/shapes.py": "readers and writers that it derives from the classes of events and commands"}
+"""Where code is made of text: of the engine's own."""
+
+
+def nothing_read_is_unpickled(source: Source) -> Iterator[str]:
+    """Nothing from disk or network becomes code: no pickle, however wrapped, and no code of a model's repository."""
+    pickling = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "pandas"}
+    calls = {"torch.load", "np.load", "numpy.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and source.path not in UNPICKLES:
+            of = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            parts = {part for name in (*of, *(alias.name for alias in node.names)) for part in name.split(".")}
+            if parts & pickling:
+                yield f"{source.path}:{node.lineno}: imports {sorted(parts & pickling)[0]}"
+        elif isinstance(node, ast.Call):
+            if ast.unparse(node.func) in calls and source.path not in EXECUTES:
+                yield f"{source.path}:{node.lineno}: calls {ast.unparse(node.func)}"
+            for word in node.keywords:
+                if word.arg in ("allow_pickle", "trust_remote_code") and ast.unparse(word.value) != "False":
+                    yield f"{source.path}:{node.lineno}: asks for {word.arg}"
+
+
 def names_say_something(source: Source) -> Iterator[str]:
     """No module is called after nothing in particular."""
     empty = {"utils", "util", "helpers", "helper", "manager", "managers", "misc", "common"}
@@ -246,6 +275,16 @@ EVERYWHERE: list[tuple[Rule, str, str]] = [
     (nothing_sleeps, "engine/driver.py", "import time\ntime.sleep(1)"),
     (nothing_sleeps, "engine/driver.py", "import asyncio as loops\nloops.sleep(1)"),
     (nothing_sleeps, "engine/driver.py", "from asyncio import sleep\nasync def f():\n    await sleep(0)"),
+    (nothing_read_is_unpickled, "engine/schedule/reader.py", "import pickle"),
+    (nothing_read_is_unpickled, "engine/control/server.py", "from ray import cloudpickle"),
+    (nothing_read_is_unpickled, "engine/training/checkpoint.py", "import torch\ntorch.load('model.pt')"),
+    (
+        nothing_read_is_unpickled,
+        "engine/tasks/dataset.py",
+        "import numpy as np\nnp.load('rows.npy', allow_pickle=True)",
+    ),
+    (nothing_read_is_unpickled, "engine/config/loading.py", "import yaml\nyaml.unsafe_load('')"),
+    (nothing_read_is_unpickled, "engine/actors/wire.py", "AutoModel.from_pretrained('x', trust_remote_code=True)"),
     (names_say_something, "engine/utils.py", ""),
     (names_say_something, "engine/rollout/weight_manager.py", ""),
 ]

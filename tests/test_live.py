@@ -52,6 +52,7 @@ def crowded() -> Status:
         last_failure="[bold]z[/bold]" * 30,
         trainer_now="x" * 200,
         rollout_now="y" * 200,
+        silence="nothing has changed " * 30,
     )
 
 
@@ -66,7 +67,7 @@ def drawn(status: Status, title: str = "Step Engine  runs/20260131-235959-quicks
 )
 def test_the_live_view_fits_80_columns_and_never_wraps(status: Status) -> None:
     lines = drawn(status)
-    rows = 8 + bool(status.failures)
+    rows = 8 + bool(status.failures) + bool(status.silence)
     assert len(lines) == rows + 2, "a line for each row and the frame"
     assert {cell_len(line) for line in lines} == {80}
 
@@ -141,6 +142,21 @@ def test_failures_are_counted_and_the_last_one_is_told() -> None:
     text = " ".join(re.sub("[│]", " ", console.export_text()).split())
     assert "3 group data, 1 replica lost" in text and "my_rewards:[score]" in text
     assert not any("attempts" in line for line in drawn(middle()))
+
+
+def test_a_silence_is_noted_once_and_shown_while_it_lasts() -> None:
+    told = "nothing has changed for 300 s; waited for is the trainer: trains step 3 on 4 groups for 312 s"
+    silent = replace(middle(), silence=told)
+    assert any("waiting" in line and "nothing has changed for 300 s" in line for line in drawn(silent))
+    assert not any("waiting " in line for line in drawn(middle()))
+    for terminal in (False, True):
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=terminal, width=80)
+        with view_for(console, title="t", plain=not terminal) as view:
+            for status in (silent, silent, middle(), silent):
+                view.show(status)
+        assert stream.getvalue().count("trains step 3 on") >= 2
+        assert re.sub(r"\s+", " ", stream.getvalue()).count("for 312 s") == 2, "the whole of it, once for each silence"
 
 
 def test_a_terminal_gets_the_live_view_and_a_pipe_plain_lines() -> None:

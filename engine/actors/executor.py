@@ -23,6 +23,7 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
+    StartReplica,
     StopMeasuring,
     StopReplica,
     TrainStep,
@@ -30,6 +31,7 @@ from engine.commands import (
 from engine.events import Event, GroupFailed, PromptsDrawn
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import held_out_group
+from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.ids import GroupId
@@ -76,7 +78,8 @@ class RayExecutor:
             CancelTimer: self._timers.cancel,
             RetireWeights: self._retire,
             StopMeasuring: self._stop_measuring,
-            StopReplica: lambda command: fleet.stop_replica(command.replica, command.incarnation, command.reason),
+            StopReplica: fleet.stop_replica,
+            StartReplica: fleet.start_replica,
             FinishRun: finish,
             **dict.fromkeys((*TRAINER_COMMANDS, EnterState), fleet.order_trainer),
         }
@@ -107,6 +110,7 @@ class RayExecutor:
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
             prompt = self._prompts.prompt(command.group)
+            plain_prompt(prompt)  # one that cannot travel must not take the orders beside it along
         except Exception as error:
             failed: Event = GroupFailed(
                 group=command.group,

@@ -1,11 +1,12 @@
-"""The actors of a run: started, sent orders, watched without polls, started again when they die, ended.
+"""The actors of a run: started, sent orders, watched, started again when they die, ended.
 
-Runs in the scheduler actor, whose children they are: when its process goes, Ray ends theirs. A death is known by a
-call to `alive` that Ray answers with an error.
+Runs in the scheduler actor. Where the run keeps a record they outlive its process (`lasting.py`): the next takes them
+over with `recover`.
 """
 
 import asyncio
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -13,16 +14,18 @@ import ray
 from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason, raised
-from engine.actors.placement import Place, place, shortfall
+from engine.actors.heartbeat import Pulse
+from engine.actors.lasting import Living, lasting
+from engine.actors.placement import Place, found_place, place, room_now, shortfall
 from engine.actors.plan import Plan, Restore
 from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
 from engine.actors.wire import Order, pack_orders
 from engine.actors.workers import Workers
-from engine.commands import Command, DiscardGroups
-from engine.errors import EngineError
-from engine.events import Event, ReplicaLost
-from engine.ids import Incarnation, ReplicaId
+from engine.commands import Command, DiscardGroups, StartReplica, StopReplica
+from engine.events import Event, ReplicaLost, StopRequested
+from engine.hosts.reasons import clean
+from engine.ids import Incarnation, ReplicaId, StepId
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +38,15 @@ class ReplicaLink:
 
     __slots__ = ("_place", "actor", "incarnation", "orders", "replica", "sequence")
 
-    def __init__(self, replica: ReplicaId, incarnation: Incarnation, actor: Any, place: Place) -> None:
+    def __init__(
+        self, replica: ReplicaId, incarnation: Incarnation, actor: Any, place: Place, sequence: int = 0
+    ) -> None:
         self.replica = replica
         self.incarnation = incarnation
         self.actor = actor
         self._place = place
         self.orders: list[Order] = []
-        self.sequence = 0
+        self.sequence = sequence
 
     def send(self) -> None:
         self.sequence += 1
@@ -50,8 +55,17 @@ class ReplicaLink:
 
     def end(self) -> None:
         """Kill the actor and give back what was set aside for it."""
-        ray.kill(self.actor)
+        if self.actor is not None:
+            ray.kill(self.actor)
         self._place.free()
+
+
+async def _first(enough: int, opening: Mapping[ReplicaId, "asyncio.Future[None]"]) -> None:
+    """Returns when so many replicas are open. Raises what one of them raises before."""
+    for count, opened in enumerate(asyncio.as_completed(opening.values()), 1):
+        await opened
+        if count >= enough:
+            return
 
 
 class Fleet:
@@ -65,9 +79,10 @@ class Fleet:
         give_up: Callable[[str], None],
         gateway: Any = None,
         lived: Mapping[ReplicaId, Incarnation] | None = None,
+        living: Living | None = None,
     ) -> None:
-        """`lived`: the last life of each replica in an earlier life of the run. `give_up` ends the run, for the reason
-        it is told."""
+        """`lived`: the last life of each replica in an earlier life of the run. `living`: actors of an earlier process
+        of the scheduler, for `recover`. `give_up` ends the run, for the reason it is told."""
         self._plan = plan
         self._gateway = gateway
         self._given = given
@@ -75,38 +90,86 @@ class Fleet:
         self._give_up = give_up
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
-        self._lived = lived or {}
-        self._restarts = dict.fromkeys(plan.lives(), 0)
+        self._starting: set[ReplicaId] = set()
+        self._late: list[ReplicaId] = []
+        self._begun = defaultdict(int, lived or {})
+        """The last life of each replica that was begun."""
+        self._last = defaultdict(int, lived or {})
+        """The last life of each replica that is over, or whose end is not known yet."""
+        self._living = living
+        self._pulse = Pulse.of(plan)
+        self._restarts: Counter[ReplicaId] = Counter()
+        self._steps_at_loss: dict[ReplicaId, StepId] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.trainer = TrainerLink(plan, given, deliver, self.spawn)
-        self._workers = Workers(plan, given, deliver, self.spawn)
+        self.trainer = TrainerLink(plan, given, deliver, self.spawn, living)
+        self._workers = Workers(plan, given, deliver, self.spawn, living)
 
     async def open(self, restore: Restore | None = None) -> None:
-        """Start every actor and wait until each is ready; the trainer begins where `restore` says.
+        """Start every actor and wait until each is ready, but for replicas for which the cluster has no room as it is;
+        the trainer begins where `restore` says.
 
         Raises the first thing that goes wrong.
         """
         for replica in self._plan.lives():
-            self._links[replica] = self._start(replica, self._lived.get(replica, 0) + 1)
+            self._links[replica] = self._start(replica)
+        opening = {
+            replica: asyncio.ensure_future(link.actor.bring_up.remote()) for replica, link in self._links.items()
+        }
+        room = await asyncio.to_thread(room_now, self._plan)
+        enough = max(1, min(room, len(opening)))
         try:
-            await asyncio.gather(
-                *(link.actor.open.remote() for link in self._links.values()),
-                self.trainer.open(restore),
-                self._workers.open(),
-            )
+            await asyncio.gather(_first(enough, opening), self.trainer.open(restore), self._workers.open())
         except RayError as error:
             raise raised(error) from None
+        self._late = [replica for replica, opened in opening.items() if not opened.done()]
 
     def join(self) -> None:
         """Let every replica report itself to the scheduler, and watch it from now on."""
+        for replica in self._late:
+            late = self._links.pop(replica)
+            self._bring_back(replica, late.incarnation - 1, "it was being started", late)
         for link in self._links.values():
             link.actor.join.remote()
             self.spawn(self._watch(link))
         self.trainer.watch()
         self._workers.watch()
-        for name, store in zip(("trajectory", "weights"), self._given[2:], strict=True):
-            self.spawn(self._watch_store(name, store))
+        self._watch_the_others()
+
+    def take_up(self, replicas: Mapping[ReplicaId, tuple[Incarnation, bool, bool]]) -> None:
+        """Take hold of the replicas that an earlier process of the scheduler started: orders go to them again.
+        `replicas`: as the record shows each, its life, whether it is up and whether it returns."""
+        assert self._living is not None
+        self._last |= {replica: incarnation for replica, (incarnation, _, _) in replicas.items()}
+        for replica, (incarnation, up, _) in replicas.items():
+            source = f"rollout-{replica}"
+            actor = self._living.actors.get((source, incarnation))
+            self._begun[replica] = max(incarnation, (self._living.newest(source) or (0,))[0])
+            if up and actor is not None and source not in self._living.silent:
+                self._links[replica] = self._link(replica, incarnation, actor)
+
+    def recover(self, replicas: Mapping[ReplicaId, tuple[Incarnation, bool, bool]]) -> None:
+        """Watch what `take_up` has taken hold of, and the other actors; bring up what was on its way; replace what is
+        gone."""
+        assert self._living is not None
+        for replica, (incarnation, up, returns) in replicas.items():
+            link = self._links.get(replica)
+            if link is not None:
+                self.spawn(self._watch(link))
+            elif up:
+                why = self._living.silent.get(f"rollout-{replica}", "it ended while there was no scheduler")
+                actor = self._living.actors.get((f"rollout-{replica}", incarnation))
+                self._lose(self._link(replica, incarnation, actor), why)
+            elif returns:
+                self._bring_back(replica, incarnation, "it was being started")
+        self._workers.recover()
+        self._watch_the_others()
+
+    def _watch_the_others(self) -> None:
+        for name, actor in zip(("trajectory store", "weights store"), self._given[2:], strict=True):
+            self.spawn(self._watch_one(name, actor))
+        if self._gateway is not None:
+            self.spawn(self._watch_one("gateway", self._gateway))
 
     # orders
 
@@ -142,89 +205,143 @@ class Fleet:
         self._ordered.clear()
         return calls + self.trainer.flush() + self._workers.flush()
 
-    def stop_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
-        """End one life of a replica, say so, and begin the next if one is left."""
-        link = self._links.get(replica)
-        if link is not None and link.incarnation == incarnation:
-            self._lose(link, reason)
+    def stop_replica(self, command: StopReplica) -> None:
+        """End one life of a replica, say so, and begin the next if one is left and wanted."""
+        link = self._links.get(command.replica)
+        if link is not None and link.incarnation == command.incarnation:
+            self._lose(link, command.reason, wanted=command.returns)
+
+    def start_replica(self, command: StartReplica) -> None:
+        """Begin a life of a replica that is not there."""
+        self._restarts[command.replica] = 0
+        self._bring_back(command.replica, self._last[command.replica], "it was being started")
 
     # lives
 
-    def _start(self, replica: ReplicaId, incarnation: Incarnation) -> ReplicaLink:
+    def _link(self, replica: ReplicaId, incarnation: Incarnation, actor: Any) -> ReplicaLink:
+        """One life of a replica that an earlier process of the scheduler started."""
+        assert self._living is not None
+        kept = found_place(self._name(replica, incarnation)) if self._plan.rollout_gpus > 1 else Place({})
+        return ReplicaLink(replica, incarnation, actor, kept, self._living.first - 1)
+
+    def _name(self, replica: ReplicaId, incarnation: Incarnation) -> str:
+        return f"{self._given[0].launch}/rollout-{replica}/{incarnation}"
+
+    def _start(self, replica: ReplicaId) -> ReplicaLink:
         plan, (packed, *handles) = self._plan, self._given
-        placed = place(plan)
+        self._begun[replica] += 1
+        incarnation = self._begun[replica]
+        placed = place(plan, self._name(replica, incarnation) if packed.lasts else None)
+        options = {**placed.options, **lasting(packed, f"rollout-{replica}", incarnation)}
         actor = (
             ray.remote(RolloutActor)
-            .options(num_cpus=0, enable_task_events=False, max_concurrency=100_000, **placed.options)
+            .options(num_cpus=0, enable_task_events=False, max_concurrency=100_000, **options)
             .remote(packed, replica, incarnation, *handles, self._gateway)
         )
         return ReplicaLink(replica, incarnation, actor, placed)
 
     async def _watch(self, link: ReplicaLink) -> None:
-        try:
-            reason = await link.actor.alive.remote()
-        except Exception as error:
-            reason = failure_reason(error)
+        reason = await self._pulse.lost(link.actor)
         if not self._closed and self._links.get(link.replica) is link:
             self._lose(link, reason)
 
-    async def _watch_store(self, name: str, store: Any) -> None:
-        """Nothing can take the place of a store: what it held is gone with it."""
+    async def _watch_one(self, name: str, actor: Any) -> None:
+        """Nothing can take the place of a store, or of the gateway: what it held is gone with it. A store that is full
+        holds it still, and the run stops until somebody makes room."""
         try:
-            await store.alive.remote()
+            full = f"the {name} takes nothing more: {await actor.alive.remote()}"
         except Exception as error:
             if not self._closed:
-                self._give_up(f"the {name} store is lost: {failure_reason(error)}")
+                self._give_up(f"the {name} is lost: {failure_reason(error)}")
+            return
+        if not self._closed:
+            self._deliver(StopRequested(reason=clean(full)))
 
-    def _lose(self, link: ReplicaLink, reason: str) -> None:
+    def _lose(self, link: ReplicaLink, reason: str, wanted: bool = True) -> None:
         log.warning("replica %d is lost (life %d): %s", link.replica, link.incarnation, reason)
-        del self._links[link.replica]
+        self._links.pop(link.replica, None)
+        self._last[link.replica] = link.incarnation
         self._ordered.pop(link.replica, None)
         link.end()
-        returns = self._restarts[link.replica] < self._plan.replica_restarts
+        returns = wanted and self._may_restart(link.replica)
         if returns:
-            self._restarts[link.replica] += 1
-            self.spawn(self._return(link, reason))
+            self._bring_back(link.replica, link.incarnation, reason)
         lost = ReplicaLost(replica=link.replica, incarnation=link.incarnation, returns=returns, reason=reason)
         self._deliver(lost)
 
-    async def _return(self, before: ReplicaLink, reason: str) -> None:
-        """Bring up the next life of a replica, with its first weights; the scheduler gives it the newest."""
-        link: ReplicaLink | None = None
+    def _may_restart(self, replica: ReplicaId) -> bool:
+        """Take one restart from a replica's budget, which is full again whenever a train step was trained since."""
+        if self._steps_at_loss.get(replica, -1) < self.trainer.steps:
+            self._restarts[replica] = 0
+        self._steps_at_loss[replica] = self.trainer.steps
+        self._restarts[replica] += 1
+        return self._restarts[replica] <= self._plan.replica_restarts
+
+    def _bring_back(
+        self, replica: ReplicaId, before: Incarnation, reason: str, link: ReplicaLink | None = None
+    ) -> None:
+        """Have a life follow the life `before`, unless one does already: `link`, or one that an earlier process of the
+        scheduler has begun, or a new one."""
+        if replica in self._links or replica in self._starting:
+            return
+        self._starting.add(replica)
+        source = f"rollout-{replica}"
+        life, actor = (self._living.newest(source) if self._living is not None else None) or (0, None)
+        if link is None and self._living is not None and life > before:
+            link = self._link(replica, life, actor)
+            if source in self._living.silent:
+                link.end()
+                link = None
+            else:
+                self._links[replica] = link  # it may have joined already, and is given orders as soon as that is heard
+        self.spawn(self._return(replica, before, reason, link))
+
+    async def _return(
+        self, replica: ReplicaId, before: Incarnation, reason: str, link: ReplicaLink | None = None
+    ) -> None:
+        """Bring up the next life of a replica after the life `before`, with its first weights; the scheduler gives it
+        the newest. `link`: that life has begun."""
         try:
-            lacking = await asyncio.to_thread(shortfall, self._plan, len(self._links) + 1)
-            if lacking:
-                raise EngineError(lacking)
-            link = self._start(before.replica, before.incarnation + 1)
-            await link.actor.open.remote()
+            await self._say_if_it_waits(replica)
+            link = link or self._start(replica)
+            await link.actor.bring_up.remote()
         except asyncio.CancelledError:
             if link is not None:
                 link.end()
             raise
         except Exception as error:
-            log.exception("replica %d could not be started again", before.replica)
+            log.exception("replica %d could not be started again", replica)
             if link is not None:
                 link.end()
+                self._links.pop(replica, None)
             story = f"{reason}; it could not be started again: {failure_reason(error)}"
-            again = self._restarts[before.replica] < self._plan.replica_restarts
-            if again:
-                self._restarts[before.replica] += 1
-                self.spawn(self._return(before, story))
+            if self._may_restart(replica):
+                self.spawn(self._return(replica, before, story))
             else:
-                self._deliver(
-                    ReplicaLost(replica=before.replica, incarnation=before.incarnation, returns=False, reason=story)
-                )
+                self._starting.discard(replica)
+                self._deliver(ReplicaLost(replica=replica, incarnation=before, returns=False, reason=story))
             return
+        self._starting.discard(replica)
         if self._closed:
             link.end()
             return
-        self._links[before.replica] = link
+        self._links[replica] = link
         link.actor.join.remote()
         self.spawn(self._watch(link))
 
+    async def _say_if_it_waits(self, replica: ReplicaId) -> None:
+        """Ray starts an actor as soon as the cluster has room, be that now or when a node is added."""
+        lacking = await asyncio.to_thread(shortfall, self._plan, len(self._links) + 1)
+        if lacking:
+            log.warning("replica %d waits for a node to be on: %s", replica, lacking)
+
+    def stop_watching(self) -> None:
+        """Everything is being taken down: nobody's end is news any more."""
+        self._closed = True
+
     async def close(self) -> None:
         """Let generators give back what they hold, for a while, then kill every actor."""
-        self._closed = True
+        self.stop_watching()
         closing = [asyncio.ensure_future(link.actor.close.remote()) for link in self._links.values()]
         if closing:
             await asyncio.wait(closing, timeout=GOODBYE_S)

@@ -1,6 +1,6 @@
 """The gateway actor of a run: the HTTP server for agents, and the agents themselves.
 
-A child of the scheduler actor, which starts it before the replicas and ends it with the run. Replicas open groups here
+Started by the scheduler actor before the replicas, and ended with the run. Replicas open groups here
 and are asked for samples in turn; the scheduler says which groups nobody wants any more.
 """
 
@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from engine.actors.failures import named, raised
+from engine.actors.lasting import end_when_orphaned
 from engine.actors.process import PackedPlan, prepare_process
 from engine.errors import EngineError
 from engine.gateway.agents import Agents
@@ -47,7 +48,8 @@ class GatewayParts:
 class GatewayActor:
     """`open`, then `open_group` and `cut` from the replicas and `discard` from the scheduler, until `close`."""
 
-    def __init__(self, plan: PackedPlan) -> None:
+    def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
+        end_when_orphaned(plan, scheduler)
         self._plan = plan.unpack()
         self._url = ""
 

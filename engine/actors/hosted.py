@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Outbox
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.wire import InOrder, unpack_orders
@@ -19,11 +20,14 @@ from engine.ids import Incarnation
 class HostedActor:
     """`open`, then `carry_out`: orders that come earlier wait. `alive` is answered only when it cannot go on.
 
-    `open` is the subclass's own: it calls `_begin`, and `_take_orders` once it has a host.
+    `open` is the subclass's own: it calls `_begin`, and `_take_orders` once it has a host. It is called through
+    `bring_up`.
     """
 
     def __init__(self, plan: PackedPlan, source: str, incarnation: Incarnation, scheduler: Any) -> None:
         self._plan = plan.unpack()
+        end_when_orphaned(plan, scheduler)
+        self._opening: asyncio.Task[Any] | None = None
         self._source = source
         self._incarnation = incarnation
         self._scheduler = scheduler
@@ -32,6 +36,24 @@ class HostedActor:
         self._broken: asyncio.Future[str] | None = None
         self._carry_out: Callable[[Any], None] | None = None
 
+    async def open(self, *given: Any, **named: Any) -> Any:
+        """Load what it hosts. Raises whatever the user's factory raises."""
+        raise NotImplementedError
+
+    async def bring_up(self, *given: Any) -> Any:
+        """Call `open`, once: returns or raises what that does, whoever asks and how often."""
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self.open(*given))
+        return await asyncio.shield(self._opening)
+
+    async def attach(self, sequence: int) -> None:
+        """The scheduler is another process now, whose orders are numbered from here."""
+        self._orders.begin_at(sequence)
+        self._early.clear()
+
+    async def beat(self) -> None:
+        """Answered at once, by an event loop that is free."""
+
     @ray.method(num_returns=0)
     async def carry_out(self, sequence: int, orders: bytes) -> None:
         for batch in self._orders.take(sequence, orders):
@@ -39,12 +61,15 @@ class HostedActor:
 
     async def alive(self) -> str:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
-        assert self._broken is not None
-        return await self._broken
+        return await asyncio.shield(self._brokenness())
+
+    def _brokenness(self) -> "asyncio.Future[str]":
+        if self._broken is None:
+            self._broken = asyncio.get_running_loop().create_future()
+        return self._broken
 
     def _begin(self, threads: int | None = None) -> Outbox:
         """Make this process ready; what takes its reports."""
-        self._broken = asyncio.get_running_loop().create_future()
         prepare_process(self._source, self._plan.run_dir, threads)
         report = self._scheduler.report.remote
         return Outbox(
@@ -67,5 +92,6 @@ class HostedActor:
             self._carry_out(command)
 
     def _break(self, reason: str) -> None:
-        if self._broken is not None and not self._broken.done():
-            self._broken.set_result(reason)
+        broken = self._brokenness()
+        if not broken.done():
+            broken.set_result(reason)

@@ -9,6 +9,8 @@ from typing import Any, TypedDict
 import ray
 
 from engine.actors.failures import failure_reason
+from engine.actors.heartbeat import Pulse
+from engine.actors.lasting import Living
 from engine.actors.wire import Order, pack_orders
 from engine.commands import Command
 from engine.events import Event
@@ -18,6 +20,9 @@ from engine.ids import Incarnation
 class LinkOptions(TypedDict):
     """What every link is given."""
 
+    source: str
+    living: Living | None
+    pulse: Pulse
     start: Callable[[Incarnation], Any]
     failure: Callable[[Any, str], Event]
     deliver: Callable[[Event], None]
@@ -25,11 +30,15 @@ class LinkOptions(TypedDict):
 
 
 class Link:
-    """`start` makes the actor of a life, `failure` the event of an order that came to nothing."""
+    """`start` makes the actor of a life, `failure` the event of an order that came to nothing. `living`: the actors are
+    there already, and the one called `source` is taken over."""
 
     def __init__(
         self,
         *,
+        source: str,
+        living: Living | None,
+        pulse: Pulse,
         start: Callable[[Incarnation], Any],
         failure: Callable[[Any, str], Event],
         deliver: Callable[[Event], None],
@@ -44,16 +53,36 @@ class Link:
         """Why there is none any more."""
         self._closed = False
         self._pending: list[Command] = []
-        self._begin()
+        self._orders: list[Order] = []
+        self._sequence = 0
+        self._pulse = pulse
+        self._silent: str | None = None
+        """Why there is no actor to take over."""
+        self.actor: Any = None
+        if living is None:
+            self._begin()
+            return
+        self._sequence = living.first - 1
+        self._incarnation, self.actor = living.newest(source) or (0, None)
+        self._silent = living.silent.get(
+            source, "it ended while there was no scheduler" if self.actor is None else None
+        )
 
     def _begin(self) -> None:
         self._incarnation += 1
         self._sequence = 0
-        self._orders: list[Order] = []
+        self._orders = []
         self.actor = self._start(self._incarnation)
 
     def watch(self) -> None:
         self._spawn(self._watch(self.actor))
+
+    def take_over(self, *given: Any) -> None:
+        """Watch the actor of an earlier scheduler process, once it is open; `given`: to one that never was."""
+        if self._silent is None:
+            self._spawn(self._reopen(self.actor, *given))
+        else:
+            self._spawn(self._replace(self._silent))
 
     def order(self, command: Command) -> None:
         """Keep an order for the end of the drain; where there is no actor any more, answer it."""
@@ -64,7 +93,7 @@ class Link:
         self._orders.append(Order(command))
 
     def flush(self) -> int:
-        if not self._orders:
+        if not self._orders or self.actor is None:
             return 0
         self._sequence += 1
         self.actor.carry_out.remote(self._sequence, pack_orders(self._orders))
@@ -73,23 +102,24 @@ class Link:
 
     def close(self) -> None:
         self._closed = True
-        ray.kill(self.actor)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self.actor is not None:
+            ray.kill(self.actor)
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead actor was ordered, then go on with a new one if that may be."""
         raise NotImplementedError
 
     async def _watch(self, actor: Any) -> None:
-        try:
-            reason = await actor.alive.remote()
-        except Exception as error:
-            reason = failure_reason(error)
+        reason = await self._pulse.lost(actor)
         if not self._closed:
             await self._replace(reason)
 
     async def _reopen(self, actor: Any, *given: Any) -> None:
         try:
-            await actor.open.remote(*given)
+            await actor.bring_up.remote(*given)
         except Exception as error:
             if not self._closed:
                 await self._replace(f"it could not be started again: {failure_reason(error)}")

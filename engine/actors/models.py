@@ -21,6 +21,7 @@ from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
 from engine.hosts.added import Work, unchanged
+from engine.hosts.durable import StorePolicy
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.metrics.endpoint import FOLDER
@@ -70,6 +71,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         replicas=config.rollout.replicas,
         slots=config.rollout.slots,
         prefix_every_tokens=config.durability.prefix_every_tokens,
+        snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
         make_trainer=partial(make_trainer, inputs.model, with_reference(settings), limits.scored_apart),
         make_work=partial(make_work, config, inputs),
@@ -85,9 +87,22 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         held_out=held_out,
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.port,
+        control_host=config.control.host,
+        control_port=config.control.port if config.control.enabled else None,
+        most_replicas=len(config.rollout.urls) or 4096,
+        drain_s=config.durability.drain_s,
+        silence_s=config.run.silence_s,
         sinks=config.metrics.sinks.chosen(),
         endpoints=Path(config.run.dir).resolve() / FOLDER,
         keep_checkpoints=config.trainer.keep_checkpoints,
+        keep_checkpoints_every=config.trainer.keep_checkpoints_every,
+        trajectories=config.durability.trajectories,
+        store_policy=StorePolicy(
+            segment_bytes=config.durability.segment_mb << 20,
+            max_bytes=config.durability.max_bytes,
+            fsync=config.durability.fsync,
+        ),
+        heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
         scorer_threads=threads_of_scorers(config, limits.scorers()),

@@ -12,8 +12,8 @@ from math import floor, log2
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from engine.actors.plan import Plan
 from engine.config.machine import gpus_of_their_own
@@ -38,13 +38,15 @@ class Place:
             remove_placement_group(self.group)
 
 
-def place(plan: Plan) -> Place:
-    """For one life of a replica. Returns at once: the actor's creation waits for the GPUs."""
+def place(plan: Plan, name: str | None = None) -> Place:
+    """For one life of a replica. Returns at once: the actor's creation waits for the GPUs. `name`: of what lies set
+    aside, which then outlives the process that set it aside, for `found_place`."""
     if plan.rollout_gpus <= 1:
-        return Place({"num_gpus": plan.rollout_gpus})
+        return Place({"num_gpus": plan.rollout_gpus, "scheduling_strategy": "SPREAD"})
     gpus = int(plan.rollout_gpus)
     bundles = [{"GPU": 1.0}] * gpus if plan.rollout_spread else [{"GPU": float(gpus)}]
-    group = placement_group(bundles, strategy="PACK" if plan.rollout_spread else "STRICT_PACK")
+    kept = {} if name is None else {"name": name, "lifetime": "detached"}
+    group = placement_group(bundles, strategy="PACK" if plan.rollout_spread else "STRICT_PACK", **kept)
     strategy = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
@@ -52,9 +54,24 @@ def place(plan: Plan) -> Place:
     return Place({"num_gpus": 0 if plan.rollout_spread else gpus, "scheduling_strategy": strategy}, group)
 
 
+def found_place(name: str) -> Place:
+    """What `place` set aside under a name in an earlier process."""
+    try:
+        return Place({}, get_placement_group(name))
+    except ValueError:
+        return Place({})
+
+
+def beside_the_run(gpus: float = 0.0) -> dict[str, Any]:
+    """Options of an actor that is to be on this process' node, where the run's directory is. One that needs GPUs may
+    be elsewhere, should they be there."""
+    here = ray.get_runtime_context().get_node_id()
+    return {"num_gpus": gpus, "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=gpus > 0)}
+
+
 def shortfall(plan: Plan, replicas: int) -> str:
     """Why the cluster, were nothing else in it, could not hold so many replicas; nothing if it could."""
-    if plan.rollout_gpus <= 1:
+    if not plan.rollout_gpus:
         return ""
     nodes = node_gpus()
     room = _room(plan, nodes)
@@ -74,9 +91,14 @@ def node_gpus() -> list[float]:
     return sorted((gpus for gpus in nodes if gpus), reverse=True)
 
 
+def room_now(plan: Plan) -> int:
+    """How many replicas the cluster, were nothing else in it, could hold, all of them where they need no GPUs."""
+    return _room(plan, node_gpus()) if plan.rollout_gpus else len(plan.lives())
+
+
 def _room(plan: Plan, nodes: list[float]) -> int:
     each = plan.rollout_gpus
-    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus // each) for gpus in nodes)
+    return int(sum(nodes) // each) if plan.rollout_spread else sum(int(gpus * ROUNDED_UP // each) for gpus in nodes)
 
 
 def with_gpus(plan: Plan) -> Plan:
@@ -93,7 +115,7 @@ def with_gpus(plan: Plan) -> Plan:
     if store and gpus < needed:
         law = f"{who}; there are {gpus:g}"
         raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
-    lacking = shortfall(plan, replicas)
+    lacking = shortfall(plan, replicas) if several else ""
     if lacking:
         room = _room(plan, nodes)
         fix = f"{room} would hold" if room else "fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"

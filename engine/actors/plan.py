@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.errors import ConfigError
 from engine.hosts.added import Work
+from engine.hosts.durable import StorePolicy
 from engine.hosts.prompts import Prompts
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS
-from engine.ids import ReplicaId
+from engine.ids import GroupId, ReplicaId, StepId
 from engine.roles import Generator, Scorer, Trainer
 from engine.states.limits import REWARDING, Limits
 from engine.trajectory import Prompt
@@ -33,15 +34,34 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Redo:
+    """A train step that is trained again, from its batch in the trajectory store, as it was ordered."""
+
+    step: StepId
+    groups: tuple[GroupId, ...]
+    staleness: tuple[int, ...]
+    reports: bool = False
+    """What the trainer said of it is not known any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """What a trainer that takes the place of a dead one goes on from: a checkpoint's directory, or published
-    weights."""
+    """What a trainer that takes the place of a dead one goes on from: a checkpoint's directory, published weights, or
+    neither, which are the initial weights."""
 
     steps: int
+    """Train steps in the checkpoint or the weights."""
     optimizer_steps: int = 0
     """Optimizer updates in those steps, by which learning rates are scheduled."""
     checkpoint: str | None = None
     weights: Any = None
+    redo: tuple[Redo, ...] = ()
+    """The steps that follow, to be trained again before the trainer takes orders."""
+
+    @property
+    def reaches(self) -> int:
+        """Train steps in what the trainer begins with."""
+        return self.steps + len(self.redo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +101,49 @@ class Plan:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     """None: no endpoint; 0: any free port."""
+    control_host: str = "127.0.0.1"
+    control_port: int | None = None
+    """None: the run takes no orders; 0: any free port. Takes a `run_dir`, where the token is."""
+    most_replicas: int = 4096
+    """As many there may be when a run is told to have another number of them."""
+    drain_s: float | None = None
+    """How long a drain may take before the run stops as it is; None: as long as it takes."""
+    silence_s: float = 300.0
+    """How long nothing may change before the run says what it waits for."""
+    settings: Sequence[tuple[str, str]] = ()
+    """(path, value) of the live settings that a resumed run is to have from now on; with `rollout.replicas` among them
+    it has `replicas`, and not as many as were wanted last."""
     endpoints: Path | None = None
     """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Where the lines of `metrics.jsonl` go besides: options by name (`metrics.sinks.CLIENTS`)."""
+    snapshot_every: int = 100_000
+    """Events after which the whole state goes into the record; 0: never."""
     keep_checkpoints: int = 2
+    keep_checkpoints_every: int = 0
+    """Checkpoints of every so many train steps stay for good; 0: none."""
+    trajectories: str = "disk"
+    """Where trajectories are kept: `memory`, or `disk`, in the run's directory if it has one."""
+    store_policy: StorePolicy = field(default_factory=StorePolicy)
+    """How they are kept on disk."""
+    force_from: str | None = None
+    """With `resume`: the name of the checkpoint to go back to; None: nothing is given up that is there."""
     replica_restarts: int = 3
     """Times each replica may be started again."""
-    trainer_restarts: int = 1
+    trainer_restarts: int = 3
+    """Times in a row that the trainer may be started again without a step trained in between."""
     worker_restarts: int = 3
     """Times each scorer, and the process of the added states, may be started again."""
+    restarts: int = 5
+    """Times the run is begun again from its record, in place, without a train step trained in between, where something
+    is lost that nothing can take the place of."""
+    scheduler_restarts: int = 20
+    """Times that the scheduler's process may be started again while the others live on; needs a `run_dir`."""
+    orphan_s: float = 30.0
+    """Actors end by themselves so long after the scheduler is gone for good."""
+    heartbeat_s: float = 10.0
+    """Actors are asked so often for a sign of life; one that misses `missed_beats` is taken for lost. 0: never."""
+    missed_beats: int = 3
     rollout_threads: int = 1
     trainer_threads: int = 0
     """CPU threads; 0: as many as there are cores."""
@@ -134,6 +187,11 @@ class Plan:
     def rewarded(self) -> bool:
         """Whether replicas reward what they generate; else groups are rewarded in a state of its own."""
         return all(state.name != REWARDING for state in self.limits.added_states)
+
+    @property
+    def trajectories_dir(self) -> Path | None:
+        """Where trajectories are kept on disk; None: they are in memory."""
+        return None if self.run_dir is None or self.trajectories != "disk" else self.run_dir / "trajectories"
 
     def lives(self) -> list[ReplicaId]:
         """Every replica to be started: those that generate, then those that only validate."""

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from ray import cloudpickle
 
@@ -19,10 +20,18 @@ class PackedPlan:
     directory: str
     path: tuple[str, ...]
     data: bytes
+    launch: str
+    """What the names of this launch's actors begin with; no other launch has it."""
+    lasts: bool
+    """There is a record, from which a scheduler that ended can go on: the other actors outlive it."""
+    orphan_s: float
+    """How long they do if no other comes."""
 
     @classmethod
     def of(cls, plan: Plan) -> "PackedPlan":
-        return cls(os.getcwd(), tuple(os.path.abspath(place) for place in sys.path), cloudpickle.dumps(plan))
+        path = tuple(os.path.abspath(place) for place in sys.path)
+        launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
+        return cls(os.getcwd(), path, cloudpickle.dumps(plan), launch, plan.run_dir is not None, plan.orphan_s)
 
     def unpack(self) -> Plan:
         """The plan. This process then has the working directory of the launching one, and finds the modules that it

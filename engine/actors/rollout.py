@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from engine.actors.gateway import GatewayLink
+from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Outbox
 from engine.actors.plan import Rollout
 from engine.actors.process import PackedPlan, prepare_process
@@ -24,7 +25,7 @@ from engine.rollout.backend import SampleResult
 
 
 class RolloutActor:
-    """`open`, then `join`; from then on `carry_out`. `alive` is answered only when the replica cannot go on."""
+    """`bring_up`, then `join`; from then on `carry_out`. `alive` is answered only when the replica cannot go on."""
 
     def __init__(
         self,
@@ -37,6 +38,9 @@ class RolloutActor:
         gateway: Any = None,
     ) -> None:
         self._plan = plan.unpack()
+        end_when_orphaned(plan, scheduler)
+        self._opening: asyncio.Task[None] | None = None
+        self._joined = False
         self._replica = replica
         self._incarnation = incarnation
         self._scheduler = scheduler
@@ -47,10 +51,21 @@ class RolloutActor:
         self._host: ReplicaHost | None = None
         self._rollout: Rollout | None = None
 
-    async def open(self) -> None:
-        """Load what generates. Raises whatever the user's factory raises."""
+    async def bring_up(self) -> None:
+        """Load what generates, once, whoever asks and how often. Raises whatever the user's factory raises."""
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+        await asyncio.shield(self._opening)
+
+    async def attach(self, sequence: int) -> None:
+        """The scheduler is another process now, whose orders are numbered from here."""
+        self._orders.begin_at(sequence)
+
+    async def beat(self) -> None:
+        """Answered at once, by an event loop that is free."""
+
+    async def _open(self) -> None:
         plan, source = self._plan, f"rollout-{self._replica}"
-        self._broken = asyncio.get_running_loop().create_future()
         prepare_process(source, plan.run_dir, plan.rollout_threads)
         self._rollout = await asyncio.to_thread(contained, plan.make_rollout, self._replica)
         for agents in (self._rollout.generator, self._rollout.evaluator):
@@ -87,8 +102,11 @@ class RolloutActor:
         return HeldOut(prompts=prompts, evaluator=evaluator)
 
     async def join(self) -> None:
-        """Tell the scheduler that the replica is up, with the initial weights."""
-        self._hosted().join(self._plan.slots)
+        """Tell the scheduler that the replica is up, with the initial weights; once."""
+        hosted = self._hosted()
+        if not self._joined:
+            self._joined = True
+            hosted.join(self._plan.slots)
 
     @ray.method(num_returns=0)
     async def carry_out(self, sequence: int, orders: bytes) -> None:
@@ -106,8 +124,12 @@ class RolloutActor:
 
     async def alive(self) -> str:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
-        assert self._broken is not None
-        return await self._broken
+        return await asyncio.shield(self._brokenness())
+
+    def _brokenness(self) -> "asyncio.Future[str]":
+        if self._broken is None:
+            self._broken = asyncio.get_running_loop().create_future()
+        return self._broken
 
     async def close(self) -> None:
         """End what runs and give back what the generator holds."""
@@ -120,5 +142,6 @@ class RolloutActor:
         return self._host
 
     def _break(self, reason: str) -> None:
-        if self._broken is not None and not self._broken.done():
-            self._broken.set_result(reason)
+        broken = self._brokenness()
+        if not broken.done():
+            broken.set_result(reason)

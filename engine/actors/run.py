@@ -1,7 +1,8 @@
 """Start a run over Ray, watch it without polls, end it with everything it started.
 
-Called by the command line and by users with a plan of their own, in the process that owns the Ray cluster. The actors
-are children of the scheduler actor and it of this process: when this process goes, however it goes, so do they.
+Called by the command line and by users with a plan of their own. The scheduler actor is a child of this process: when
+this process goes, however it goes, so does it, and the others end by themselves soon after. What a run cannot do
+without and cannot replace either has it begin again here, from its record.
 """
 
 import dataclasses
@@ -9,23 +10,29 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from engine.actors.failures import raised, unwrapped
+from engine.actors.lasting import end_living
 from engine.actors.models import Progress, plan_of
-from engine.actors.placement import with_gpus
+from engine.actors.placement import beside_the_run, with_gpus
 from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
-from engine.actors.scheduler import SchedulerActor, Traffic, Update
+from engine.actors.scheduler import SchedulerActor
+from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.config.machine import object_store_limit
+from engine.control.requests import Drain, Operation, Stop
 from engine.metrics.status import Status
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster of this process' own, where nothing says what it must hold."""
@@ -34,40 +41,71 @@ GOODBYE_S = 10.0
 
 
 def launch(
-    config: Config, run_dir: str | Path, *, progress: Progress | None = None, resume: bool = False
+    config: Config,
+    run_dir: str | Path,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    settings: Sequence[tuple[str, str]] = (),
+    force_from: str | None = None,
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
-    holds.
+    holds, under `settings` of the scheduler as (path, value), from the checkpoint `force_from` if that is given.
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
-    return start(dataclasses.replace(plan_of(config, Path(run_dir), progress), resume=resume))
+    plan = plan_of(config, Path(run_dir), progress)
+    return start(dataclasses.replace(plan, resume=resume, settings=tuple(settings), force_from=force_from))
 
 
 def start(plan: Plan) -> "RunHandle":
     """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
     plan.require_scorers()
     own = not ray.is_initialized()
-    actor: Any = None
     try:
         if own:
             connect(plan.object_store_bytes)
         plan = with_gpus(plan)
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
-        actor = ray.remote(SchedulerActor).options(**options).remote(PackedPlan.of(plan))
-        url = ray.get(actor.open.remote())
-        ray.get(actor.begin.remote())
-    except BaseException as error:
-        if actor is not None:
-            ray.kill(actor)
+        return RunHandle(plan, Launched.of(plan), own)
+    except BaseException:
         if own:
             ray.shutdown()
-        if isinstance(error, RayError):
-            raise raised(error) from None
         raise
-    return RunHandle(actor, url, own)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The scheduler actor of a run that has begun, and what the names of the others begin with."""
+
+    actor: Any
+    launch: str
+    metrics_url: str | None
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Launched":
+        """Start every actor of a plan. Where that fails none is left."""
+        packed = PackedPlan.of(plan)
+        restarts = plan.scheduler_restarts if packed.lasts else 0
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
+        options |= {"max_restarts": restarts, **beside_the_run()}
+        actor = ray.remote(SchedulerActor).options(**options).remote(packed)
+        try:
+            url = ray.get(actor.open.remote())
+            ray.get(actor.begin.remote())
+        except BaseException as error:
+            ray.kill(actor)
+            end_living(packed.launch)
+            if isinstance(error, RayError):
+                raise raised(error) from None
+            raise
+        return cls(actor, packed.launch, url)
+
+    def end(self) -> None:
+        """Leave no process of it behind."""
+        ray.kill(self.actor)
+        end_living(self.launch)
 
 
 def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
@@ -96,28 +134,69 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
 class RunHandle:
     """A run that goes on in other processes."""
 
-    def __init__(self, actor: Any, metrics_url: str | None, owns_ray: bool) -> None:
-        self.metrics_url = metrics_url
-        self._actor = actor
+    def __init__(self, plan: Plan, launched: Launched, owns_ray: bool) -> None:
+        self.note: Callable[[str], None] = log.warning
+        """Told, in a line, that the run begins again from its record."""
+        self.told = False
+        """Somebody has told the run to end, as the newest of `updates` says."""
+        self._plan = plan
+        self._launched = launched
         self._owns_ray = owns_ray
+        self._begun_again = 0
+        self._step = -1
+        """Train steps when it last began again."""
         self._seen = 0
         self._last: Status | None = None
         self._closed = False
+
+    @property
+    def metrics_url(self) -> str | None:
+        return self._launched.metrics_url
 
     def updates(self) -> Iterator[Status]:
         """The run's status whenever it has changed, a few times a second at most; ends with the status at its end.
 
         Raises: what ended the run, if that was a defect: `PolicyError`, `InvariantViolated`, `RecordError`, ….
         """
+        step = 0
         while self._last is None:
             try:
-                update: Update = ray.get(self._actor.next_update.remote(self._seen))
+                update: Update = ray.get(self._launched.actor.next_update.remote(self._seen))
             except RayError as error:
+                if self._begins_again(error, step):
+                    continue
                 raise raised(error) from unwrapped(error)
             self._seen = update.number
+            self.told = update.told
+            step = update.status.step
+            if update.last and update.relaunch and not self.told and self._begin_again(update.relaunch, step):
+                continue
             if update.last:
                 self._last = update.status
             yield update.status
+
+    def _begins_again(self, error: RayError, step: int) -> bool:
+        """After the scheduler is gone for good, or cannot go on where it is."""
+        story = raised(error)
+        if not isinstance(error, RayActorError) and not isinstance(story, BeginAgain):
+            return False
+        return self._begin_again(str(story), step)
+
+    def _begin_again(self, reason: str, step: int) -> bool:
+        """Start the run again from its record, unless it never gets any further. Raises why it cannot be."""
+        if self._plan.run_dir is None:
+            return False
+        if step > self._step:
+            self._begun_again, self._step = 0, step
+        if self._begun_again >= self._plan.restarts:
+            return False
+        self._begun_again += 1
+        self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
+        self._launched.end()
+        again = dataclasses.replace(self._plan, resume=True, settings=(), force_from=None)
+        self._launched = Launched.of(again)
+        self._seen = 0
+        return True
 
     def wait(self) -> Status:
         """The status at the end of the run. Raises like `updates`."""
@@ -126,18 +205,29 @@ class RunHandle:
         assert self._last is not None
         return self._last
 
+    def drain(self, reason: str) -> None:
+        """Let the run come to rest and end resumably: what is trained is trained to its end, a checkpoint is written.
+        `updates` then comes to its end."""
+        self._tell(Drain(reason=reason))
+
     def stop(self, reason: str) -> None:
-        """End the run resumably; `updates` then comes to its end."""
-        ray.get(self._actor.stop.remote(reason))
+        """End the run resumably, at once; `updates` then comes to its end."""
+        self._tell(Stop(reason=reason))
+
+    def _tell(self, asked: Operation) -> None:
+        try:
+            ray.get(self._launched.actor.tell.remote(asked))
+        except RayError as error:
+            raise raised(error) from unwrapped(error)
 
     def past(self) -> str:
         """What a run that was resumed goes on from, in words; empty for a new one."""
-        told: str = ray.get(self._actor.past.remote())
+        told: str = ray.get(self._launched.actor.past.remote())
         return told
 
     def traffic(self) -> Traffic:
         """Calls between the actors so far."""
-        traffic: Traffic = ray.get(self._actor.traffic.remote())
+        traffic: Traffic = ray.get(self._launched.actor.traffic.remote())
         return traffic
 
     def close(self) -> None:
@@ -147,10 +237,10 @@ class RunHandle:
         self._closed = True
         if self._last is None:
             try:
-                ray.get(self._actor.close.remote(), timeout=GOODBYE_S)
+                ray.get(self._launched.actor.close.remote(), timeout=GOODBYE_S)
             except (RayError, GetTimeoutError):
-                logging.getLogger(__name__).warning("the run did not close in time and is killed")
-        ray.kill(self._actor)
+                log.warning("the run did not close in time and is killed")
+        self._launched.end()
         if self._owns_ray:
             ray.shutdown()
 

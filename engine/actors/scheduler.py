@@ -1,4 +1,4 @@
-"""The scheduler actor: driver, recorder, metrics and prompts in one process; the parent of every other actor of a run.
+"""The scheduler actor: driver, recorder, metrics and prompts in one process; it starts every other actor of a run.
 
 Started by `run.start`. All of it lives on one event loop: reports come in as calls, are handled and recorded at once,
 and their commands leave before the call is answered. It must never block that loop.
@@ -10,69 +10,52 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from engine import __version__
+from engine.actors.control import Control
 from engine.actors.endpoint import Endpoint
 from engine.actors.executor import RayExecutor
-from engine.actors.failures import failure_reason, named
+from engine.actors.failures import named, raised
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
+from engine.actors.lasting import Living, end_living, lasting
 from engine.actors.past import Past, past_of
+from engine.actors.placement import beside_the_run
 from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.record import recorder_of
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
+from engine.actors.survived import STORES, Survived, survived_of, take_hold
+from engine.actors.told import BeginAgain, Traffic, Update
+from engine.actors.watched import Watchers
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
 from engine.config import load_extensions_of
+from engine.control.decide import after_resuming
+from engine.control.requests import Operation
 from engine.driver import Driver
 from engine.errors import EngineError
-from engine.events import Event, RunStarted, StopRequested
+from engine.events import Event, RunStarted, SchedulerRecovered, StopRequested
 from engine.hosts.clock import WallClock
 from engine.hosts.reasons import clean, reason_of
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.sinks import open_books
-from engine.metrics.status import Status
+from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.ports import Recorder as RecorderPort
-from engine.schedule import Header, NullRecorder, Recorder
 from engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-STATUS_EVERY_S = 0.2
-"""A status goes out at most so often, and only after something happened."""
 SLICE = 64
 """Events of one report after which their commands leave: the first do not wait for the last of a large report."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """A status on its way to whoever shows the run. `last`: nothing follows it."""
-
-    number: int
-    status: Status
-    last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Calls between the actors so far, for benchmarks."""
-
-    reports: int
-    calls: int
-    events: int
-    decisions_s: tuple[float, ...]
-    """Of the newest slices of reports: from the report's arrival until what they led to was recorded and sent."""
-
-
 class SchedulerActor:
     """`open`, `begin`, then `report` from the other actors and `next_update` from whoever shows the run, until
-    `close`."""
+    `close`. Ray starts it again should its process end: `_there`."""
 
     def __init__(self, plan: PackedPlan) -> None:
         self._packed = plan
@@ -80,56 +63,81 @@ class SchedulerActor:
         self._acknowledged: dict[tuple[str, Incarnation], int] = {}
         self._reports = 0
         self._decisions_s: deque[float] = deque(maxlen=4096)
-        self._number = 0
-        self._status_timer: asyncio.TimerHandle | None = None
-        self._watchers: list[asyncio.Future[None]] = []
+        self._watchers = Watchers()
         self._failure: Exception | None = None
         self._ended = False
         self._draining = False
         self._endpoint: Endpoint | None = None
+        self._control: Control | None = None
         self._gateway: Any = None
         self._past: Past | None = None
+        self._transitions = Transitions()
+        self._relaunch = ""
+        """Why the run is to be started again from its record, if so."""
+        context = ray.get_runtime_context()
+        self._self = context.current_actor
+        self._restarted: bool = context.was_current_actor_reconstructed
+        self._revival: asyncio.Task[None] | None = None
 
     async def open(self) -> str | None:
         """Build everything, start every actor; the metrics endpoint, if there is one.
 
         Raises what is wrong with the plan, before any prompt is drawn.
         """
-        plan, loop = self._plan, asyncio.get_running_loop()
+        plan = self._plan
         prepare_process("scheduler", plan.run_dir)
-        prompts = await asyncio.to_thread(contained, plan.make_prompts)
-        await asyncio.to_thread(contained, load_extensions_of, plan.config)
-        policies = PolicySet.from_names(plan.policies)
-        self._transitions = Transitions()
+        await self._load()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(
-                contained, past_of, plan.run_dir, plan.restore_trainer is not None, self._transitions.changed
-            )
+            self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
+        self._start_stores()
+        control = self._make(past, None)
+        self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)
+        await control.open()
+        await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
+        return self._endpoint.url if self._endpoint else None
+
+    async def _load(self) -> None:
+        """What takes a while and is the user's: extensions, prompts."""
+        self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
+        await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
+
+    def _start_stores(self) -> None:
+        """And the gateway, if there is one."""
+        plan, packed = self._plan, self._packed
+        light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+
+        def begin(kind: type[Any], source: str, *given: Any, gpus: float = 0.0, **options: Any) -> Any:
+            named = {**light, **lasting(packed, source), **beside_the_run(gpus), **options}
+            return ray.remote(kind).options(**named).remote(packed, self._self, *given)
+
+        at, policy, fresh = plan.trajectories_dir, plan.store_policy, not plan.resume
+        self._trajectories = begin(TrajectoryStoreActor, STORES[0], at, policy, fresh)
+        self._weights = begin(WeightsStoreActor, STORES[1], plan.transport, gpus=plan.transport.store_gpus)
+        if plan.make_gateway is not None:
+            self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
+
+    def _make(self, earlier: Past | Survived | None, living: Living | None) -> Control:
+        """Everything in this process, around a new scheduler or the one that a record has led to."""
+        plan = self._plan
+        policies = PolicySet.from_names(plan.policies)
         self._scheduler = (
             Scheduler(plan.limits, policies, observe=self._transitions.changed)
-            if past is None
-            else past.recovered.scheduler
+            if earlier is None
+            else earlier.recovered.scheduler
         )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
-        self._metrics = RunMetrics(self._scheduler, self._transitions, books)
-        self._recorder = self._new_recorder(policies)
-        self._clock = self._new_clock()
-        self._over: asyncio.Future[FinishRun] = loop.create_future()
-        self._self = ray.get_runtime_context().current_actor
-        light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
-        self._trajectories = ray.remote(TrajectoryStoreActor).options(**light).remote()
-        held: dict[str, Any] = {**light, "num_gpus": plan.transport.store_gpus}
-        self._weights = ray.remote(WeightsStoreActor).options(**held).remote(plan.transport)
-        if plan.make_gateway is not None:
-            options = {**light, "max_concurrency": 100_000}
-            self._gateway = ray.remote(GatewayActor).options(**options).remote(self._packed)
+        rows = earlier.rows if isinstance(earlier, Past) else None
+        self._metrics = RunMetrics(self._scheduler, self._transitions, books, rows)
+        self._recorder = recorder_of(plan, policies, earlier)
+        self._clock = self._new_clock(earlier)
+        self._over = asyncio.get_running_loop().create_future()
         given = (self._packed, self._self, self._trajectories, self._weights)
         lived = {replica.id: replica.incarnation for replica in self._scheduler.state.fleet.replicas.values()}
-        self._fleet = Fleet(plan, given, self._deliver, self._give_up, self._gateway, lived)
+        self._fleet = Fleet(plan, given, self._deliver, self._lose_run, self._gateway, lived, living)
         self._executor = RayExecutor(
             fleet=self._fleet,
-            prompts=prompts,
+            prompts=self._prompts,
             trajectories=self._trajectories,
             weights=self._weights,
             gateway=self._gateway,
@@ -138,40 +146,105 @@ class SchedulerActor:
             deliver=self._deliver,
             finish=self._finish,
         )
-        before = 0 if past is None else past.recovered.events
-        self._driver = Driver(self._scheduler, self._clock, self._recorder, self._executor, self._observe, before)
+        before = 0 if earlier is None else earlier.recovered.events
+        self._driver = Driver(
+            self._scheduler, self._clock, self._recorder, self._executor, self._observe, before,
+            0 if plan.run_dir is None else plan.snapshot_every, self._transitions,
+        )  # fmt: skip
         if plan.metrics_port is not None:
             now, port = (lambda: self._clock.now()), plan.metrics_port
             self._endpoint = Endpoint(plan, self._metrics, self._driver, self._trajectories, now, port)
-        await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
-        return self._endpoint.url if self._endpoint else None
-
-    def _new_clock(self) -> WallClock:
-        """Seconds of the run: those in which no process carried it do not count."""
-        return WallClock(0.0 if self._past is None else self._past.recovered.at)
-
-    def _new_recorder(self, policies: PolicySet) -> RecorderPort:
-        plan = self._plan
-        if plan.run_dir is None:
-            return NullRecorder()
-        if self._past is not None:
-            return Recorder(plan.run_dir / "schedule", self._past.after, lock=self._past.lock)
-        header = Header(
-            run=plan.run_dir.name,
-            limits=plan.limits.to_plain(),
-            policies=dict(policies.names),
-            config=plan.config,
-            code=__version__,
+        self._control = Control(
+            plan, self._metrics, self._driver, self._deliver, lambda: self._clock.now(), self._watchers.changed
         )
-        return Recorder(plan.run_dir / "schedule", header)
+        return self._control
+
+    # another process of the same run
+
+    async def _there(self) -> None:
+        """To be awaited by every call: a process that takes the place of one that ended first becomes what that was.
+
+        Raises: why it could not.
+        """
+        if self._restarted:
+            if self._revival is None:
+                self._revival = asyncio.get_running_loop().create_task(self._revive())
+            await asyncio.shield(self._revival)
+
+    async def _revive(self) -> None:
+        try:
+            prepare_process("scheduler", self._plan.run_dir)
+            log.warning("the scheduler's process has ended and been started again")
+            await self._load()
+            assert self._plan.run_dir is not None
+            survived = await asyncio.to_thread(contained, survived_of, self._plan.run_dir, self._transitions)
+            if survived.ended:
+                await self._stay_ended(survived)
+            else:
+                await self._go_on(survived)
+        except Exception as error:
+            log.exception("the scheduler cannot go on from the record")
+            await asyncio.to_thread(end_living, self._packed.launch)
+            story = f"the scheduler's process ended, and another could not go on: {raised(error)}"
+            self._failure, self._ended = BeginAgain(story), True
+            raise self._failure from None
+        finally:
+            self._restarted = self._failure is not None and self._restarted
+            self._watchers.changed()
+
+    async def _stay_ended(self, survived: Survived) -> None:
+        """The process that ended had only to take the rest down."""
+        survived.lock.release()
+        await asyncio.to_thread(end_living, self._packed.launch)
+        self._metrics = RunMetrics(survived.recovered.scheduler, self._transitions)
+        self._metrics.at = survived.recovered.at
+        self._failure, self._ended = survived.failure, True
+
+    async def _go_on(self, survived: Survived) -> None:
+        """Take hold of the actors, and order again what none of them has answered."""
+        plan, packed = self._plan, self._packed
+        try:
+            living = await take_hold(packed.launch, plan, survived.recovered.events)
+            self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
+            self._gateway = living.actors.get(("gateway", 1))
+            control = self._make(survived, living)
+            await control.open()
+        except BaseException:
+            survived.lock.release()
+            raise
+        self._metrics.go_on()
+        replicas = survived.replicas(plan.lives())
+        self._fleet.take_up(replicas)
+        self._deliver(SchedulerRecovered())
+        self._executor.execute(survived.orders)
+        self._executor.flush()
+        self._fleet.trainer.recover(survived.restore, survived.updates, survived.published)
+        self._fleet.recover(replicas)
+        if self._endpoint is not None:
+            self._endpoint.announce()
+        control.begin()
+        self._main = asyncio.get_running_loop().create_task(self._until_over())
+
+    @ray.method(max_task_retries=-1)
+    async def here(self) -> None:
+        """Never answered: that the scheduler is gone for good is known by this call."""
+        await self._there()
+        await asyncio.Event().wait()
+
+    def _new_clock(self, earlier: Past | Survived | None) -> WallClock:
+        """Seconds of the run: those in which no process carried it do not count."""
+        return WallClock(0.0 if earlier is None else earlier.recovered.at)
 
     async def begin(self) -> None:
         """Start the run; returns at once."""
-        self._clock = self._driver.clock = self._new_clock()
+        self._clock = self._driver.clock = self._new_clock(self._past)
         begun = self._past is not None and self._past.recovered.events > 0
         self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
+        self._deliver(*self._after_resuming)
         if self._endpoint is not None:
             self._endpoint.announce()
+        if self._control is not None:
+            self._control.begin()
         self._fleet.join()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
@@ -185,6 +258,8 @@ class SchedulerActor:
         figures: list[tuple[StepId, Mapping[str, Any]]],
     ) -> int:
         """Take in a batch of events; answered when they are recorded and what they led to is on its way."""
+        if self._restarted:
+            await self._there()
         key = (source, incarnation)
         if sequence <= self._acknowledged.get(key, 0):
             return sequence
@@ -193,7 +268,7 @@ class SchedulerActor:
         arrived = time.perf_counter()
         for step, said in figures:
             self._metrics.report(step, said)
-            self._fleet.trainer.reported(said)
+            self._fleet.trainer.reported(step, said)
         batch = unpack_events(events)
         if not source.startswith("rollout-"):
             for event in batch:
@@ -205,32 +280,42 @@ class SchedulerActor:
             self._metrics.decision_s.observe(took)
         return sequence
 
-    async def stop(self, reason: str) -> None:
-        """End the run resumably."""
-        self._deliver(StopRequested(reason=reason))
+    @ray.method(max_task_retries=-1)
+    async def tell(self, asked: Operation) -> None:
+        """Carry out an order of whoever launched the run; nothing where that is over."""
+        await self._there()
+        if self._control is not None and self._scheduler.state.outcome is None:
+            self._control.carry_out(asked)
 
+    @ray.method(max_task_retries=-1)
     async def hand_over(self, steps: StepId) -> None:
         """Asked by a scorer: have the trainer hand over the weights after so many steps, should it still owe them."""
+        await self._there()
         with named():
             await self._fleet.trainer.hand_over(steps)
 
+    @ray.method(max_task_retries=-1)
     async def next_update(self, since: int) -> Update:
         """The newest status, as soon as it is newer than the one numbered `since`. Raises what ended the run, if
-        something did."""
-        while self._number <= since and not self._ended:
-            changed = asyncio.get_running_loop().create_future()
-            self._watchers.append(changed)
-            await changed
+        something did. A process that took the place of another counts from 1 again."""
+        await self._there()
+        since = min(since, self._watchers.number)
+        while self._watchers.number <= since and not self._ended:
+            await self._watchers.wait()
         if self._ended and self._failure is not None:
             raise self._failure
         status = self._metrics.status(None if self._ended else self._clock.now())
-        return Update(number=self._number, status=status, last=self._ended)
+        told = self._control is not None and self._control.told
+        return Update(number=self._watchers.number, status=status, last=self._ended, relaunch=self._relaunch, told=told)
 
+    @ray.method(max_task_retries=-1)
     async def past(self) -> str:
         """What a run that was resumed goes on from, in words; empty for a new one."""
         return "" if self._past is None else str(self._past)
 
+    @ray.method(max_task_retries=-1)
     async def traffic(self) -> Traffic:
+        await self._there()
         return Traffic(
             reports=self._reports,
             calls=self._executor.calls,
@@ -240,16 +325,21 @@ class SchedulerActor:
 
     async def close(self) -> None:
         """End every actor of the run and close the record, whatever the run is doing."""
+        await self._there()
         self._executor.close()
+        self._fleet.stop_watching()
+        if self._control is not None:
+            await self._control.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
             ray.kill(gateway)
         await self._fleet.close()
+        await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=GOODBYE_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
-        self._metrics.close()
-        self._recorder.close()
+        with contextlib.closing(self._recorder):
+            self._metrics.close()
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -271,23 +361,16 @@ class SchedulerActor:
         finally:
             self._draining = not outermost
 
-    def _give_up(self, reason: str) -> None:
-        """End the run resumably, for a reason of its own."""
+    def _lose_run(self, reason: str) -> None:
+        """End the run resumably where nothing can replace what is lost; it can begin again from its record."""
+        if self._plan.run_dir is not None and not self._over.done():
+            self._relaunch = reason
         self._deliver(StopRequested(reason=clean(reason)))
 
     async def _open_gateway(self) -> None:
         if self._gateway is not None:
             with named():
                 await self._gateway.open.remote()
-            self._fleet.spawn(self._watch_gateway())
-
-    async def _watch_gateway(self) -> None:
-        """Without it no agent can go on, and its conversations are lost: the run ends there."""
-        try:
-            await self._gateway.alive.remote()
-        except Exception as error:
-            if self._gateway is not None:
-                self._give_up(f"the gateway is lost: {failure_reason(error)}")
 
     def _finish(self, command: FinishRun) -> None:
         if not self._over.done():
@@ -295,19 +378,7 @@ class SchedulerActor:
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         self._metrics.observe(event, commands)
-        if self._status_timer is None:
-            self._status_timer = asyncio.get_running_loop().call_later(STATUS_EVERY_S, self._changed)
-
-    def _changed(self) -> None:
-        """A newer status is there: wake those who wait for one."""
-        if self._status_timer is not None:
-            self._status_timer.cancel()
-            self._status_timer = None
-        self._number += 1
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        self._watchers.soon()
 
     async def _until_over(self) -> None:
         """Wait for the end, take everything down, tell the watchers."""
@@ -318,4 +389,4 @@ class SchedulerActor:
         with contextlib.suppress(Exception):
             await self.close()
         self._ended = True
-        self._changed()
+        self._watchers.changed()

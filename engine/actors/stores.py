@@ -1,20 +1,27 @@
 """The two store actors, which outlive replicas and trainer, and their clients as the hosts use them.
 
-Groups are kept as the bytes they came in. Weights are asked of the trainer and kept as the run's transport has them: as
-references into Ray's object store, or as tensors in the store actor's own memory. Either way they outlive the trainer.
+Groups are kept as the bytes they came in, on disk where the run's durability says so. Weights are asked of the trainer
+and kept as the run's transport has them: as references into Ray's object store, or as tensors in the store actor's own
+memory. Either way they outlive the trainer.
 """
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from engine.actors.failures import named
+from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Batcher
+from engine.actors.process import PackedPlan
 from engine.actors.senders import Senders, Wire
 from engine.actors.transports import Transport
-from engine.actors.wire import pack_group, unpack_group
+from engine.hosts.durable import DurableStore, StorePolicy
+from engine.hosts.packed import pack_group, unpack_group
+from engine.hosts.reasons import reason_of
 from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
 from engine.hosts.trajectories import StoreStats, TrajectoryStore
 from engine.hosts.weights import Trained, WeightsStore
@@ -22,26 +29,43 @@ from engine.ids import GroupId, ReplicaId, StepId, Version
 from engine.rollout.sent_weights import Call, Turn
 from engine.trajectory import TrajectoryGroup
 
+log = logging.getLogger(__name__)
+
 Packed = tuple[GroupId, int, bytes]
-"""(group, attempt, pickled group)"""
+"""(group, attempt, packed group)"""
 
 
 class TrajectoryStoreActor:
-    """A trajectory store in a process of its own."""
+    """A trajectory store in a process of its own: on disk where it is told where, else in memory."""
 
-    def __init__(self) -> None:
-        self._store: TrajectoryStore[bytes] = TrajectoryStore()
+    def __init__(
+        self,
+        plan: PackedPlan,
+        scheduler: Any,
+        directory: Path | None = None,
+        policy: StorePolicy | None = None,
+        fresh: bool = True,
+    ) -> None:
+        """`fresh`: `directory` must not hold trajectories yet; else what it holds is read."""
+        end_when_orphaned(plan, scheduler)
+        self._failed = asyncio.Event()
+        self._reason = ""
+        self._store: TrajectoryStore[bytes] | DurableStore = (
+            TrajectoryStore() if directory is None else DurableStore(directory, policy, fresh=fresh)
+        )
 
-    async def alive(self) -> None:
-        """Never answered: that the actor dies is known by this call."""
-        await asyncio.Event().wait()
+    async def alive(self) -> str:
+        """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
+        await self._failed.wait()
+        return self._reason
 
     async def put(self, groups: list[Packed]) -> None:
-        for group, attempt, payload in groups:
-            self._store.put(group, attempt, payload, len(payload))
+        await self._write(
+            lambda: [self._store.put(group, attempt, payload, len(payload)) for group, attempt, payload in groups]
+        )
 
     async def replace(self, group: GroupId, attempt: int, payload: bytes) -> None:
-        self._store.replace(group, attempt, payload, len(payload))
+        await self._write(lambda: self._store.replace(group, attempt, payload, len(payload)))
 
     async def partial(self, group: GroupId) -> bytes | None:
         return self._store.partial(group)
@@ -50,16 +74,33 @@ class TrajectoryStoreActor:
         return self._store.get(groups)
 
     async def put_scores(self, step: StepId, task: str, groups: list[GroupId], packed: list[bytes]) -> None:
-        self._store.put_scores(step, task, groups, packed)
+        await self._write(lambda: self._store.put_scores(step, task, groups, packed))
 
     async def scores(self, step: StepId, task: str, groups: list[GroupId]) -> list[bytes]:
         return self._store.scores(step, task, groups)
 
     async def discard(self, groups: list[GroupId], attempt: int | None = None) -> None:
-        self._store.discard(groups, attempt)
+        await self._write(lambda: self._store.discard(groups, attempt))
 
     async def stats(self) -> StoreStats:
         return self._store.stats()
+
+    async def close(self) -> None:
+        """Let go of the directory."""
+        self._store.close()
+
+    async def _write(self, change: Callable[[], object]) -> None:
+        """Returns once what changed is kept. Where nothing more can be written it never does: that costs nobody an
+        attempt, and whoever watches this actor ends the run."""
+        try:
+            change()
+            self._store.flush()
+        except Exception as error:
+            if not self._failed.is_set():
+                log.exception("the trajectory store takes nothing more")
+                self._reason = reason_of(error)
+                self._failed.set()
+            await asyncio.Event().wait()
 
 
 class RemoteTrajectories:
@@ -106,7 +147,8 @@ class RemoteTrajectories:
 class WeightsStoreActor:
     """Holds published versions for the replicas."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
+        end_when_orphaned(plan, scheduler)
         self._store = WeightsStore()
         self._transport = transport
         self._senders = Senders()

@@ -35,8 +35,9 @@ class TrainerActor(HostedActor):
         self._opened = asyncio.Event()
         self._weights = RemoteWeights(weights, self._plan.transport)
 
-    async def open(self, restore: Restore | None = None) -> None:
-        """Load the trainer, or bring a new one to where a dead one was. Raises whatever the user's factory raises."""
+    async def open(self, restore: Restore | None = None) -> dict[StepId, int]:
+        """Load the trainer, or bring a new one to where a dead one was; the optimizer updates in each step that it
+        trained again. Raises whatever the user's factory raises."""
         plan = self._plan
         outbox = self._begin(plan.trainer_threads)
         if restore is not None and restore.checkpoint is None and restore.steps:
@@ -51,14 +52,21 @@ class TrainerActor(HostedActor):
             report=outbox.add_figures,
             checkpoints=None if plan.run_dir is None else plan.run_dir / "checkpoints",
             keep=plan.keep_checkpoints,
+            keep_every=plan.keep_checkpoints_every,
+            own_tasks=[task for task in plan.limits.scoring_tasks if task not in plan.limits.scored_apart],
             scored_apart=plan.limits.scored_apart,
             hands_over=plan.hands_over,
         )
-        if restore is not None and restore.steps:
-            await host.hand_over(restore.steps)
+        updates = {
+            redo.step: await host.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
+            for redo in (() if restore is None else restore.redo)
+        }
+        if restore is not None and restore.reaches:
+            await host.hand_over(restore.reaches)
         self._host = host
         self._opened.set()
         self._take_orders(host.carry_out)
+        return updates
 
     async def hand_over(self, steps: StepId) -> None:
         """Asked for a scorer: the weights after so many steps, should they still be owed."""

@@ -1,8 +1,9 @@
 """The trainer as seen from the scheduler: what it was ordered and has not answered, and what follows when it dies.
 
-Used by `fleet.Fleet`. A new trainer takes over where nothing is lost by it: before the first step, from a checkpoint
-of exactly the steps trained, or from published weights that hold them all. Otherwise every order is answered by a
-failure that says why, and the scheduler ends the run by its own budgets, with that cause.
+Used by `fleet.Fleet`. A new trainer takes over where nothing is lost by it: from the newest checkpoint, or the initial
+weights, by training the steps since then again from their batches; or from published weights that hold them all.
+Otherwise every order is answered by a failure that says why, and the scheduler ends the run by its own budgets, with
+that cause.
 """
 
 import logging
@@ -11,8 +12,11 @@ from typing import Any
 
 import ray
 
+from engine.actors.heartbeat import Pulse
+from engine.actors.lasting import Living, lasting
 from engine.actors.link import Link
-from engine.actors.plan import Plan, Restore
+from engine.actors.placement import beside_the_run
+from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.process import PackedPlan
 from engine.actors.trainer import TrainerActor
 from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
@@ -45,24 +49,56 @@ class TrainerLink(Link):
         given: Given,
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        living: Living | None = None,
     ) -> None:
         self._plan = plan
         self._given = given
         self._steps = 0
         self._steps_published = 0
-        self._optimizer_steps = 0
-        super().__init__(start=self._actor_of, failure=failure_of, deliver=deliver, spawn=spawn)
+        self._updates: dict[StepId, int] = {}
+        """Optimizer updates in steps that may be trained again."""
+        self._updates_before = 0
+        """Those in all before."""
+        self._trained: dict[StepId, Redo] = {}
+        """Steps that no checkpoint contains, and whose batches are in the trajectory store."""
+        self._deaths = 0
+        """Since a step was trained."""
+        self._contained = 0
+        """Train steps in the newest checkpoint."""
+        super().__init__(
+            source="trainer", living=living, pulse=Pulse.of(plan), start=self._actor_of, failure=failure_of,
+            deliver=deliver, spawn=spawn,
+        )  # fmt: skip
 
     def _actor_of(self, incarnation: Incarnation) -> Any:
         packed, *handles = self._given
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._plan.trainer_gpus, "enable_task_events": False}
+        options: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+        options |= {**lasting(packed, "trainer", incarnation), **beside_the_run(self._plan.trainer_gpus)}
         return ray.remote(TrainerActor).options(**options).remote(packed, incarnation, *handles)
+
+    @property
+    def steps(self) -> StepId:
+        """Train steps done."""
+        return self._steps
 
     async def open(self, restore: Restore | None = None) -> None:
         """`restore`: what an earlier life of the run left. Raises what the user's factory raises."""
         if restore is not None:
-            self._steps, self._optimizer_steps = restore.steps, restore.optimizer_steps
-        await self.actor.open.remote(restore)
+            self._take_up(restore)
+        self._updates = await self.actor.bring_up.remote(restore)
+
+    def recover(self, done: Restore, updates: Mapping[StepId, int], published: StepId) -> None:
+        """Take over the trainer of an earlier scheduler process. `done`: as the record shows it, and with `redo` what
+        may be trained again; `updates`: the optimizer's in these steps; `published`: train steps in published
+        weights."""
+        self._take_up(done)
+        self._updates = dict(updates)
+        self._steps_published = published
+        self.take_over(self._restore())
+
+    def _take_up(self, restore: Restore) -> None:
+        self._steps, self._contained, self._updates_before = restore.reaches, restore.steps, restore.optimizer_steps
+        self._trained = {redo.step: redo for redo in restore.redo}
 
     def answered(self, event: Event) -> None:
         """To be told of every event of the trainer, before the scheduler is."""
@@ -73,7 +109,11 @@ class TrainerLink(Link):
         else:
             return
         if isinstance(event, StepTrained):
-            self._steps = event.step + 1
+            self._steps, self._deaths = event.step + 1, 0
+            if self._plan.limits.keeps_batches and isinstance(command, TrainStep):
+                self._trained[event.step] = Redo(step=event.step, groups=command.groups, staleness=command.staleness)
+        elif isinstance(event, CheckpointSaved):
+            self._let_go(event.steps)
         elif isinstance(event, WeightsPublished) and isinstance(command, PublishWeights):
             self._steps_published = command.steps
 
@@ -83,21 +123,23 @@ class TrainerLink(Link):
             raise EngineError(self._gone)
         await self.actor.hand_over.remote(steps)
 
-    def reported(self, figures: Mapping[str, Any]) -> None:
-        """To be told what the trainer says of a step, once."""
-        self._optimizer_steps += int(figures.get("optimizer_steps", 0))
+    def reported(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        """To be told what the trainer says of a step. A repeat changes nothing."""
+        if step >= self._contained:
+            self._updates[step] = int(figures.get("optimizer_steps") or 0)
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""
         log.warning("the trainer is lost (life %d): %s", self._incarnation, reason)
-        ray.kill(self.actor)
+        self._kill()
         newest = await self._given[3].newest.remote()
         pending, self._pending, self._orders = self._pending, [], []
         for command in pending:
             if isinstance(command, PublishWeights) and command.version <= newest:
                 self._steps_published = command.steps
         restore = self._restore()
-        if restore is None or self._incarnation > self._plan.trainer_restarts:
+        self._deaths += 1
+        if restore is None or self._deaths > self._plan.trainer_restarts:
             why = (
                 "nothing that it trained since the last publication is left" if restore is None else "it died too often"
             )
@@ -109,20 +151,32 @@ class TrainerLink(Link):
             saved = isinstance(command, PublishWeights) and command.version <= newest
             self._deliver(published(command) if saved else failure_of(command, f"the trainer is lost: {reason}"))
 
+    def _let_go(self, steps: StepId) -> None:
+        """A checkpoint contains so many steps."""
+        self._updates_before, self._contained = self._optimizer_steps(before=steps), max(steps, self._contained)
+        self._updates = {step: updates for step, updates in self._updates.items() if step >= steps}
+        self._trained = {step: redo for step, redo in self._trained.items() if step >= steps}
+
     def _restore(self) -> Restore | None:
         """What a new trainer could go on from without losing a step; None if there is nothing."""
-        if self._steps == 0:
-            return Restore(steps=0)
-        if self._plan.restore_trainer is None:
-            return None
-        saved = list_checkpoints(self._plan.run_dir / "checkpoints") if self._plan.run_dir is not None else []
-        for steps, path in saved:
-            if steps == self._steps:
-                return Restore(steps=steps, checkpoint=str(path))
-        if self._steps_published != self._steps:
+        checkpoints = list_checkpoints(self._plan.run_dir / "checkpoints") if self._plan.run_dir is not None else []
+        saved = [(steps, str(path)) for steps, path in checkpoints if steps <= self._steps]
+        steps, checkpoint = saved[-1] if saved and self._plan.restore_trainer is not None else (0, None)
+        again = range(steps, self._steps)
+        if all(step in self._trained for step in again):
+            if again:
+                log.warning("the next trainer trains steps %d to %d again", steps, self._steps - 1)
+            redo = tuple(self._trained[step] for step in again)
+            return Restore(
+                steps=steps, checkpoint=checkpoint, redo=redo, optimizer_steps=self._optimizer_steps(before=steps)
+            )
+        if self._steps_published != self._steps or self._plan.restore_trainer is None:
             return None
         log.warning("the next trainer has the weights of step %d, but the optimizer's moments are lost", self._steps)
-        return Restore(steps=self._steps, optimizer_steps=self._optimizer_steps)
+        return Restore(steps=self._steps, optimizer_steps=self._optimizer_steps(before=self._steps))
+
+    def _optimizer_steps(self, *, before: StepId) -> int:
+        return self._updates_before + sum(updates for step, updates in self._updates.items() if step < before)
 
 
 def answers(event: Event, command: Command) -> bool:

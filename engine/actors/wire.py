@@ -1,7 +1,8 @@
 """What the actors say to each other: batches of events and orders as bytes, and calls put back into their order.
 
 Events and commands travel in the record's own strict form, so that what cannot be recorded fails at its sender.
-Prompts and trajectories are pickled: they pass only between processes of one run and are never read from disk.
+The lists around them are pickled, as Ray does with every call: they pass only between processes of one run and are
+never read from disk. Trajectories are not: `hosts.packed`.
 """
 
 import pickle
@@ -11,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from engine.commands import Command
 from engine.events import Event
 from engine.schedule.codec import command_from, event_from, plain_command, plain_event
-from engine.trajectory import Prompt, TrajectoryGroup
+from engine.trajectory import Prompt
 
 Item = TypeVar("Item")
 
@@ -45,15 +46,6 @@ def unpack_orders(data: bytes) -> list[Order]:
     ]
 
 
-def pack_group(group: TrajectoryGroup) -> bytes:
-    return pickle.dumps(group, 5)
-
-
-def unpack_group(data: bytes) -> TrajectoryGroup:
-    group: TrajectoryGroup = pickle.loads(data)
-    return group
-
-
 def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
     return None if prompt is None else (prompt.row, prompt.text, dict(prompt.fields))
 
@@ -70,6 +62,12 @@ class InOrder(Generic[Item]):
     def __init__(self) -> None:
         self._next = 1
         self._early: dict[int, Item] = {}
+
+    def begin_at(self, sequence: int) -> None:
+        """Another sender has taken over and numbers its calls from here; what the one before sent and is still on its
+        way, or waits for what came before it, is dropped."""
+        self._next = sequence
+        self._early.clear()
 
     def take(self, sequence: int, item: Item) -> list[Item]:
         """What can be carried out now. A number that was taken before brings nothing."""

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import Unpack
 
-import ray
-
 from engine.actors.link import Link, LinkOptions
 from engine.actors.wire import Order
 from engine.commands import Command, DiscardGroups, EnterState
@@ -32,7 +30,7 @@ class WorkerLink(Link):
 
     async def open(self) -> None:
         """Raises what the user's factory raises."""
-        await self.actor.open.remote()
+        await self.actor.bring_up.remote()
 
     def discard(self, command: DiscardGroups) -> None:
         """What was ordered on these groups is not wanted any more: nothing answers it."""
@@ -50,7 +48,7 @@ class WorkerLink(Link):
         """Answer what the dead worker was ordered, then go on with a new one if one is left."""
         lost = f"{self._what} is lost: {reason}"
         log.warning("%s (life %d)", lost, self._incarnation)
-        ray.kill(self.actor)
+        self._kill()
         pending, self._pending, self._orders = self._pending, [], []
         if self._incarnation > self._restarts:
             self._gone = f"{lost}; it died too often"

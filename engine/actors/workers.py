@@ -11,6 +11,8 @@ from typing import Any
 import ray
 
 from engine.actors.added import SOURCE, AddedStatesActor
+from engine.actors.heartbeat import Pulse
+from engine.actors.lasting import Living, lasting
 from engine.actors.plan import Plan
 from engine.actors.scorer import ScorerActor
 from engine.actors.trainer_link import Given, answers, failure_of
@@ -29,12 +31,15 @@ class Workers:
         given: Given,
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        living: Living | None = None,
     ) -> None:
         self._links: dict[str, WorkerLink] = {}
         self._of_task: dict[str, WorkerLink] = {}
         shared: dict[str, Any] = {"restarts": plan.worker_restarts, "deliver": deliver, "spawn": spawn}
+        shared |= {"living": living, "pulse": Pulse.of(plan)}
         for number, tasks in enumerate(plan.limits.scorers()):
             link = self._links[f"scorer-{number}"] = WorkerLink(
+                source=f"scorer-{number}",
                 what=f"the scorer of {' and '.join(tasks)}",
                 start=partial(_scorer, plan, given, number),
                 answers=answers,
@@ -44,6 +49,7 @@ class Workers:
             self._of_task.update(dict.fromkeys(tasks, link))
         if plan.limits.added_states:
             self._links[SOURCE] = WorkerLink(
+                source=SOURCE,
                 what="the process of the added states",
                 start=partial(_added_states, given),
                 answers=_leaves,
@@ -58,6 +64,11 @@ class Workers:
     def watch(self) -> None:
         for link in self._links.values():
             link.watch()
+
+    def recover(self) -> None:
+        """Take over the workers of an earlier scheduler process."""
+        for link in self._links.values():
+            link.take_over()
 
     def take(self, command: Command) -> bool:
         """Order it of the worker that it is for; whether there is one."""
@@ -91,12 +102,14 @@ class Workers:
 def _scorer(plan: Plan, given: Given, number: int, incarnation: Incarnation) -> Any:
     packed, *handles = given
     options = {"num_cpus": 0, "num_gpus": plan.scorer_gpus, "enable_task_events": False}
+    options |= lasting(packed, f"scorer-{number}", incarnation)
     return ray.remote(ScorerActor).options(**options).remote(packed, number, incarnation, *handles)
 
 
 def _added_states(given: Given, incarnation: Incarnation) -> Any:
     packed, scheduler, trajectories, _ = given
     options = {"num_cpus": 0, "enable_task_events": False, "max_concurrency": 100_000}
+    options |= lasting(packed, SOURCE, incarnation)
     return ray.remote(AddedStatesActor).options(**options).remote(packed, incarnation, scheduler, trajectories)
 
 

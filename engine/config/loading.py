@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.config.extensions import load_extensions_of
 from engine.config.schema import Config
+from engine.config.secrets import shown
 from engine.errors import ConfigError
 
 
@@ -124,7 +125,10 @@ def _first_of(error: ValidationError) -> ConfigError:
         law += f" ({info.description})" if (info := dict(fields()).get(path)) is not None else ""
     rest = ", ".join(sorted({".".join(str(part) for part in e["loc"]) for e in others} - {path}))
     return ConfigError(
-        path, None if law == "required" else first["input"], law, fix + (f" (also wrong: {rest})" if rest else "")
+        path,
+        None if law == "required" else shown(path, first["input"]),
+        law,
+        fix + (f" (also wrong: {rest})" if rest else ""),
     )
 
 

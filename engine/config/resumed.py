@@ -1,4 +1,8 @@
-"""The configuration of a run that is resumed: what it began with, but for the few fields that may change on the way."""
+"""The configuration of a run that is resumed: what it began with, but for the fields that may change on the way.
+
+Nothing that was recorded depends on those that are free. Those that are settings of the scheduler change by an event,
+right after the run has been resumed; all else is refused.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,34 +11,82 @@ from typing import Any
 from engine.config.loading import load_config, parse_config
 from engine.config.schema import Config
 from engine.errors import ConfigError
+from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
 FREE = (
     "metrics",
+    "control",
+    "run.silence_s",
     "rollout.replicas",
     "rollout.threads",
     "trainer.threads",
     "trainer.keep_checkpoints",
+    "trainer.keep_checkpoints_every",
     "durability",
 )
 """Fields and sections on which nothing that was recorded depends."""
+REPLICAS = "rollout.replicas"
+SHOWN = 8
+"""Differences that are told, at most."""
+
+Settings = tuple[tuple[str, str], ...]
+"""(path, value) of the scheduler's, and the number of replicas where it was said anew."""
 
 
-def resumed_config(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """What `path` says now, with the overrides, held against what the run began with.
+def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, Settings]:
+    """What `path` says now, with the overrides, held against what the run began with; and what of it the scheduler is
+    to be told.
 
-    Raises: `ConfigError` naming the first field that may not be another.
+    Raises: `ConfigError` naming every field that may not be another, with what it was and is.
     """
     if not recorded:
         raise ConfigError("RUN", str(path.parent), "was not begun from a configuration: whoever began it can resume it")
-    before, wished = parse_config(recorded), load_config(path, overrides)
-    now = dict(_flat(wished.model_dump(mode="json")))
+    wished = load_config(path, overrides)
+    _refuse_other_extensions(wished, recorded)
+    before = parse_config(recorded)
+    was, now = dict(_flat(before.model_dump(mode="json"))), dict(_flat(wished.model_dump(mode="json")))
+    live = live_settings()
     numbered = bool(before.pools) or before.validation.placement == "own"  # which replica is whose was recorded
     free = [field for field in FREE if not (numbered and field == "rollout.replicas")]
-    for field, value in _flat(before.model_dump(mode="json")):
-        if now[field] != value and not any(field == one or field.startswith(f"{one}.") for one in free):
-            law = f"was {value!r} when the run began, and what it recorded depends on it"
-            raise ConfigError(field, now[field], law, f"{value!r}; to be changed are {', '.join(free)}")
-    return wished
+    other = [
+        field
+        for field in was
+        if now[field] != was[field] and field not in live and not any(f"{field}.".startswith(f"{f}.") for f in free)
+    ]
+    if other:
+        more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+        told = "; ".join(f"{field} was {was[field]!r}, is {now[field]!r}" for field in other[1:SHOWN])
+        law = f"was {was[other[0]]!r} when the run began, and what it recorded depends on it"
+        law += f" (also: {told}{more})" if told else ""
+        fix = f"{was[other[0]]!r}; to be changed are {', '.join((*free, *live))}"
+        raise ConfigError(other[0], now[other[0]], law, fix)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    settings = _settings(before, wished, [field for field in live if was[field] != now[field] or field in given])
+    if REPLICAS in given or was[REPLICAS] != now[REPLICAS]:
+        settings = (*settings, (REPLICAS, str(now[REPLICAS])))
+    return wished, settings
+
+
+def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Settings:
+    """In an order in which each of them holds: K stays lawful when S rises first, and falls last."""
+    limits, names = wished.limits(), wished.policies().names
+    found = []
+    for path in changed:
+        decision = path.removeprefix(POLICIES)
+        value = getattr(limits, FIGURES[path][0]) if path in FIGURES else names.get(decision, "stop")
+        found.append((path, "null" if value is None else str(value)))
+    falls = limits.max_staleness_steps < before.limits().max_staleness_steps
+    return tuple(sorted(found, key=lambda one: falls and one[0] == "scheduler.max_staleness_steps"))
+
+
+def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> None:
+    """Before anything that only the record names is imported: it is data, and the configuration is the user's."""
+    run = recorded.get("run")
+    named = run.get("extensions", ()) if isinstance(run, Mapping) else ()
+    where = run.get("extensions_dir") if isinstance(run, Mapping) else None
+    if tuple(named or ()) != wished.run.extensions or (named and where != wished.run.extensions_dir):
+        law = f"the run was begun with {list(named or ())} of {where!r}"
+        raise ConfigError("run.extensions", list(wished.run.extensions), law, "the same would hold")
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -89,6 +89,12 @@ class RolloutSection(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
     )
+    heartbeat_s: float = Field(
+        10.0,
+        ge=0,
+        le=86_400,
+        description="Seconds between signs of life asked of every worker; one that misses three is lost. 0: never.",
+    )
     install_timeout_s: float = Field(
         300.0,
         gt=0,
@@ -103,7 +109,9 @@ class RolloutSection(Section):
         None, min_length=1, description="What the servers call the model; null: the only one they serve."
     )
     api_key_env: str | None = Field(
-        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable that holds the servers' key; null: none."
+        None,
+        pattern=r"^[A-Z_][A-Z0-9_]{0,99}$",
+        description="Environment variable that holds the servers' key; null: none.",
     )
     request_timeout_s: float = Field(
         120.0, gt=0, le=86_400, description="Seconds a server may take for an answer or the next token."

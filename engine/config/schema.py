@@ -12,10 +12,12 @@ import yaml
 from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
+from engine.config.control import ControlSection
 from engine.config.deterministic import settled
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, divisor
+from engine.config.secrets import refuse_secrets
 from engine.config.section import Section
 from engine.config.sinks import SinksSection
 from engine.config.trainer import TrainerSection
@@ -46,6 +48,12 @@ class RunSection(Section):
     )
     epochs: int | None = Field(
         1, ge=1, le=1_000_000, description="Passes over the data; null: as many as max_steps takes."
+    )
+    silence_s: float = Field(
+        300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds in which nothing changes, after which the run says what it waits for.",
     )
     extensions: tuple[str, ...] = Field(
         (),
@@ -162,6 +170,22 @@ class DurabilitySection(Section):
         le=10_000_000,
         description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
     )
+    drain_s: float | None = Field(
+        None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
+    )
+    trajectories: Literal["disk", "memory"] = Field(
+        "disk", description="Where they are kept: in the run's directory, so that a resume loses none, or in memory."
+    )
+    fsync: Literal["segment", "always"] = Field(
+        "segment", description="What outlives a power cut: closed segments, or each group that was acknowledged."
+    )
+    segment_mb: int = Field(64, ge=1, le=1024, description="Size at which a segment of trajectories is closed, in MiB.")
+    max_bytes: int | None = Field(
+        None, ge=1 << 20, le=1 << 60, description="Of all trajectories on disk; null: as many as the disk has room for."
+    )
+    snapshot_every: int = Field(
+        100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
+    )
 
 
 class MetricsSection(Section):
@@ -197,9 +221,11 @@ class Config(Section):
         default_factory=DurabilitySection, description="What outlives the loss of a process."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
+    control: ControlSection = Field(default_factory=ControlSection, description="Orders to a run that is going on.")
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
+        refuse_secrets(self.model_dump(mode="json"))
         for name, section in settled(self).items():
             object.__setattr__(self, name, section)
         check_pools(self)

@@ -72,10 +72,13 @@ class TrainerSection(Section):
     )
     checkpoint_every: int = Field(10, ge=0, description="Train steps between checkpoints, the last included; 0: none.")
     keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
+    keep_checkpoints_every: int = Field(
+        0, ge=0, le=1_000_000, description="Checkpoints of every so many train steps are kept for good; 0: none."
+    )
 
     def settings(self, *, response_tokens: int, **shared: Any) -> TrainerSettings:
         """As the trainer takes them, with what it `shared` with other sections. Raises: ConfigError."""
-        own = self.model_dump(exclude={"checkpoint_every", "keep_checkpoints"})
+        own = self.model_dump(exclude={"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every"})
         own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens

@@ -6,6 +6,7 @@ scheduler to say. It must never let work change a token, nor bring back a group 
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
 
 KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "continues")
 """What of a trajectory no work may change."""
+
+
+REMEMBERED_ATTEMPTS = 16_384
+"""Groups whose last reported attempt is kept in mind."""
 
 
 async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -57,6 +62,8 @@ class AddedStatesHost:
         self._timeout_s = timeout_s
         self._untimed = untimed
         self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
+        self._reported: OrderedDict[GroupId, int] = OrderedDict()
+        """The last attempt at a group that was, so that a repeated order is known as one."""
         self._listening: list[asyncio.Task[None]] = []
         own: list[object] = list(works.values())
         for work in own:
@@ -66,7 +73,7 @@ class AddedStatesHost:
     def carry_out(self, command: EnterState) -> None:
         """Begin an order and return at once. A repeat changes nothing; a newer attempt ends an older one."""
         number, task = self._running.get(command.group, (0, None))
-        if number >= command.attempt:
+        if max(number, self._reported.get(command.group, 0)) >= command.attempt:
             return
         if task is not None:
             task.cancel()
@@ -104,6 +111,10 @@ class AddedStatesHost:
             event = self._failed(command, "infrastructure", error)
         if self._wanted(command):  # work may have caught its own cancellation
             del self._running[command.group]
+            self._reported[command.group] = command.attempt
+            self._reported.move_to_end(command.group)
+            if len(self._reported) > REMEMBERED_ATTEMPTS:
+                self._reported.popitem(last=False)
             self._emit(event)
 
     def _wanted(self, command: EnterState) -> bool:

@@ -15,6 +15,9 @@ from engine.roles import Trainer
 SUMS = "SHA256SUMS"
 """In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
 
+UNFINISHED = ".saving"
+"""How the names of directories end that are not whole yet, or not any more."""
+
 
 def checkpoint_path(directory: Path, steps: int) -> Path:
     """Where the checkpoint of everything after `steps` train steps is."""
@@ -27,23 +30,41 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int) -> Path:
+def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int, keep_every: int = 0) -> Path:
     """Have a checkpoint written under another name, make it visible by one rename, then remove all but the newest
-    `keep`."""
+    `keep` and those of every `keep_every` steps. What a save that did not come to its end left is removed, too."""
     final = checkpoint_path(directory, steps)
+    remove_unfinished(directory)
     if not final.exists():
-        unfinished = directory / f".{final.name}.saving"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        trainer.save(str(unfinished), steps)
-        _write_sums(unfinished)
-        for path in (*sorted(unfinished.rglob("*")), unfinished):
-            _fsync(path)
-        os.rename(unfinished, final)
+        unfinished = directory / f".{final.name}{UNFINISHED}"
+        try:
+            unfinished.mkdir(parents=True)
+            trainer.save(str(unfinished), steps)
+            _write_sums(unfinished)
+            for path in (*sorted(unfinished.rglob("*")), unfinished):
+                _fsync(path)
+            os.rename(unfinished, final)
+        except BaseException:
+            remove_unfinished(directory)
+            raise
         _fsync(directory)
-    for _, old in list_checkpoints(directory)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    for number, old in list_checkpoints(directory)[:-keep]:
+        if not keep_every or number % keep_every:
+            remove_checkpoint(old)
     return final
+
+
+def remove_checkpoint(path: Path) -> None:
+    """All of it or, should this be cut short, what nobody takes for a checkpoint."""
+    doomed = path.with_name(f".{path.name}{UNFINISHED}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What saves and removals left that were cut short."""
+    for path in directory.glob(f".*{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def verify_checkpoint(directory: Path) -> None:
@@ -56,6 +77,9 @@ def verify_checkpoint(directory: Path) -> None:
     for line in lines:
         digest, _, name = line.partition("  ")
         path = directory / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            law = f"its {SUMS} names {name!r}, which lies elsewhere"
+            raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one")
         if not path.is_file():
             raise ConfigError("checkpoint", str(path), "is missing", "another checkpoint, without this one")
         if _digest(path) != digest:

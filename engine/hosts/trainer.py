@@ -28,7 +28,7 @@ from engine.hosts.one_by_one import OneByOne
 from engine.hosts.reasons import reason_of
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Trained, Weights
-from engine.ids import StepId
+from engine.ids import GroupId, StepId
 from engine.roles import Batch, Trainer
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ Report = Callable[[StepId, Mapping[str, Any]], None]
 class TrainerHost(OneByOne[Command]):
     """Carries out the trainer's commands. `emit` takes events, `report(step, metrics)` what the trainer says of a step.
 
-    `checkpoints` is the directory of `step-N` directories, of which the newest `keep` stay; None: none can be saved.
-    `scored_apart` are the scoring tasks that a scorer of its own does; with `hands_over` it needs the weights after
-    every train step.
+    `checkpoints` is the directory of `step-N` directories, of which the newest `keep` stay, and those of every
+    `keep_every` steps for good; None: none can be saved. `own_tasks` are the scoring tasks that the trainer does,
+    `scored_apart` those that a scorer of its own does; with `hands_over` it needs the weights after every train step.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class TrainerHost(OneByOne[Command]):
         report: Report,
         checkpoints: Path | None = None,
         keep: int = 2,
+        keep_every: int = 0,
+        own_tasks: Sequence[str] = (),
         scored_apart: Sequence[str] = (),
         hands_over: bool = False,
     ) -> None:
@@ -67,10 +69,25 @@ class TrainerHost(OneByOne[Command]):
         self._report = report
         self._checkpoints = checkpoints
         self._keep = keep
+        self._keep_every = keep_every
+        self._own_tasks = own_tasks
         self._scored_apart = scored_apart
         self._hands_over = hands_over
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
+
+    async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
+        """Train a step again, before any order: with the batch and the scores it had. `reports`: what the trainer says
+        of it is not known any more. Returns the optimizer updates that it says it made. Raises: `EngineError`."""
+        try:
+            for task in self._own_tasks:
+                await self._call(self.trainer.score, await self._batch_to_score(step, groups), task)
+            metrics = await self._train_batch(step, groups, staleness)
+        except Exception as error:
+            raise EngineError(f"train step {step} cannot be trained again: {reason_of(error)}") from error
+        if reports:
+            self._report(step, metrics)
+        return int(metrics.get("optimizer_steps") or 0)
 
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the present weights, which are those after `steps` train steps. Never raises: what cannot be
@@ -121,8 +138,7 @@ class TrainerHost(OneByOne[Command]):
 
     async def _score(self, command: ScoreBatch) -> Event:
         try:
-            groups = await self._trajectories.get(command.groups)
-            batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
+            batch = await self._batch_to_score(command.step, command.groups)
             await self._call(self.trainer.score, batch, command.task)
         except Exception as error:
             log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
@@ -130,20 +146,25 @@ class TrainerHost(OneByOne[Command]):
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
         return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
 
+    async def _batch_to_score(self, step: StepId, ids: Sequence[GroupId]) -> Batch:
+        return Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
+
+    async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> Mapping[str, Any]:
+        groups = await self._trajectories.get(ids)
+        scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
+        batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
+        metrics: Mapping[str, Any] | None = await self._call(self.trainer.train, batch)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
+        return metrics or {}
+
     async def _train(self, command: TrainStep) -> Event:
         try:
-            groups = await self._trajectories.get(command.groups)
-            scores = {
-                task: await self._trajectories.scores(command.step, task, command.groups) for task in self._scored_apart
-            }
-            batch = Batch(step=command.step, groups=groups, staleness=list(command.staleness), scores=scores)
-            metrics = await self._call(self.trainer.train, batch)
-            if metrics is not None and not isinstance(metrics, Mapping):
-                raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
+            metrics = await self._train_batch(command.step, command.groups, command.staleness)
         except Exception as error:
             log.warning("train step %d failed", command.step, exc_info=error)
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
-        self._report(command.step, metrics or {})
+        self._report(command.step, metrics)
         await self.hand_over(command.step + 1)
         return StepTrained(step=command.step, attempt=command.attempt)
 
@@ -159,7 +180,9 @@ class TrainerHost(OneByOne[Command]):
         try:
             if self._checkpoints is None:
                 raise EngineError("this run has no directory for checkpoints")
-            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps, self._keep)
+            await self._call(
+                save_checkpoint, self.trainer, self._checkpoints, command.steps, self._keep, self._keep_every
+            )
         except Exception as error:
             log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
             return CheckpointFailed(steps=command.steps, reason=reason_of(error))

@@ -2,10 +2,10 @@
 them.
 
 Held in process by `local` and in an actor of its own by `actors`, so that it outlives the replicas. It never looks
-into what it keeps: `local` puts groups, `actors` puts packed bytes.
+into what it keeps: `local` puts groups, `actors` puts packed bytes. `durable.DurableStore` keeps these on disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -50,6 +50,24 @@ class StoreStats:
 
     groups: int
     bytes: int
+    disk_bytes: int = 0
+    """What it takes on disk, groups that are discarded and not yet cleared away included."""
+
+
+def require_kept(groups: Sequence[GroupId], kept: Container[GroupId]) -> None:
+    """Raises: `EngineError`, naming the groups that are not there."""
+    missing = [group for group in groups if group not in kept]
+    if missing:
+        story = f"the trajectory store does not hold groups {missing[:8]} ({len(missing)} in all)"
+        raise EngineError(story, groups=missing)
+
+
+def require_scored(groups: Sequence[GroupId], scored: Container[GroupId], task: str, step: StepId) -> None:
+    """Raises: `EngineError`, naming the groups that were not scored for that step."""
+    missing = [group for group in groups if group not in scored]
+    if missing:
+        story = f"the trajectory store holds no {task} of step {step} for groups {missing[:8]}"
+        raise EngineError(f"{story} ({len(missing)} in all)", groups=missing)
 
 
 class TrajectoryStore(Generic[Payload]):
@@ -81,11 +99,7 @@ class TrajectoryStore(Generic[Payload]):
 
     def get(self, groups: Sequence[GroupId]) -> list[Payload]:
         """Raises: `EngineError`, naming the groups that are not here."""
-        missing = [group for group in groups if group not in self._kept]
-        if missing:
-            raise EngineError(
-                f"the trajectory store does not hold groups {missing[:8]} ({len(missing)} in all)", groups=missing
-            )
+        require_kept(groups, self._kept)
         return [self._kept[group][1] for group in groups]
 
     def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
@@ -99,10 +113,8 @@ class TrajectoryStore(Generic[Payload]):
     def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[bytes]:
         """Raises: `EngineError`, naming the groups that were not scored for that step."""
         found = [self._scores.get(group, {}).get(task, (-1, b"")) for group in groups]
-        missing = [group for group, (scored, _) in zip(groups, found, strict=True) if scored != step]
-        if missing:
-            story = f"the trajectory store holds no {task} of step {step} for groups {missing[:8]}"
-            raise EngineError(f"{story} ({len(missing)} in all)", groups=missing)
+        scored = [group for group, (mark, _) in zip(groups, found, strict=True) if mark == step]
+        require_scored(groups, scored, task, step)
         return [data for _, data in found]
 
     def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
@@ -119,6 +131,12 @@ class TrajectoryStore(Generic[Payload]):
     def _forget_scores(self, group: GroupId, task: str) -> None:
         _, data = self._scores.get(group, {}).pop(task, (0, b""))
         self._bytes -= len(data)
+
+    def flush(self) -> None:
+        """What was put is kept, as far as it can be here."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def stats(self) -> StoreStats:
         return StoreStats(groups=len(self._kept), bytes=self._bytes)

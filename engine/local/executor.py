@@ -22,6 +22,7 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
+    StartReplica,
     StopReplica,
     TrainStep,
 )
@@ -174,7 +175,9 @@ class LocalExecutor:
         elif isinstance(command, RetireWeights):
             self.weights.store.retire(command.version)
         elif isinstance(command, StopReplica):
-            self._lose(command.replica, command.incarnation, command.reason)
+            self._lose(command.replica, command.incarnation, command.reason, wanted=command.returns)
+        elif isinstance(command, StartReplica):
+            self._begin(command.replica)
         elif isinstance(command, FinishRun):
             if not self.over.done():
                 self.over.set_result(command)
@@ -203,8 +206,29 @@ class LocalExecutor:
             return
         self._replicas[command.replica].carry_out(command, prompt)
 
-    def _lose(self, replica: ReplicaId, incarnation: int, reason: str) -> None:
-        """End one life of a replica and begin the next, if there is one."""
+    def _begin(self, replica: ReplicaId) -> None:
+        """Host a replica that there has not been, or another life of one that was let go."""
+        before = self._replicas.get(replica)
+        if before is not None and before not in self._lost:
+            return
+        incarnation = 0 if before is None else before.incarnation
+        generator, reason = self._made(replica, "it was wanted")
+        if generator is None:
+            self.deliver(ReplicaLost(replica=replica, incarnation=incarnation, returns=False, reason=reason))
+        else:
+            self.join(replica, generator, incarnation + 1)
+
+    def _made(self, replica: ReplicaId, reason: str) -> tuple[Generator | None, str]:
+        """A new generator, or why there is none."""
+        if self._replace is None:
+            return None, f"{reason}; the run was given its generators one by one and can make no other"
+        try:
+            return self._replace(replica), reason
+        except Exception as error:
+            return None, f"{reason}; another one could not be made: {reason_of(error)}"
+
+    def _lose(self, replica: ReplicaId, incarnation: int, reason: str, *, wanted: bool = True) -> None:
+        """End one life of a replica and begin the next, if it is wanted and there is one."""
         host = self._replicas[replica]
         if host.incarnation != incarnation or host in self._lost:
             return
@@ -213,11 +237,8 @@ class LocalExecutor:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         generator: Generator | None = None
-        if self._replace is not None and incarnation <= self._replacements:
-            try:
-                generator = self._replace(replica)
-            except Exception as error:
-                reason = f"{reason}; another one could not be made: {reason_of(error)}"
+        if wanted and self._replace is not None and incarnation <= self._replacements:
+            generator, reason = self._made(replica, reason)
         self.deliver(
             ReplicaLost(replica=replica, incarnation=incarnation, returns=generator is not None, reason=reason)
         )

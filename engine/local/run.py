@@ -21,8 +21,9 @@ from engine.hosts.prompts import Prompts, as_prompts, listed
 from engine.hosts.turns import taking_turns
 from engine.ids import ReplicaId, StepId
 from engine.local.executor import LocalExecutor
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
+from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.policies.added import work_of
 from engine.roles import Generator, Scorer, Trainer

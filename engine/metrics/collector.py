@@ -13,17 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.commands import (
-    Command,
-    InstallWeights,
-    ParkGroup,
-    PauseReplica,
-    ResumeGroup,
-    ResumeReplica,
-    StageWeights,
-    StartGroup,
-    TrainStep,
-)
+from engine.commands import Command, ParkGroup, StartGroup, TrainStep
 from engine.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -35,7 +25,6 @@ from engine.events import (
     PublishFailed,
     ReplicaJoined,
     ReplicaLost,
-    ReplicaPaused,
     RowsFailed,
     RowsMeasured,
     RunResumed,
@@ -51,7 +40,7 @@ from engine.metrics.generated import BATCH, GeneratedGroups
 from engine.metrics.going_on import GoingOn
 from engine.metrics.groups import GroupCounts
 from engine.metrics.histogram import Histogram
-from engine.metrics.idle import IdleTime
+from engine.metrics.idle import IdleTime, only_syncs
 from engine.metrics.labels import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
@@ -73,11 +62,6 @@ from engine.states.validation import VALIDATION
 __all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
 
 
-SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
-SYNC_ORDERS = (StartGroup, ResumeGroup, StageWeights, PauseReplica, InstallWeights, ResumeReplica)
-"""An event of the ones, answered by the others only, takes no group off a replica that is not ready."""
-
-
 class HasState(Protocol):
     """The scheduler, as far as metrics look into it."""
 
@@ -95,7 +79,14 @@ class TakesRows(Protocol):
 class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
-    def __init__(self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: HasState,
+        transitions: Transitions,
+        journal: TakesRows | None = None,
+        rows: StepRows | None = None,
+    ) -> None:
+        """`rows`: those that an earlier life of the run left unfinished."""
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
@@ -116,6 +107,10 @@ class RunMetrics:
         self.step_staleness: tuple[int, ...] = ()
         """Of the groups of the newest trained step."""
         self.tokens_trained = 0
+        self.since: dict[tuple[str, int], float] = {}
+        """When replicas, steps under way and the newest checkpoint came to where they are; see `states.waiting`."""
+        self.silence = (-1, "")
+        """(changes so far, text) when a silence was told last."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -125,17 +120,23 @@ class RunMetrics:
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
         self.going_on = GoingOn(self.state)
-        self.steps = StepRows(self._emit)
+        self.steps = StepRows(self._emit) if rows is None else rows
+        self.steps.emit = self._emit
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
+        transitions.replicas.clear()
         self._journal = journal
         self._events: Counter[type[Event]] = Counter()
         """All but those that are in `generated`."""
         self._stale_before = self.state.stale_echoes
         self.groups = GroupCounts(self.state, transitions)
         self._finished_at: deque[float] = deque(maxlen=11)
-        self._counted: dict[type[Event], Callable[[Any], None]] = {
+        self._counted = self._counters()
+
+    def _counters(self) -> dict[type[Event], Callable[[Any], None]]:
+        """What is done with the events of each class that are no echoes."""
+        return {
             GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.aborted,
             GroupFailed: self._group_failed,
@@ -154,6 +155,15 @@ class RunMetrics:
             RunResumed: self._run_resumed,
             SchedulerRecovered: lambda event: self.going_on.recovered(),
         }
+
+    def go_on(self) -> None:
+        """After a record was replayed up to the present: the steps under way are known from here on."""
+        for step in self.state.steps.values():
+            if step.groups or step.state == "collecting":
+                self.steps.changed(step.id, step.state, self.state.now)
+            if step.groups:
+                groups = [self.state.groups[id] for id in step.groups if id in self.state.groups]
+                self.steps.formed(step.id, groups, step.staleness)
 
     # what is fed in
 
@@ -193,9 +203,7 @@ class RunMetrics:
                 self._steps_changed(event.at)
             if transitions.validations:
                 self._validations_ended()
-        groups = kind not in SYNC_EVENTS
         for command in commands:
-            groups = groups or type(command) not in SYNC_ORDERS
             if type(command) is TrainStep:
                 self._batch_ordered(command)
             elif type(command) is ParkGroup:
@@ -203,11 +211,12 @@ class RunMetrics:
             elif type(command) is not StartGroup:
                 self.replicas.ordered(command, event.at)
         if transitions.replicas:
+            self.since.update(dict.fromkeys((("replica", id) for id in transitions.replicas), event.at))
             for replica in transitions.replicas.values():
                 self.idle.replica_changed(replica)
             transitions.replicas.clear()
         if not quiet:
-            self.idle.measure(groups=groups)
+            self.idle.measure(groups=not only_syncs(kind, commands))
         if self.state.outcome is not None:
             self.steps.flush()
 
@@ -219,7 +228,7 @@ class RunMetrics:
                 self.figures[name] = float(value)
 
     def validated(self, steps: int, accuracy: float) -> None:
-        """Accuracy on held-out prompts, of the weights after `steps` train steps."""
+        """Of the weights after `steps` train steps, on held-out prompts."""
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:
@@ -240,6 +249,10 @@ class RunMetrics:
         """Time of the newest event, seconds since the run began."""
         return self.idle.at
 
+    @at.setter
+    def at(self, at: float) -> None:
+        self.idle.at = at
+
     @property
     def tokens_generated(self) -> int:
         self.catch_up()
@@ -253,6 +266,11 @@ class RunMetrics:
         if self.generated.groups:
             counts[GroupGenerated.__name__] += self.generated.groups
         return counts
+
+    @property
+    def changes(self) -> int:
+        """Events so far that were no echoes of what is over."""
+        return self.events.total() - self.state.stale_echoes
 
     def status(self, now: float | None = None) -> Status:
         """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
@@ -345,15 +363,19 @@ class RunMetrics:
     def _steps_changed(self, at: float) -> None:
         for step, state in self.transitions.steps:
             self.steps.changed(step, state, at)
+            self.since["step", step] = at
             if state == "finished":
-                entered = self.transitions.entered
-                counts = {f"groups_{name}": entered("group", name) for name in ("aborted", "resumed", "filtered")}
-                self.steps.finished(step, self.state.latest_version, at, counts)
+                del self.since["step", step]
+                self.steps.finished(step, self.state.latest_version, at, self.transitions.group_counts())
                 self._finished_at.append(at)
                 self.finished_at = at
             elif state == "trained":
                 self._step_trained(step)
         self.transitions.steps.clear()
+        ordered = self.state.checkpoint_ordered
+        if self.state.checkpoint_pending and ("checkpoint", ordered) not in self.since:
+            self.since = {key: time for key, time in self.since.items() if key[0] != "checkpoint"}
+            self.since["checkpoint", ordered] = at
 
     def _step_trained(self, step: StepId) -> None:
         groups, staleness, tokens = self.steps.batch(step)

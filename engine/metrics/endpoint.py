@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 
 FILE = "endpoint.json"
 """In the run's directory."""
+MAX_BYTES = 1 << 16
 FOLDER = ".endpoints"
 """Beside the runs, with a file for each that is going on: the last part of Prometheus' pattern may hold a `*`, no part
 before it."""
@@ -41,7 +42,8 @@ def withdraw(places: Sequence[Path]) -> None:
 def address_of(directory: Path, shown: str) -> str:
     """`host:port` of the run in a directory. Raises: ConfigError where it has ended, or never had an endpoint."""
     try:
-        told = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        with (directory / FILE).open("rb") as file:
+            told = json.loads(file.read(MAX_BYTES))
         return str(told[0]["targets"][0])
     except FileNotFoundError:
         law = "is not going on: it has ended, or was started without metrics"

@@ -4,8 +4,10 @@ Kept by `collector.RunMetrics`. Only where a run begins, or goes on, are the rec
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from engine.events import RunResumed
+from engine.ids import GroupId
 from engine.metrics.labels import LIVE_GROUP_STATES
 from engine.metrics.transitions import RELEASED, Transitions
 from engine.states.state import State
@@ -18,16 +20,15 @@ class GroupCounts:
         self._state = state
         self._transitions = transitions
         self._live = (*LIVE_GROUP_STATES, *state.stages.by_name)
-        self._undone = self._ended_in_vain()
+        self._undone = dict(transitions.undone)
+        """Groups by the state they ended in, where that came after what a resumed run went on from."""
+        self._undo(id for id in transitions.released or () if id in state.groups)
         self._begin()
 
     def resumed(self, event: RunResumed) -> None:
         """Groups have changed their state without a trigger."""
+        self._undo(event.released)
         self._begin()
-        ended = self._transitions.released or {}
-        for id in event.released:
-            if id in ended:
-                self._undone[ended[id]] += 1
 
     def by_state(self) -> dict[str, int]:
         """Groups that have not ended, by state."""
@@ -49,11 +50,19 @@ class GroupCounts:
         self._before = {state: counts[state] - self._transitions.net("group", state) for state in self._live}
         self._drawn_before = self._state.ledger.drawn
 
-    def _ended_in_vain(self) -> dict[str, int]:
-        """Of groups that ended as a record was replayed, by state: those that ended again later, or live again."""
-        live, released = self._state.groups, self._transitions.released or {}
-        lasting = Counter(state for id, state in released.items() if id not in live)
-        return {state: self._transitions.entered("group", state) - lasting[state] for state in RELEASED}
+    def _undo(self, groups: Iterable[GroupId]) -> None:
+        """These have not ended after all. Where they had ended before the snapshot that a replay began at, nobody knows
+        in which state: the sum is right, and the most frequent state is taken for theirs."""
+        known, undone = self._transitions.released or {}, self._undone
+        for id in groups:
+            if id in known:
+                undone[known[id]] += 1
+        counts = {state: self._transitions.entered("group", state) - undone[state] for state in RELEASED}
+        rest = sum(counts.values()) - self._state.ledger.released
+        for state in sorted(counts, key=lambda state: -counts[state]):
+            share = max(0, min(rest, counts[state]))
+            undone[state] += share
+            rest -= share
 
 
 BEHIND = 64

@@ -4,6 +4,18 @@ Kept by `collector.RunMetrics`. Between two events nothing changes, so the split
 next; only where it changes is something added up, which is exact and costs O(1), and nothing after most events.
 """
 
+from collections.abc import Sequence
+
+from engine.commands import (
+    Command,
+    InstallWeights,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+)
+from engine.events import Event, ReplicaPaused, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
 from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.states.machine import Phase
@@ -18,12 +30,19 @@ RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
 NEVER = 1 << 62
 """More groups than any run has."""
 NONE = (0, 0, 0, 0)
+SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
+SYNC_ORDERS = (StartGroup, ResumeGroup, StageWeights, PauseReplica, InstallWeights, ResumeReplica)
 
 
 Split = tuple[int, tuple[tuple[str, int], ...], str, str | None, str]
 """Slots that are busy, or idle by the cause named third; (cause, slots) of the others; what the trainer does; why it
 does nothing where that is None."""
 NOTHING: Split = (0, (), "starting", None, "starting")
+
+
+def only_syncs(kind: type[Event], commands: Sequence[Command]) -> bool:
+    """Whether an event and the answer to it took no group off a replica that is not ready."""
+    return kind in SYNC_EVENTS and all([type(command) in SYNC_ORDERS for command in commands])
 
 
 class Period:

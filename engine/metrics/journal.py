@@ -5,45 +5,91 @@ figure that is not finite is written as null.
 """
 
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.errors import FULL, StorageFull
+
+log = logging.getLogger(__name__)
+
 
 class Journal:
-    """Appends rows to a file; each is flushed before `write` returns. A torn last line of an earlier life is cut."""
+    """Appends rows to a file; the operating system has each when `write` returns. A torn last line of an earlier life
+    is cut. Raises: `StorageFull`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n"
+        left = memoryview(line.encode("utf-8", "replace"))
+        with room_for(self.path):
+            while left:
+                left = left[self._file.write(left) :]
 
     def close(self) -> None:
         self._file.close()
 
 
-def cut_rows(path: Path, steps: int) -> list[dict[str, Any]]:
-    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
-    are to be written again."""
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Raises: `StorageFull` where what is written there finds no room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StorageFull(str(path), path.stat().st_size, str(error.strerror)) from None
+
+
+def keep_rows(
+    path: Path, keep: Callable[[dict[str, Any]], bool], complain: Callable[[str], None] = log.warning
+) -> list[dict[str, Any]]:
+    """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
+    no row is told with its file and number, and left out: nothing depends on it."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines[:-1]]  # what stands behind the last line end is torn
-    kept = [row for row in rows if row.get("step", row.get("steps", 0) - 1) < steps]
+    lines = path.read_bytes().split(b"\n")
+    kept = []
+    for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
+        try:
+            row = json.loads(line)
+            kept += [row] if keep(row) else []
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            complain(f"{path}: line {number} is no row of it and is left out: {error}")
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
+    with room_for(path), temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     return kept
+
+
+def cut_rows(
+    path: Path,
+    steps: int,
+    unfinished: Container[int] = (),
+    validations: Container[int] | None = None,
+    complain: Callable[[str], None] = log.warning,
+) -> list[dict[str, Any]]:
+    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
+    are to be written again, and so are those of `unfinished` steps and of validations other than `validations`."""
+
+    def stays(row: dict[str, Any]) -> bool:
+        if "validation" in row and validations is not None and row["validation"] not in validations:
+            return False
+        return row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished
+
+    return keep_rows(path, stays, complain)
 
 
 def plain(value: Any) -> Any:

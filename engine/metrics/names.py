@@ -1,9 +1,9 @@
 """Every name the engine exports to Prometheus: the one place to look one up, and the only one to add one.
 
 Read by the exporter, by the generator of `docs/METRICS.md`, by the boards and alerts of `dashboards/` and by the tests
-that compare them. Base units, `engine_` in front, `_total` behind counters. Label values are in `labels.py` where they are
-a closed set, and exported from the start with 0, so that a rate has a beginning. No label ever holds the id of a group,
-a step or a version: those go up for as long as a run lasts, and the number of series must not.
+that compare them. Base units, `engine_` in front, `_total` behind counters. Where label values are a closed
+set they are in `labels.py`, and exported from the start with 0, so that a rate has a beginning. No label ever holds the
+id of a group, a step or a version: those go up for as long as a run lasts, and the number of series must not.
 """
 
 from dataclasses import dataclass, field

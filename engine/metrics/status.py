@@ -109,6 +109,8 @@ class Status:
     events: int
     recent: tuple[dict[str, Any], ...]
     """The newest lines of `metrics.jsonl`, oldest first."""
+    silence: str = ""
+    """For how long nothing has changed, and what is waited for, as told last; empty while something does."""
 
     @property
     def accuracy(self) -> float | None:
@@ -194,6 +196,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         settings=dict(state.live.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
+        silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and state.outcome is None else "",
     )
 
 

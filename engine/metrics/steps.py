@@ -6,12 +6,15 @@ finished, or at the end.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from engine.commands import Command, TrainStep
+from engine.events import Event, RunResumed
 from engine.ids import GroupId, StepId
 from engine.states.group import Group
+from engine.states.state import State
 
 PHASES = ("collecting", "scoring", "training", "publishing")
 TRAINER_SECONDS = "seconds_"
@@ -39,7 +42,7 @@ class StepRows:
     def __init__(self, emit: Callable[[Row], None], recent: int = 32) -> None:
         self.recent: deque[Row] = deque(maxlen=recent)
         """The newest rows, oldest first."""
-        self._emit = emit
+        self.emit = emit
         self._open: dict[StepId, _Open] = {}
         self._reported: dict[StepId, Row] = {}
         self._collecting_since = 0.0
@@ -118,4 +121,35 @@ class StepRows:
         if seconds:
             row["trainer_seconds"] = seconds
         self.recent.append(row)
-        self._emit(row)
+        self.emit(row)
+
+
+class StepTransitions(Protocol):
+    """`collector.Transitions`, as far as rows need it."""
+
+    steps: list[tuple[StepId, str]]
+
+    def group_counts(self) -> dict[str, int]: ...
+
+
+class ReplayedRows:
+    """Rows of the steps that are under way where a record ends, so that the next life of the run can write them."""
+
+    def __init__(self, transitions: StepTransitions) -> None:
+        self.rows = StepRows(lambda row: None)
+        self.transitions = transitions
+
+    def watch(self, event: Event, commands: Sequence[Command], state: State) -> None:
+        """To be told of every event that is replayed, in order."""
+        for step, entered in self.transitions.steps:
+            self.rows.changed(step, entered, event.at)
+            if entered == "finished":
+                self.rows.finished(step, state.latest_version, event.at, self.transitions.group_counts())
+                self.rows.flush()  # it is written already
+        self.transitions.steps.clear()
+        if isinstance(event, RunResumed) and not event.kept:
+            self.rows = StepRows(lambda row: None)
+        for command in commands:
+            if type(command) is TrainStep:
+                groups = [state.groups[id] for id in command.groups if id in state.groups]
+                self.rows.formed(command.step, groups, command.staleness)

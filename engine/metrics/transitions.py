@@ -1,23 +1,43 @@
 """`Transitions`: counts every change of state, as the scheduler's observer.
 
 Called for every trigger of every machine, so that it does as little as it can: nearly all calls are about groups, and
-cost an addition. What `collector.RunMetrics` must look at after an event is noted beside the counts.
+cost an addition. What `collector.RunMetrics` must look at after an event is noted beside the counts. Kept in the
+record's snapshots.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.ids import GroupId, StepId
+from engine.ids import GroupId, ReplicaId, StepId
 from engine.states.group import GROUP
 from engine.states.replica import Replica
-from engine.states.validation import VALIDATION, Validation
+from engine.states.validation import VALIDATION
 
 RELEASED = tuple(state for state in GROUP.terminal if state != "consumed")
 
 
-class Transitions:
-    """Give `changed` to the scheduler as `observe`, then this to `RunMetrics`."""
+class EndedValidation(NamedTuple):
+    """What is kept of a validation that ended."""
 
-    __slots__ = ("_groups", "_others", "others_changed", "released", "replicas", "steps", "validations")
+    id: int
+    version: int
+    steps: int
+    state: str
+    accuracy: float | None
+    reward_mean: float | None
+    rows: int
+    measured: int
+    reason: str
+    queued_at: float
+    started_at: float
+    ended_at: float
+
+
+class Transitions:
+    """Give it to the scheduler as `observe` (its `changed` is quicker), then to `RunMetrics`; and to the driver as
+    `books`, so that a run that is resumed from a snapshot goes on counting."""
+
+    __slots__ = ("_groups", "_others", "ended", "others_changed", "released", "replicas", "steps", "undone",
+                 "validations")  # fmt: skip
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, int]] = {}
@@ -28,13 +48,17 @@ class Transitions:
         """Something that is no group changed since `RunMetrics` last looked."""
         self.steps: list[tuple[StepId, str]] = []
         """(step, state entered) since then; so are the next two."""
-        self.validations: list[Validation] = []
+        self.validations: list[EndedValidation] = []
         """Those that ended."""
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[ReplicaId, Replica] = {}
         """Those that changed, by id."""
+        self.ended: list[EndedValidation] = []
+        """All that ended."""
         self.released: dict[GroupId, str] | None = {}
         """While a record is replayed: the state in which groups ended that no step took, since the run may go on from
         before that. None as soon as the run goes on."""
+        self.undone = dict.fromkeys(RELEASED, 0)
+        """Groups that ended there and, as a record was replayed, ended once more."""
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """What `Scheduler` calls."""
@@ -45,7 +69,7 @@ class Transitions:
             except KeyError:
                 self._groups.setdefault(source, {})[target] = 1
             if self.released is not None and target in RELEASED:
-                self.released[record.id] = target
+                self._release(record.id, target)
             return
         self.others_changed = True
         key = (machine, source, record.state)
@@ -55,11 +79,36 @@ class Transitions:
         elif machine == "replica":
             self.replicas[record.id] = record
         elif machine == "validation" and record.state in VALIDATION.terminal:
-            self.validations.append(record)
+            ended = EndedValidation(*[getattr(record, field) for field in EndedValidation._fields])
+            self.validations.append(ended)
+            self.ended.append(ended)
+
+    __call__ = changed
+
+    def _release(self, group: GroupId, state: str) -> None:
+        assert self.released is not None
+        before = self.released.get(group)
+        if before is not None:
+            self.undone[before] += 1
+        self.released[group] = state
+
+    def to_plain(self) -> Any:
+        return [[(*key, n) for key, n in self.count.items()], [tuple(ended) for ended in self.ended]]
+
+    def take(self, plain: Any) -> None:
+        counts, ended = plain
+        self._groups, self._others = {}, {}
+        for machine, source, target, n in counts:
+            if machine == "group":
+                self._groups.setdefault(source, {})[target] = int(n)
+            else:
+                self._others[machine, source, target] = int(n)
+        self.ended = [EndedValidation(*fields) for fields in ended]
+        self.validations = [*self.ended]
 
     @property
     def count(self) -> dict[tuple[str, str, str], int]:
-        """By (machine, state left, state entered)."""
+        """By (machine, state left, state entered). From any thread."""
         groups = {
             ("group", source, target): n
             for source, targets in list(self._groups.items())
@@ -70,6 +119,10 @@ class Transitions:
     def entered(self, machine: str, state: str) -> int:
         """How often any record entered a state."""
         return sum(n for (name, _, target), n in self.count.items() if name == machine and target == state)
+
+    def group_counts(self) -> dict[str, int]:
+        """Of groups that were aborted, resumed and filtered so far, as the rows of steps have them."""
+        return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
 
     def net(self, machine: str, state: str) -> int:
         """Records that entered a state minus those that left it."""

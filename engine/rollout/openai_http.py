@@ -14,6 +14,7 @@ from engine.errors import EngineError
 
 CONNECT_TIMEOUT_S = 5.0
 LARGEST_EVENT_BYTES = 16 * 2**20
+LARGEST_ANSWER_BYTES = 64 * 2**20
 SHOWN = 300
 """Characters of a server's complaint that are repeated."""
 
@@ -32,6 +33,7 @@ class Http:
     def __init__(self, url: str, key: str | None, *, timeout_s: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._key = key
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -54,7 +56,7 @@ class Http:
                 method, self.url + path, json=body, params=query, timeout=timeout
             ) as response:
                 await self._check(response, path)
-                text = await response.read()
+                text = await _bounded(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unavailable(path, error) from error
         try:
@@ -101,7 +103,7 @@ class Http:
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise Unavailable(f"{self.url}{path} streamed something else than JSON objects: {_shown(data)}")
+            raise Unavailable(f"{self.url}{path} streamed something else than JSON objects: {self._shown(data)}")
         if event.get("error"):
             said: Any = event["error"]
             code = said.get("code") if isinstance(said, dict) else None
@@ -111,15 +113,33 @@ class Http:
 
     async def _check(self, response: aiohttp.ClientResponse, path: str) -> None:
         if response.status >= 400:
-            raise self._complaint(path, response.status, await response.text(errors="replace"))
+            raise self._complaint(path, response.status, (await _bounded(response)).decode(errors="replace"))
 
     def _complaint(self, path: str, status: int, said: str) -> EngineError:
         kind = Unavailable if status >= 500 or status in (408, 425, 429) else Refused
+        said = self._without_key(said)
         return kind(f"{self.url}{path} answered {status}: {_shown(said)}", status=status, said=said)
 
+    def _without_key(self, said: str) -> str:
+        """What a server says is repeated in the record, and some repeat the key they were given."""
+        return said.replace(self._key, "(the key)") if self._key else said
+
+    def _shown(self, said: bytes) -> str:
+        return _shown(self._without_key(said.decode(errors="replace")))
+
     def _unavailable(self, path: str, error: BaseException) -> Unavailable:
-        story = str(error) or type(error).__name__
+        story = self._without_key(str(error)) or type(error).__name__
         return Unavailable(f"{self.url}{path} cannot be reached or broke off: {_shown(story)}")
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The body, if it is no larger than an answer may be."""
+    whole = bytearray()
+    async for piece in response.content.iter_any():
+        whole += piece
+        if len(whole) > LARGEST_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+    return bytes(whole)
 
 
 async def _data_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -134,7 +154,6 @@ async def _data_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-def _shown(said: str | bytes) -> str:
-    text = said.decode(errors="replace") if isinstance(said, bytes) else said
-    text = " ".join(text.split())
+def _shown(said: str) -> str:
+    text = " ".join(said.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,18 +1,23 @@
-"""What the frames of a record say: the header, an event that was handled with its answer, an event that was rejected.
+"""What the frames of a record say: the header, an event that was handled with its answer, an event that was rejected,
+a part of a snapshot.
 
     header    [0, {format, run, code, flags, limits, policies, config}]
     handled   [1, position, at, [event], [[command], ...], state hash]
     rejected  [2, position, at, [event], reason]
+    snapshot  [3, position, number of the part, parts, what `snapshots.snapshot` gave]
 
 Called by `recorder` and `reader`; `store` knows how frames lie in files. An event's position is its `id`; commands
 answer the event of their frame. A rejected event has the position it would have had: the scheduler could not handle
-it, so it changed nothing.
+it, so it changed nothing. A snapshot's position is how many events were handled before it; its parts follow one
+another in one segment.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
+
+import msgpack
 
 from engine.commands import Command
 from engine.events import Event
@@ -24,7 +29,10 @@ FORMAT_VERSION = 3
 LOGIC_FLAGS: frozenset[str] = frozenset()
 """Changes of the scheduler's decisions that a record may name, so that older records still replay. None so far."""
 MAX_HASH = 2**64 - 1
-HEADER, HANDLED, REJECTED = 0, 1, 2
+HEADER, HANDLED, REJECTED, SNAPSHOT = 0, 1, 2, 3
+SNAPSHOT_START = b"\x95\x03"
+"""How the payload of such a frame begins: an array of five, the first of them its kind."""
+MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +70,18 @@ class Rejected:
 
     event: Event
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the scheduler's whole state after `position` events: the `number`-th of `parts`, from 0."""
+
+    position: int
+    number: int
+    parts: int
+    plain: Any
+    payload: bytes
+    """The frame's own bytes."""
 
 
 def encode_header(header: Header) -> bytes:
@@ -123,7 +143,34 @@ def encode_rejected(event: Event, reason: str) -> bytes:
     return pack((REJECTED, event.id, _stamp(event), plain_event(event), clean))
 
 
-def decode_frame(data: bytes, answers: bool = True) -> Handled | Rejected:
+def encode_snapshot(position: int, parts: Sequence[Any]) -> list[bytes]:
+    """A payload for each part. Raises: `CodecError`, also for more parts than a snapshot may have."""
+    _check_stamp(position, 0.0)
+    if not 0 < len(parts) <= MAX_PARTS:
+        raise CodecError(f"a snapshot of {len(parts)} parts: {MAX_PARTS} at most")
+    return [pack((SNAPSHOT, position, number, len(parts), part)) for number, part in enumerate(parts)]
+
+
+def place_of_part(data: bytes) -> tuple[int, int, int] | None:
+    """(position, number, parts) of a snapshot's part, the rest unread; None for any other frame.
+
+    Raises: `CodecError`.
+    """
+    if not data.startswith(SNAPSHOT_START):
+        return None
+    walker = msgpack.Unpacker()
+    walker.feed(data[:32])
+    try:
+        walker.read_array_header()
+        walker.skip()
+        position, number, parts = walker.unpack(), walker.unpack(), walker.unpack()
+    except (ValueError, msgpack.UnpackException):
+        raise CodecError("not a part of a snapshot: its place is not told") from None
+    _check_part(position, number, parts)
+    return position, number, parts
+
+
+def decode_frame(data: bytes, answers: bool = True) -> Handled | Rejected | Part:
     """Any frame but the header. `answers`: whether the commands are decoded; without, they stay empty and unchecked.
 
     Raises: `CodecError`.
@@ -144,6 +191,10 @@ def decode_frame(data: bytes, answers: bool = True) -> Handled | Rejected:
         if type(reason) is not str:
             raise CodecError("not a frame: the reason of a rejection is a text")
         return Rejected(event_from(event, id, at), reason)
+    if plain[0] == SNAPSHOT and len(plain) == 5:
+        _check_part(*plain[1:4])
+        _, position, number, parts, said = plain
+        return Part(position, number, parts, said, data)
     raise CodecError(f"no frame has the kind {plain[0]} and {len(plain)} parts")
 
 
@@ -151,6 +202,12 @@ def _stamp(event: Event) -> float:
     at = float(event.at)
     _check_stamp(event.id, at)
     return at
+
+
+def _check_part(position: Any, number: Any, parts: Any) -> None:
+    _check_stamp(position, 0.0)
+    if type(number) is not int or type(parts) is not int or not 0 <= number < parts <= MAX_PARTS:
+        raise CodecError(f"part {number!r} of {parts!r} is no part of a snapshot")
 
 
 def _check_stamp(id: Any, at: Any) -> None:

@@ -20,12 +20,13 @@ class RecordLock:
     Raises: `RecordError` where another process holds it, or it cannot be made.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, waits: bool = False) -> None:
+        """`waits`: until whoever holds it has ended, for as long as that takes."""
         self._handle: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
             raise RecordError(str(directory), 0, "another process is writing this record") from None

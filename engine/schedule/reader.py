@@ -9,14 +9,45 @@ frame or a `RecordError` that names the file and the byte.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import RecordError
 from engine.ids import EventId
-from engine.schedule.frames import Handled, Header, Rejected, decode_frame, decode_header
+from engine.schedule.frames import Handled, Header, Part, Rejected, decode_frame, decode_header, place_of_part
 from engine.schedule.packing import CodecError
 from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.store import Payload, Segment, Torn, payloads, segments_of
+from engine.schedule.store import FRAME_BYTES, Payload, Segment, Torn, payloads, payloads_of, segments_of
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The whole state after `position` events, as it was written."""
+
+    position: EventId
+    parts: tuple[Part, ...]
+    path: str
+    offset: int
+
+    @property
+    def plain(self) -> list[Any]:
+        """What `snapshots.snapshot` gave."""
+        return [part.plain for part in self.parts]
+
+    def error(self, reason: str) -> RecordError:
+        """What is wrong with it, with its place."""
+        return RecordError(self.path, self.offset, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a snapshot lies: from byte `offset` of a segment up to `behind`."""
+
+    segment: int
+    offset: int
+    behind: int
+    position: EventId
 
 
 class Record:
@@ -37,16 +68,37 @@ class Record:
         except CodecError as error:
             raise self.header_error(str(error)) from None
 
-    def frames(self, answers: bool = True) -> Iterator[Handled | Rejected]:
-        """Every event of the record, in order; without `answers`, commands are neither decoded nor checked.
+    def frames(self, answers: bool = True, *, before: Place | None = None) -> Iterator[Handled | Rejected]:
+        """Every event of the record, in order, or those before a snapshot; without `answers`, commands are neither
+        decoded nor checked.
 
         Raises: `RecordError`.
         """
-        source = payloads(self._segments, self._report_torn)
-        next(source)
-        position = 0
+        for frame in self.frames_and_snapshots(answers):
+            if isinstance(frame, Snapshot):
+                if before is not None and frame.position >= before.position:
+                    return
+            else:
+                yield frame
+
+    def frames_and_snapshots(
+        self, answers: bool = True, *, after: Place | None = None
+    ) -> Iterator[Handled | Rejected | Snapshot]:
+        """As `frames`, and each snapshot that is whole, in its place among them. Raises: `RecordError`."""
+        if after is None:
+            source, position = payloads(self._segments, self._report_torn), 0
+            next(source)
+        else:
+            source, position = payloads(self._segments, self._report_torn, after.segment, after.behind), after.position
+        parts = _Parts()
         for payload in source:
             frame = _decode(payload, answers)
+            if isinstance(frame, Part):
+                whole = parts.add(frame, payload, position)
+                if whole is not None:
+                    yield whole
+                continue
+            parts.interrupt(payload)
             if frame.event.id != position:
                 raise RecordError(
                     payload.path, payload.offset, f"event {frame.event.id} stands where {position} belongs"
@@ -54,6 +106,38 @@ class Record:
             if type(frame) is Handled:
                 position += 1
             yield frame
+
+    def snapshots(self) -> Iterator[Place]:
+        """Where the record has a whole snapshot, the newest first. Raises: `RecordError`, of the segments looked at."""
+        for number in reversed(range(len(self._segments))):
+            found: list[Place] = []
+            begun: tuple[int, int] | None = None
+            for payload in payloads_of(self._segments, number, self._report_torn):
+                try:
+                    place = place_of_part(payload.data)
+                except CodecError as error:
+                    raise RecordError(payload.path, payload.offset, str(error)) from None
+                if place is None:
+                    continue
+                position, part, parts = place
+                if part == 0:
+                    begun = payload.offset, position
+                if begun is not None and begun[1] == position and part == parts - 1:
+                    behind = payload.offset + FRAME_BYTES + len(payload.data)
+                    found.append(Place(segment=number, offset=begun[0], behind=behind, position=position))
+            yield from reversed(found)
+
+    def snapshot(self, place: Place) -> Snapshot:
+        """The snapshot at a place. Raises: `RecordError`."""
+        parts = _Parts()
+        for payload in payloads_of(self._segments, place.segment, self._report_torn, place.offset):
+            part = _decode(payload, False)
+            if not isinstance(part, Part):
+                break
+            whole = parts.add(part, payload, place.position)
+            if whole is not None:
+                return whole
+        raise RecordError(self._segments[place.segment].name, place.offset, "the snapshot has not all its parts")
 
     def header_error(self, reason: str) -> RecordError:
         """What is wrong with what the header says, with its place."""
@@ -74,7 +158,36 @@ def read(source: str | Path | MemoryRecorder) -> Record:
     return Record(str(source), segments_of(Path(source)))
 
 
-def _decode(payload: Payload, answers: bool) -> Handled | Rejected:
+class _Parts:
+    """The parts of a snapshot as they come; those of one whose last was torn off come to nothing."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._first: Payload | None = None
+
+    def add(self, part: Part, payload: Payload, position: EventId) -> Snapshot | None:
+        """The snapshot, with its last part. Raises: `RecordError` for a part in a place that is not its own."""
+        if part.number == 0 and (self._first is None or self._first.path != payload.path):
+            self._parts, self._first = [], payload
+        expected = (position, len(self._parts), self._parts[0].parts if self._parts else part.parts)
+        if self._first is None or (part.position, part.number, part.parts) != expected:
+            reason = f"part {part.number} of a snapshot after event {part.position} stands where none belongs"
+            raise RecordError(payload.path, payload.offset, reason)
+        self._parts.append(part)
+        if len(self._parts) < part.parts:
+            return None
+        first, whole = self._first, tuple(self._parts)
+        self._parts, self._first = [], None
+        return Snapshot(position, whole, first.path, first.offset)
+
+    def interrupt(self, payload: Payload) -> None:
+        """Another frame follows: the parts were torn off at the end of their segment, or the record is damaged."""
+        if self._first is not None and self._first.path == payload.path:
+            raise RecordError(payload.path, payload.offset, "an event stands within a snapshot")
+        self._parts, self._first = [], None
+
+
+def _decode(payload: Payload, answers: bool) -> Handled | Rejected | Part:
     try:
         return decode_frame(payload.data, answers)
     except CodecError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.commands import Command
-from engine.errors import RecordError
+from engine.errors import FULL, EngineError, RecordError, StorageFull
 from engine.events import Event
 from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
 from engine.schedule.lock import RecordLock
@@ -52,7 +52,8 @@ class Recorder:
     what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
     costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
     Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,
-    now or later; `CodecError` for an event or a command that the format cannot hold.
+    now or later, `StorageFull` where it finds no room; `CodecError` for an event or a command that the format cannot
+    hold.
     """
 
     def __init__(
@@ -99,6 +100,15 @@ class Recorder:
     def reject(self, event: Event, reason: str) -> None:
         self._append(encode_rejected(_expected(event, self.next_event), reason))
 
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        """Append a snapshot of what the events so far have led to, as `encode_snapshot` gave it; one that is too long
+        for a segment is left out, since the record does without."""
+        size = sum(map(len, payloads))
+        if size > MAX_SEGMENT_BYTES // 4:
+            return
+        for number, payload in enumerate(payloads):
+            self._append(payload, rest=number > 0)
+
     def flush(self) -> None:
         file = self._open_file()
         if not self._held:
@@ -138,9 +148,10 @@ class Recorder:
         """The segment being written."""
         return self.directory / segment_name(self._number)
 
-    def _append(self, payload: bytes) -> None:
+    def _append(self, payload: bytes, rest: bool = False) -> None:
+        """`rest`: it belongs to what was appended before, and into the same segment."""
         self._open_file()
-        if self._offset + self._held_bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
+        if not rest and self._offset + self._held_bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
             self.flush()
             self._begin_segment()
         data = frame(payload)
@@ -198,11 +209,13 @@ class Recorder:
             )
         return self._file
 
-    def _give_up(self, error: OSError) -> RecordError:
+    def _give_up(self, error: OSError) -> EngineError:
         if self._file is not None:
             self._file.close()
             self._file = None
         self._lock.release()
+        if error.errno in FULL:
+            return StorageFull(str(self.directory), self._closed_bytes + self._offset, str(error.strerror))
         return RecordError(str(self.path), self._offset, f"cannot be written: {error.strerror or error}")
 
 
@@ -225,6 +238,9 @@ class MemoryRecorder:
     def reject(self, event: Event, reason: str) -> None:
         self.frames.append(encode_rejected(_expected(event, self.next_event), reason))
 
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        self.frames.extend(payloads)
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
@@ -243,6 +259,8 @@ class NullRecorder:
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
 
     def reject(self, event: Event, reason: str) -> None: ...
+
+    def snapshot(self, payloads: Sequence[bytes]) -> None: ...
 
     def flush(self) -> None: ...
 

@@ -3,47 +3,84 @@
     recovered = recover(read(directory))
     event = recovered.resumed(steps=20, replicas=4)    # steps: those of a complete checkpoint
 
-Called by whoever resumes a run, and by the tests. The record is replayed and must hold to the bit: a scheduler that
-would have decided otherwise cannot go on in its place.
+Called by whoever resumes a run, and by the tests. What follows the newest snapshot that can be used is replayed, or
+the whole record where there is none, and must hold to the bit: a scheduler that would have decided otherwise cannot go
+on in its place.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 from engine.errors import RecordError
 from engine.events import RunResumed
 from engine.ids import GroupId
 from engine.policies import PolicySet
 from engine.schedule.frames import Handled
-from engine.schedule.reader import Record
-from engine.schedule.replayer import ReplayReport, replay
+from engine.schedule.packing import CodecError
+from engine.schedule.reader import Place, Record
+from engine.schedule.replayer import ReplayReport, Watch, replay
+from engine.schedule.snapshots import Books, restore
 from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
-from engine.states.group import PHASES
+from engine.states.ended import Batch, Ended
 from engine.states.limits import Limits
-from engine.states.machine import Phase
-from engine.states.state import Observer
+from engine.states.state import Observer, State
 
 
 class Recovered:
-    """A scheduler as it was at the last event of a record, and which groups had ended after how many train steps."""
+    """A scheduler as it was at the last event of a record, and what had ended after how many train steps."""
 
-    def __init__(self, record: Record, observe: Observer | None = None) -> None:
-        """`observe` is what the scheduler will have for good. Raises: `RecordError`."""
-        self._observe = observe
-        self._ended: dict[GroupId, tuple[int, Phase]] = {}
-        header = record.header
-        limits, policies = Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies)
-        self.scheduler = Scheduler(limits, policies, self._note)
+    def __init__(
+        self,
+        record: Record,
+        observe: Observer | None = None,
+        watch: Watch | None = None,
+        books: Books | None = None,
+        replayed: Callable[[Handled, State], None] | None = None,
+    ) -> None:
+        """`observe` is what the scheduler will have for good; `books`, of the same observer, are what it had counted at
+        the snapshot. `watch` sees every frame of the record in order, those before the snapshot as they were recorded.
+        `replayed` sees those behind it, and the state after each. Raises: `RecordError`."""
+        self._record = record
+        self._replayed_for = replayed
+        self._watched_by = watch
+        self.passed_over: list[RecordError] = []
+        """Why newer snapshots than that which was begun with could not be used."""
+        self.began_at: Place | None = None
+        """The snapshot; None: the beginning."""
         self.at = 0.0
         """When the last event happened, in seconds since the run began."""
-        report = replay(record, build=lambda _: self.scheduler, watch=self._watch)
+        self.scheduler, self.began_at = self._begin(observe, books)
+        if watch is not None and self.began_at is not None:
+            for frame in record.frames(before=self.began_at):
+                if isinstance(frame, Handled):
+                    watch(frame)
+        self._replay(self.scheduler)
+        self._history = _taken_from(self.scheduler)
+
+    def _begin(self, observe: Observer | None, books: Books | None) -> tuple[Scheduler, Place | None]:
+        """The scheduler of the newest snapshot that can be used, or that of the header."""
+        for place in self._record.snapshots():
+            found = self._record.snapshot(place)
+            try:
+                return restore(found.plain, observe, books), place
+            except CodecError as error:
+                self.passed_over.append(found.error(str(error)))
+        return _first_scheduler(self._record, observe), None
+
+    def _replay(self, scheduler: Scheduler) -> None:
+        self.at = scheduler.state.now
+        report = replay(
+            self._record, build=lambda _: scheduler, watch=self._watch, after=self.began_at, compare_snapshots=False
+        )
         if report.divergence is not None:
-            raise RecordError(record.name, 0, f"this engine decides otherwise, so it cannot go on; {report.divergence}")
+            reason = f"this engine decides otherwise, so it cannot go on; {report.divergence}"
+            raise RecordError(self._record.name, 0, reason)
         self.report: ReplayReport = report
 
     @property
     def events(self) -> int:
-        return self.report.events
+        """All that the record has."""
+        return self.report.events + (self.began_at.position if self.began_at else 0)
 
     @property
     def torn(self) -> Torn | None:
@@ -58,27 +95,50 @@ class Recovered:
 
     def resumed(self, *, steps: int, replicas: int) -> RunResumed:
         """The event that goes on from the weights after `steps` train steps: what ended since then has not."""
-        lost = {id: phase for id, (mark, phase) in self._ended.items() if mark >= steps}
+        consumed, released = self._since(steps).since(steps)
         return RunResumed(
-            steps=steps,
-            replicas=replicas,
-            consumed=tuple(sorted(id for id, phase in lost.items() if phase is Phase.CONSUMED)),
-            released=tuple(sorted(id for id, phase in lost.items() if phase is Phase.RELEASED)),
+            steps=steps, replicas=replicas, consumed=tuple(sorted(consumed)), released=tuple(sorted(released))
         )
 
-    def _note(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        if machine == "group" and PHASES[record.state] in (Phase.CONSUMED, Phase.RELEASED):
-            self._ended[record.id] = (self.scheduler.state.steps_trained, PHASES[record.state])
-        if self._observe is not None:
-            self._observe(machine, record, source, trigger)
+    def batches(self, steps: int) -> list[Batch]:
+        """What was trained after so many train steps, in order, in the line of weights that the record ends with."""
+        return self._since(steps).batches(steps)
+
+    def _since(self, steps: int) -> Ended:
+        """What has ended, from so many train steps on; where no snapshot says it, the whole record does."""
+        if steps < self._history.floor:
+            scheduler = _first_scheduler(self._record, None)
+            replay(self._record, build=lambda _: scheduler, compare_snapshots=False)
+            self._history = _taken_from(scheduler)
+        return self._history
 
     def _watch(self, frame: Handled) -> None:
         self.at = frame.event.at
-        if isinstance(frame.event, RunResumed):
-            for id in (*frame.event.consumed, *frame.event.released):
-                del self._ended[id]
+        if self._watched_by is not None:
+            self._watched_by(frame)
+        if self._replayed_for is not None:
+            self._replayed_for(frame, self.scheduler.state)
 
 
-def recover(record: Record, observe: Observer | None = None) -> Recovered:
-    """Replay a record to its end. Raises: `RecordError`, also where it does not replay to the bit."""
-    return Recovered(record, observe)
+def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
+    """The scheduler of a record's header; it keeps whatever ends. Raises: as the header's faults come."""
+    header = record.header
+    scheduler = Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
+    scheduler.state.ended.keep_all()
+    return scheduler
+
+
+def _taken_from(scheduler: Scheduler) -> Ended:
+    """What has ended, as far as the scheduler knows; from now on it keeps no more of it than a run needs."""
+    return scheduler.state.ended.hand_over(bool(scheduler.limits.checkpoint_every))
+
+
+def recover(
+    record: Record,
+    observe: Observer | None = None,
+    watch: Watch | None = None,
+    books: Books | None = None,
+    replayed: Callable[[Handled, State], None] | None = None,
+) -> Recovered:
+    """Bring a record back to its end. Raises: `RecordError`, also where it does not replay to the bit."""
+    return Recovered(record, observe, watch, books, replayed)

@@ -2,7 +2,7 @@
 
 Called by `engine replay`, by `engine.inspect` and by tests. Events keep their recorded stamps; nothing is executed.
 What is compared is the frame that this scheduler would have written, commands and state hash, with the frame that
-was.
+was; and each snapshot on the way with the state that was replayed.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from engine.commands import Command
 from engine.errors import EngineError
 from engine.events import Event
 from engine.policies import PolicySet
-from engine.schedule.frames import Handled, Header, Rejected, encode_handled
-from engine.schedule.packing import CodecError
-from engine.schedule.reader import Record
+from engine.schedule.frames import Handled, Header, Rejected, encode_handled, encode_snapshot
+from engine.schedule.packing import CodecError, unpack
+from engine.schedule.reader import Place, Record, Snapshot
+from engine.schedule.snapshots import same_engine, snapshot
 from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits
@@ -45,6 +46,8 @@ class Divergence:
     got_hash: int = 0
     raised: str = ""
     """What the scheduler raised instead of answering."""
+    snapshot: str = ""
+    """The event was answered as recorded; this is where the snapshot lies whose state is another."""
 
     @property
     def index(self) -> int:
@@ -53,7 +56,11 @@ class Divergence:
 
     def __str__(self) -> str:
         lines = [f"diverged at event {self.index}, t={self.event.at:.3f} s: {self.event}"]
-        if self.raised:
+        if self.snapshot:
+            lines.append(
+                f"  the event is answered as recorded, but the snapshot behind it is of another state: {self.snapshot}"
+            )
+        elif self.raised:
             lines += [*_side("expected", self.expected, self.expected_hash), f"  got: {self.raised}"]
         elif self.expected == self.got:
             lines += [f"  the {len(self.got)} commands are the same, the state is not:"]
@@ -105,11 +112,18 @@ def build_scheduler(header: Header, observe: Callable[[str, Any, str, str], None
 
 
 def replay(
-    record: Record, until: int | None = None, build: Build = build_scheduler, watch: Watch | None = None
+    record: Record,
+    until: int | None = None,
+    build: Build = build_scheduler,
+    watch: Watch | None = None,
+    *,
+    after: Place | None = None,
+    compare_snapshots: bool = True,
 ) -> ReplayReport:
     """Replay events 0 … `until` (all of them by default) and stop at the first divergence.
 
-    Args: `watch` is called after each event that was answered as recorded.
+    Args: `watch` is called after each event that was answered as recorded. `after`: only what follows a snapshot, of
+    which `build` gives the scheduler.
     Raises: `RecordError` for a record that cannot be read or whose header builds no scheduler.
     """
     try:
@@ -119,15 +133,23 @@ def replay(
     events = commands = 0
     rejected: list[Rejected] = []
     divergence: Divergence | None = None
-    for frame in record.frames(answers=False):
-        if until is not None and frame.event.id > until:
+    last: Handled | None = None
+    for frame in record.frames_and_snapshots(answers=False, after=after):
+        if until is not None and (frame.position - 1 if isinstance(frame, Snapshot) else frame.event.id) > until:
             break
+        if isinstance(frame, Snapshot):
+            if compare_snapshots and last is not None and not _same_state(frame, scheduler):
+                where = f"{frame.path} at byte {frame.offset}"
+                divergence = replace(_diverged(record.handled(last.event.id)), snapshot=where)
+                break
+            continue
         if isinstance(frame, Rejected):
             rejected.append(frame)
             continue
         answer, divergence = _compare(frame, scheduler, record)
         if divergence is not None:
             break
+        last = frame
         events += 1
         commands += len(answer)
         if watch is not None:
@@ -153,6 +175,19 @@ def _compare(frame: Handled, scheduler: Replayable, record: Record) -> tuple[tup
     if answer == recorded.commands and state_hash == recorded.state_hash:
         return answer, None
     return answer, _diverged(recorded, got=answer, got_hash=state_hash)
+
+
+def _same_state(found: Snapshot, scheduler: Replayable) -> bool:
+    """Whether a snapshot is of the state that was replayed, what observers counted aside. True where it cannot be
+    compared: another engine wrote it, whose records had other fields."""
+    plain = found.plain
+    if not isinstance(scheduler, Scheduler) or not same_engine(plain, scheduler):
+        return True
+    parts = snapshot(scheduler)
+    parts[0][-1] = plain[0][-1]
+    mine = encode_snapshot(found.position, parts)
+    theirs = [part.payload for part in found.parts]
+    return mine == theirs or list(map(unpack, mine)) == list(map(unpack, theirs))
 
 
 def _diverged(frame: Handled, got: tuple[Command, ...] = (), got_hash: int = 0, raised: str = "") -> Divergence:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from zlib import crc32
 
 from engine.errors import RecordError
-from engine.schedule.frames import FORMAT_VERSION, check_format
+from engine.schedule.frames import FORMAT_VERSION, SNAPSHOT_START, check_format
 from engine.schedule.packing import MAX_PAYLOAD_BYTES, CodecError
 
 MAGIC = b"step-seg"
@@ -32,10 +32,13 @@ FRAME_BYTES = _FRAME.size
 SUFFIX = ".seg"
 MAX_SEGMENT_BYTES = 1 << 28
 """A recorder closes segments long before."""
-FRAME_STARTS = (b"\x96\x01", b"\x95\x02")
-"""How payloads begin (array of 6, kind 1; array of 5, kind 2): where to look for a whole frame behind a damaged one."""
+FRAME_STARTS = (b"\x96\x01", b"\x95\x02", SNAPSHOT_START)
+"""How payloads begin (array of 6, kind 1; arrays of 5, kinds 2 and 3): where to look for a whole frame behind a damaged
+one."""
 LOOKED_AT = 4096
-"""Candidates examined behind damage; more than any real tail has."""
+"""Candidates whose checksum is worked out behind damage; more than any real tail has."""
+FOUND = 1 << 18
+"""Candidates found behind damage; those that claim more bytes than there are cost next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +105,24 @@ def _opener(path: Path) -> Callable[[], BinaryIO]:
     return lambda: path.open("rb", buffering=1 << 18)
 
 
-def payloads(segments: list[Segment], report_torn: Callable[[Torn], None]) -> Iterator[Payload]:
-    """Every whole frame of a record, in order. Raises: `RecordError`."""
-    for number, segment in enumerate(segments):
-        try:
-            with segment.open() as file:
-                yield from _SegmentReader(segment.name, file, number, number == len(segments) - 1, report_torn).frames()
-        except OSError as error:
-            raise RecordError(segment.name, 0, f"cannot be read: {error.strerror or error}") from None
+def payloads(
+    segments: list[Segment], report_torn: Callable[[Torn], None], first: int = 0, offset: int = PREAMBLE_BYTES
+) -> Iterator[Payload]:
+    """Every whole frame of a record, in order: from byte `offset` of segment `first` on. Raises: `RecordError`."""
+    for number in range(first, len(segments)):
+        yield from payloads_of(segments, number, report_torn, offset if number == first else PREAMBLE_BYTES)
+
+
+def payloads_of(
+    segments: list[Segment], number: int, report_torn: Callable[[Torn], None], offset: int = PREAMBLE_BYTES
+) -> Iterator[Payload]:
+    """The whole frames of one segment. Raises: `RecordError`."""
+    segment, last = segments[number], number == len(segments) - 1
+    try:
+        with segment.open() as file:
+            yield from _SegmentReader(segment.name, file, number, last, report_torn).frames(offset)
+    except OSError as error:
+        raise RecordError(segment.name, 0, f"cannot be read: {error.strerror or error}") from None
 
 
 class _SegmentReader:
@@ -124,12 +137,14 @@ class _SegmentReader:
         self.size = file.seek(0, os.SEEK_END)
         file.seek(0)
 
-    def frames(self) -> Iterator[Payload]:
+    def frames(self, offset: int = PREAMBLE_BYTES) -> Iterator[Payload]:
+        """Those from byte `offset` on, which one of them begins at."""
         if self.size > MAX_SEGMENT_BYTES:
             raise self.error(0, f"{self.size} bytes in one segment: {MAX_SEGMENT_BYTES} at most")
         if not self._check_preamble():
             return
-        read, offset = self.file.read, PREAMBLE_BYTES
+        read = self.file.read
+        self.file.seek(offset)
         while offset < self.size:
             head = read(FRAME_BYTES)
             if len(head) < FRAME_BYTES:
@@ -190,15 +205,17 @@ class _SegmentReader:
 
 def _holds_whole_frame(rest: bytes) -> bool:
     """Whether a frame begins anywhere behind the first byte of `rest` and is whole."""
-    looked = 0
+    found = looked = 0
     for start in FRAME_STARTS:
         at = rest.find(start, FRAME_BYTES + 1)
         while at >= 0:
             length, checksum = _FRAME.unpack_from(rest, at - FRAME_BYTES)
-            looked += 1
-            if looked > LOOKED_AT:
-                return True
-            if length <= len(rest) - at and crc32(rest[at : at + length]) == checksum:
+            found += 1
+            if length <= len(rest) - at:
+                looked += 1
+                if crc32(rest[at : at + length]) == checksum:
+                    return True
+            if looked > LOOKED_AT or found > FOUND:
                 return True
             at = rest.find(start, at + 1)
     return False

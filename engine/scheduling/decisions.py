@@ -156,6 +156,11 @@ class Decisions:
             self._packed[decision] = packed
             self._count()
 
+    def recall(self) -> None:
+        """Give every policy back what it remembered after its last lawful answer."""
+        for decision in self._remembering:
+            self._forget(decision)
+
     def _forget(self, decision: str) -> None:
         """Put a memory back to what it was before the question."""
         if decision in self._remembering:

@@ -360,5 +360,7 @@ class TrainingScheduling:
             state.stale_echoes += 1
             return
         state.checkpoint_pending = False
+        if isinstance(event, CheckpointSaved):
+            state.ended.saved(event.steps)
         if isinstance(event, CheckpointFailed) and self.nothing_left():
             self.failure = f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"

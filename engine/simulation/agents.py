@@ -157,7 +157,9 @@ class SimReplica:
             case StageWeights() | PauseReplica() | InstallWeights():
                 self.work.append(command)
             case ResumeReplica():
-                self.frozen = False
+                if (command.attempt, command.tag) not in self._synced:
+                    self._synced.add((command.attempt, command.tag))
+                    self.frozen = False
             case MeasureRows():
                 chunk = (command.validation, command.chunk)
                 if self._seen_chunks.get(chunk, 0) < command.attempt:

@@ -100,6 +100,8 @@ class _NoRecord:
 
     def reject(self, event: Event, reason: str) -> None: ...
 
+    def snapshot(self, payloads: Sequence[bytes]) -> None: ...
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
@@ -109,7 +111,12 @@ class World:
     """Clock, executor and everything behind it."""
 
     def __init__(
-        self, setting: Setting, policies: PolicySet | None = None, recorder: Recorder | None = None, check: bool = True
+        self,
+        setting: Setting,
+        policies: PolicySet | None = None,
+        recorder: Recorder | None = None,
+        check: bool = True,
+        snapshot_every: int = 0,
     ) -> None:
         self.setting = setting
         self.random = Random(setting.seed)
@@ -119,7 +126,9 @@ class World:
         self.scheduler = Scheduler(setting.limits, policies, observe=self.judge.changed)
         self.judge.regular = self.scheduler.policies.names["validation"] == DEFAULTS["validation"]
         self.check = check
-        self.driver = Driver(self.scheduler, self, recorder or _NoRecord(), self, self._observe)
+        self.driver = Driver(
+            self.scheduler, self, recorder or _NoRecord(), self, self._observe, snapshot_every=snapshot_every
+        )
         self.replicas: dict[ReplicaId, SimReplica] = {}
         self._lives: dict[ReplicaId, int] = {}
         self.trainer_busy_s = 0.0

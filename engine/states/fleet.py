@@ -4,7 +4,7 @@ Kept by `states/state.py`; asked by dispatch policies once per start. The heap h
 take a group; outdated entries are skipped when they surface, so that a change costs O(log replicas).
 """
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from engine.ids import ReplicaId, Version
 from engine.states.replica import Replica
@@ -30,8 +30,11 @@ class Fleet:
         if replica.state == "ready" and busy < replica.slots:
             heappush(self._heap, (busy / replica.slots, replica.id))
             if len(self._heap) > 64 + 8 * len(self.replicas):
-                self._heap = sorted({(load_of(r), r.id) for r in self.open()})
-                heapify(self._heap)
+                self.rebuild()
+
+    def rebuild(self) -> None:
+        """Make the heap anew from the replicas as they are."""
+        self._heap = sorted({(load_of(r), r.id) for r in self.open()})
 
     def open(self) -> list[Replica]:
         """Replicas that can take a group now, in the order they first joined."""

@@ -13,6 +13,7 @@ from engine.commands import FinishRun
 from engine.events import NO_VERSION
 from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
+from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import PHASES, Group, group_table
 from engine.states.hashing import digest_figures, digest_records
@@ -63,6 +64,7 @@ class State:
         self.latest_version: Version = 0
         self.ledger = Ledger()
         self.deadlines = Deadlines(limits.surplus)
+        self.ended = Ended(bool(limits.checkpoint_every))
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
@@ -71,8 +73,7 @@ class State:
         self.steps_batched = self.steps_trained = 0
         self.publishing_attempt = self.publish_failures = 0
         self.publishing = False
-        self.checkpoint_ordered = 0
-        self.checkpoint_pending = False
+        self.checkpoint_ordered, self.checkpoint_pending = 0, False
         self.next_timer: TimerId = 0
         self.next_ready = 0
         self.next_entered = 1
@@ -104,10 +105,9 @@ class State:
         self._touched: list[Group] = []
         self._sum = 0
         self._others: int | None = None
-        first = WeightsVersion(0, 0)
-        self.versions[0] = first
+        self.versions[0] = WeightsVersion(0, 0)
         self.steps_in[0] = 0
-        self.fire_version(first, "live")
+        self.fire_version(self.versions[0], "live")
 
     # groups
 
@@ -150,6 +150,8 @@ class State:
             self.deadlines.leave(group.deadline, ready=False)
         if target is Phase.RELEASED or target is Phase.CONSUMED:
             del self.groups[group.id]
+            if self.ended.tracks and target is Phase.RELEASED:
+                self.ended.release(group.id, self.steps_trained)
 
     def _park(self, group: Group, key: Key) -> None:
         group.resume_key = key if key != (group.deadline,) else ()
@@ -187,6 +189,7 @@ class State:
         self.kept.clear()
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
+        self.ended.branch(steps)
         for pool in self.pools.leases:
             if pool.task:
                 self.give_back(pool)
@@ -273,6 +276,8 @@ class State:
 
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
+        if step.state == "trained":
+            self.ended.train(step.id, step.groups, step.staleness)
         self.disturb()
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:

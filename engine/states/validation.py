@@ -127,7 +127,7 @@ class Validations:
         self.out = 0
         """Chunks being measured, each in a slot."""
         self._fleet = fleet
-        self._machine = machine
+        self.machine = machine
         self._disturb = disturb
 
     @property
@@ -145,11 +145,11 @@ class Validations:
 
     def fire(self, run: Validation, trigger: str) -> None:
         """The only way a run changes state. One that ends gives back what it holds."""
-        if self._machine.table.target(run.state, trigger) in VALIDATION.terminal:
+        if self.machine.table.target(run.state, trigger) in VALIDATION.terminal:
             for id in list(run.replicas):
                 self.release(run, self._fleet.replicas[id])
             del self.runs[run.id]
-        self._machine.fire(run, trigger)
+        self.machine.fire(run, trigger)
         self._changed()
 
     def hold(self, run: Validation, replica: Replica) -> None:

@@ -96,7 +96,10 @@ def read_state(directory: Path) -> TrainerState:
 def read_checkpoint(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> TrainerState:
     """Put a checkpoint into a model and its optimizer. Everything is read before anything is changed."""
     state = read_state(directory)
-    weights = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(  # a pickle beside the tensors is not even looked at
+        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
+    weights = loaded.state_dict()
     moments = load_file(directory / "optimizer.safetensors")
     random = load_file(directory / "random.safetensors")
     groups = optimizer_state(model, optimizer, moments)

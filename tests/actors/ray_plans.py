@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,18 +33,19 @@ SMALLEST = {
 
 
 class Quick(SimpleGenerator):
-    """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it. `steps`: train
-    steps a version."""
+    """Two tokens at once. `deadly`: the group whose first attempt takes the whole process with it, `by` a signal.
+    `steps`: train steps a version."""
 
-    def __init__(self, deadly: int = -1, steps: int = 1) -> None:
+    def __init__(self, deadly: int = -1, steps: int = 1, by: int = signal.SIGKILL) -> None:
         super().__init__()
         self.deadly = deadly
+        self.by = by
         self.steps = steps
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         assert (weights or 0) == version * self.steps, "the weights that the trainer published as this version"
         if work.group == self.deadly and work.attempt == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.by)
         await asyncio.sleep(0)
         return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
 
@@ -67,9 +69,12 @@ class Lavish(Quick):
 
 
 class Counter(SimpleTrainer):
-    """Weights are the number of steps done. Dies in the step that `dies_in` names, once for each marker file."""
+    """Weights are the number of steps done. Dies in the step that `dies_in` names, by a signal, once for each marker
+    file; before that step it works for `works_s`."""
 
-    def __init__(self, dies_in: int = -1, marker: str = "") -> None:
+    def __init__(self, dies_in: int = -1, marker: str = "", by: int = signal.SIGKILL, works_s: float = 0.0) -> None:
+        self.by = by
+        self.works_s = works_s
         self.steps = 0
         self.dies_in = dies_in
         self.marker = marker
@@ -77,7 +82,9 @@ class Counter(SimpleTrainer):
     def train(self, batch: Batch) -> dict[str, float]:
         if batch.step == self.dies_in and not os.path.exists(self.marker):
             Path(self.marker).write_text("died")
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.by)
+        if batch.step == self.dies_in - 1:
+            threading.Event().wait(self.works_s)
         assert batch.step == self.steps, "a step was lost or done twice"
         self.steps += 1
         return {"loss": 1.0 / self.steps, "optimizer_steps": 2.0}
@@ -90,6 +97,40 @@ def restore_counter(trainer: Any, restore: Restore) -> None:
     trainer.steps = restore.weights
     assert trainer.steps == restore.steps
     assert restore.optimizer_steps == 2 * restore.steps
+
+
+class Mortal(Counter):
+    """Dies once in each of the steps named; saves how far it is, and writes down what it trains."""
+
+    def __init__(self, directory: Path, deaths: Sequence[int]) -> None:
+        super().__init__()
+        self.directory = directory
+        self.deaths = deaths
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        if batch.step in self.deaths:
+            self.dies_in, self.marker = batch.step, str(self.directory / f"died-{batch.step}")
+        said = super().train(batch)
+        with (self.directory / "trained").open("a") as file:
+            file.write(f"{batch.step} ")
+        return said
+
+    def save(self, directory: str, step: int) -> None:
+        assert step == self.steps
+        Path(directory, "steps").write_text(str(step))
+
+
+class Fatal(Counter):
+    """Never survives a step."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+
+def restore_mortal(trainer: Any, restore: Restore) -> None:
+    trainer.steps = int(Path(str(restore.checkpoint), "steps").read_text())
+    assert trainer.steps == restore.steps and restore.optimizer_steps == 2 * restore.steps
 
 
 def refused(replica: int) -> Rollout:

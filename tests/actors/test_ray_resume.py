@@ -20,7 +20,9 @@ from engine.actors.run import start
 from engine.commands import TrainStep
 from engine.config.loading import parse_config
 from engine.errors import ConfigError, RecordError
-from engine.events import RunResumed, StepTrained
+from engine.events import GroupGenerated, RunResumed, StepTrained
+from engine.hosts.durable import DurableStore
+from engine.hosts.packed import unpack_group
 from engine.schedule import Handled, read
 from engine.schedule.lock import RecordLock
 
@@ -83,24 +85,85 @@ def trained_in_the_line(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
     return line
 
 
-def test_a_run_goes_on_from_its_checkpoint_and_trains_each_prompt_once(cut: tuple[Path, Any]) -> None:
+def check_line(run_dir: Path, steps: int = STEPS) -> list[tuple[int, tuple[int, ...]]]:
+    """Each step is trained once in the surviving line, each group once, and each row is there once; the line."""
+    scheduler = check_record(run_dir)
+    assert scheduler.state.steps_trained == steps
+    line = trained_in_the_line(run_dir)
+    assert [step for step, _ in line] == list(range(steps))
+    groups = [group for _, batch in line for group in batch]
+    assert len(set(groups)) == len(groups) == steps * BATCH
+    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(steps))
+    assert all(row["loss"] is not None and row["optimizer_steps"] for row in rows), "what the trainer said is there"
+    return line
+
+
+def test_a_run_goes_on_where_it_was_and_loses_no_step(cut: tuple[Path, Any]) -> None:
     run_dir, plan = cut
     before = trained_in_the_line(run_dir)
+    whole = read_back(run_dir)
     told, status = resume(plan)
     assert (status.outcome, status.step) == ("finished", STEPS)
     assert "resumed from step-00000" in told
-    scheduler = check_record(run_dir)
-    assert scheduler.state.steps_trained == STEPS
     (event,) = events_of(run_dir, RunResumed)
-    assert event.steps in (EVERY, 2 * EVERY), "a checkpoint more may have come until all was down"
+    assert event.kept and event.steps == len(before) >= 5, "the steps since the checkpoint are trained again, not anew"
+    assert (event.consumed, event.released, event.missing) == ((), (), ())
+    assert check_line(run_dir)[: len(before)] == before
+    generated = {e.group: e.attempt for e in events_of(run_dir, GroupGenerated)}
+    assert all(generated[group] == attempt for group, attempt in whole.items()), "what was ready is not sampled again"
+
+
+def read_back(run_dir: Path) -> dict[int, int]:
+    """Groups that a cut-off run has in its store, finished, with the attempt that finished them."""
+    store = DurableStore(run_dir / "trajectories", fresh=False)
+    whole = {
+        group: attempt for group, attempt in store.attempts.items() if unpack_group(store.get([group])[0]).finished
+    }
+    store.close()
+    return whole
+
+
+@pytest.mark.parametrize("gone", ["memory", "a batch"])
+def test_a_run_whose_trajectories_are_gone_branches_at_its_checkpoint(made: Path, gone: str) -> None:
+    run_dir = made / gone.replace(" ", "-")
+    run_dir.mkdir()
+    plan = plan_of(
+        parse_config(tree(made, durability={"trajectories": "memory" if gone == "memory" else "disk"})), run_dir
+    )
+    cut_off(plan, 5)
+    before = trained_in_the_line(run_dir)
+    if gone == "a batch":
+        store = DurableStore(run_dir / "trajectories", fresh=False)
+        store.discard(before[-1][1][:1])
+        store.close()
+    told, status = resume(plan)
+    assert (status.outcome, status.step) == ("finished", STEPS)
+    assert "resumed from step-00000" in told
+    (event,) = events_of(run_dir, RunResumed)
+    assert not event.kept and event.steps in (EVERY, 2 * EVERY), "a checkpoint more may have come until all was down"
     assert len(event.consumed) == BATCH * (len(before) - event.steps)
-    line = trained_in_the_line(run_dir)
-    assert [step for step, _ in line] == list(range(STEPS))
-    assert line[: event.steps] == before[: event.steps], "what the checkpoint holds stays as it was"
-    groups = [group for _, batch in line for group in batch]
-    assert len(set(groups)) == len(groups) == STEPS * BATCH
-    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert check_line(run_dir)[: event.steps] == before[: event.steps], "what the checkpoint holds stays as it was"
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(made: Path) -> None:
+    run_dir = made / "forced"
+    run_dir.mkdir()
+    config = tree(made)
+    config["trainer"]["keep_checkpoints"] = 3
+    plan = plan_of(parse_config(config), run_dir)
+    cut_off(plan, 7)
+    checkpoints = run_dir / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} >= {"step-000003", "step-000006"}
+    newer = (checkpoints / "step-000006" / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match=r"--force-from = 'step-000004': .*there are: step-000003, step-000006"):
+        resume(replace(plan, force_from="step-000004"))
+    told, status = resume(replace(plan, force_from=str(checkpoints / "step-000003")))
+    assert status.outcome == "finished" and "resumed from step-000003" in told
+    (event,) = events_of(run_dir, RunResumed)
+    assert not event.kept and event.steps == 3
+    check_line(run_dir)
+    assert (checkpoints / ".step-000006-left-1" / "model.safetensors").read_bytes() == newer, "put aside, not touched"
 
 
 def test_a_run_without_a_checkpoint_begins_anew_in_the_same_record(made: Path) -> None:
@@ -112,12 +175,23 @@ def test_a_run_without_a_checkpoint_begins_anew_in_the_same_record(made: Path) -
     cut_off(plan, 2)
     told, status = resume(plan)
     assert (status.outcome, status.step) == ("finished", STEPS) and "the initial weights" in told
-    check_record(run_dir)
     (event,) = events_of(run_dir, RunResumed)
     assert event.steps == 0
-    assert [step for step, _ in trained_in_the_line(run_dir)] == list(range(STEPS))
+    check_line(run_dir)
     with pytest.raises(ConfigError, match="has finished"):
         resume(plan)
+
+
+def test_a_run_that_no_checkpoint_holds_yet_trains_its_first_steps_again(made: Path) -> None:
+    run_dir = made / "first"
+    run_dir.mkdir()
+    plan = plan_of(parse_config(tree(made)), run_dir)
+    cut_off(plan, 2)
+    told, status = resume(plan)
+    assert status.outcome == "finished" and ("the initial weights" in told or "step-000003" in told)
+    (event,) = events_of(run_dir, RunResumed)
+    assert event.kept and event.steps >= 2
+    check_line(run_dir)
 
 
 def test_a_checkpoint_that_is_not_what_was_written_is_refused_by_name(made: Path) -> None:

@@ -17,7 +17,9 @@ from ray_plans import (
     PROMPTS,
     Counter,
     Doomed,
+    Fatal,
     Lavish,
+    Mortal,
     Quick,
     check_record,
     endless,
@@ -27,6 +29,7 @@ from ray_plans import (
     plan,
     refused,
     restore_counter,
+    restore_mortal,
 )
 
 from engine.actors.plan import Plan
@@ -170,6 +173,38 @@ def test_a_trainer_that_dies_with_steps_nobody_else_has_fails_the_run(tmp_path: 
     check_record(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("deaths", "redone"),
+    [((1,), [0]), ((1, 2, 3, 5, 9), [0, 0, 1, 0, 1, 2, 4, 8])],
+    ids=["before the first checkpoint", "more often than it may without a step in between"],
+)
+def test_a_trainer_that_dies_trains_the_steps_since_its_checkpoint_again(
+    tmp_path: Path, deaths: tuple[int, ...], redone: list[int]
+) -> None:
+    limits = replace(plan(tmp_path).limits, sync_every=3, checkpoint_every=4, keeps_batches=True)
+    status = run_whole(
+        plan(
+            tmp_path,
+            lambda replica: Quick(steps=3),
+            make_trainer=lambda: Mortal(tmp_path, deaths),
+            restore_trainer=restore_mortal,
+            limits=limits,
+            trajectories="memory",
+        )
+    )
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4), status.reason
+    assert [event.step for event in events_of(tmp_path, StepFailed)] == list(deaths)
+    trained = [int(step) for step in (tmp_path / "trained").read_text().split()]
+    assert sorted(trained) == sorted([*range(PROMPTS // 4), *redone])
+    check_record(tmp_path)
+
+
+def test_a_trainer_that_dies_in_the_same_step_each_time_fails_the_run(tmp_path: Path) -> None:
+    status = run_whole(plan(tmp_path, make_trainer=Fatal, trainer_restarts=1))
+    assert status.outcome == "failed" and "it died too often" in status.reason
+    check_record(tmp_path)
+
+
 def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cuda:9"):
         start(plan(tmp_path, make_rollout=refused))
@@ -206,7 +241,7 @@ def test_closing_in_the_middle_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store", ["TrajectoryStore", "WeightsStore"])
 def test_a_store_that_is_killed_ends_the_run_by_its_name(tmp_path: Path, store: str) -> None:
-    with start(plan(tmp_path, endless)) as run:
+    with start(plan(tmp_path, endless, restarts=0)) as run:
         (actor,) = [p for p in actors_of_ours() if f"{store}Act" in _title(p)]
         os.kill(actor.pid, signal.SIGKILL)
         status = run.wait()
@@ -218,7 +253,7 @@ def test_a_store_that_is_killed_ends_the_run_by_its_name(tmp_path: Path, store: 
 
 
 def test_a_trainer_and_the_weights_store_that_are_killed_together_end_the_run(tmp_path: Path) -> None:
-    with start(plan(tmp_path, endless)) as run:
+    with start(plan(tmp_path, endless, restarts=0)) as run:
         for actor in [p for p in actors_of_ours() if re.search("WeightsStoreAct|TrainerActor", _title(p))]:
             os.kill(actor.pid, signal.SIGKILL)
         status = run.wait()
@@ -228,7 +263,7 @@ def test_a_trainer_and_the_weights_store_that_are_killed_together_end_the_run(tm
 
 
 def test_a_scheduler_that_is_killed_takes_its_actors_along_and_is_reported(tmp_path: Path) -> None:
-    with start(plan(tmp_path, endless)) as run:
+    with start(plan(tmp_path, endless, restarts=0, scheduler_restarts=0)) as run:
         (scheduler,) = [p for p in actors_of_ours() if "SchedulerActor" in _title(p)]
         os.kill(scheduler.pid, signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"SchedulerActor .* died"):

@@ -7,6 +7,7 @@ and against the judge's true books.
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from typing import Any
 
 from engine.commands import (
     CancelTimer,
@@ -28,9 +29,9 @@ from engine.driver import Driver
 from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
 from engine.policies import PolicySet
 from engine.schedule.frames import Header
-from engine.schedule.reader import read
-from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.recovery import recover
+from engine.schedule.reader import Record, read
+from engine.schedule.recorder import MemoryRecorder, Recorder
+from engine.schedule.recovery import Recovered, recover
 from engine.scheduler import Scheduler
 from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_answer
 from engine.simulation.judge import Judge
@@ -43,7 +44,7 @@ AT_REST = "the test wants it to rest"
 class Adversary:
     """Executor whose every effect waits until the test asks for it."""
 
-    def __init__(self, limits: Limits, policies: PolicySet, prompts: int, slots: int) -> None:
+    def __init__(self, limits: Limits, policies: PolicySet, prompts: int, slots: int, snapshot_every: int = 0) -> None:
         self.limits = limits
         self.prompts = prompts
         self.slots = slots
@@ -53,8 +54,9 @@ class Adversary:
         self.judge = Judge(limits, self.store)
         self.scheduler = Scheduler(limits, policies, observe=self.judge.changed)
         header = Header(run="adversary", limits=limits.to_plain(), policies=dict(policies.names))
-        self.recorder = MemoryRecorder(header)
-        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe)
+        self.recorder: Any = self.new_record(header)
+        self.snapshot_every = snapshot_every
+        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe, snapshot_every=snapshot_every)
         self.up: dict[int, deque[Event]] = {}
         self.down: dict[int, deque[Command]] = {}
         self.replicas: dict[int, SimReplica] = {}
@@ -71,6 +73,9 @@ class Adversary:
         """What may be said again."""
         self.history: list[Event] = []
         self.deliver(RunStarted())
+
+    def new_record(self, header: Header) -> MemoryRecorder | Recorder:
+        return MemoryRecorder(header)
 
     def now(self) -> float:
         return self.time
@@ -149,10 +154,13 @@ class Adversary:
         `kept`: the trajectory store is left as well, but for groups that are `missing` from it.
         """
         judging = False
-        recovered = recover(read(self.recorder), lambda *change: self.judge.changed(*change) if judging else None)
+        recovered = recover(self.record(), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
+        self.go_on(recovered)
         self.scheduler = recovered.scheduler
-        self.driver = Driver(self.scheduler, self, self.recorder, self, self._observe, recovered.events)
+        self.driver = Driver(
+            self.scheduler, self, self.recorder, self, self._observe, recovered.events, self.snapshot_every
+        )
         saved = [steps for steps in self.trainer.saved if steps <= self.scheduler.state.steps_trained]
         self.trainer = SimTrainer(self._post(-1))
         self.trainer.saved = saved
@@ -175,6 +183,13 @@ class Adversary:
         self.past.clear()  # nobody is left who could say any of it again
         for id in range(replicas):
             self.join(id)
+
+    def record(self) -> Record:
+        """What a crash leaves of the record."""
+        return read(self.recorder)
+
+    def go_on(self, recovered: Recovered) -> None:
+        """The record goes on where it ends."""
 
     def arrive_up(self, source: int) -> None:
         self.deliver(self.up[source].popleft())

@@ -38,16 +38,16 @@ def until_trained(made: Adversary, steps: int) -> None:
     limits=limits(), names=any_policies(), prompts=st.integers(1, 40), slots=st.integers(1, 4),
     replicas=st.integers(1, 3),
     crashes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3), st.booleans(), st.integers(2, 9)), max_size=4),
-    keeps=st.booleans(),
+    keeps=st.booleans(), snapshot_every=st.sampled_from([0, 1, 7, 30]),
 )  # fmt: skip
 def test_wherever_a_run_is_cut_it_ends_as_if_it_had_not_been(
     limits: Limits, names: dict[str, str], prompts: int, slots: int, replicas: int,
-    crashes: list[tuple[int, int, bool, int]], keeps: bool,
+    crashes: list[tuple[int, int, bool, int]], keeps: bool, snapshot_every: int,
 ) -> None:  # fmt: skip
     """Each prompt ends once in the line of weights that survives, no group is consumed too late, the record replays;
     whether the trajectories survive as well, most of them, or none does."""
     limits = replace(limits, keeps_batches=keeps and limits.checkpoint_every > 0)
-    made = Adversary(limits, PolicySet.from_names(names), prompts, slots)
+    made = Adversary(limits, PolicySet.from_names(names), prompts, slots, snapshot_every)
     least = limits.validators().stop
     for id in range(max(replicas, least)):
         made.join(id)
@@ -186,8 +186,8 @@ def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
     assert made.complete().outcome == "finished"
 
 
-def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
-    """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
+def busy() -> Adversary:
+    """Three steps trained, the last checkpoint after two, a batch formed, a group ready, others running."""
     made = world(keeps_batches=True, prompts=40)
     until_trained(made, 3)
     state = made.scheduler.state
@@ -204,6 +204,13 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
             worker.do()
         for _ in list(made.draws):
             made.draw()
+    return made
+
+
+def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
+    """B = 2, S = 1: three steps trained, a batch formed, a group ready, others running; all of it is there again."""
+    made = busy()
+    state = made.scheduler.state
     taken, ready = dict(made.judge.taken), list(state.ready)
     step = state.training_step
     assert step is not None

@@ -154,6 +154,35 @@ def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
     play(scene)
 
 
+def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_nothing() -> None:
+    """As a scheduler does that has been built again from its record."""
+
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=6))
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        await stage.swap(1)
+        for again in (StageWeights(version=1, attempt=1, **WHO), InstallWeights(version=1, attempt=1, **WHO)):
+            stage.host.carry_out(again)
+        stage.pause("keep")
+        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, **WHO))
+        stage.generator.tick(6)
+        await stage.settle()
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled, GroupGenerated]
+        assert stage.host.running == 0
+
+    play(scene)
+
+
 def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_on_from_them() -> None:
     async def scene() -> None:
         first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))

@@ -64,7 +64,7 @@ class Scribe(SimpleTrainer):
 
 
 class Bench:
-    def __init__(self, trainer: Any, checkpoints: Path | None = None, keep: int = 2) -> None:
+    def __init__(self, trainer: Any, checkpoints: Path | None = None, keep: int = 2, keep_every: int = 0) -> None:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
@@ -77,6 +77,7 @@ class Bench:
             report=lambda step, figures: self.figures.append((step, figures)),
             checkpoints=checkpoints,
             keep=keep,
+            keep_every=keep_every,
         )
 
     def _emit(self, event: Event) -> None:
@@ -194,6 +195,24 @@ def test_a_batch_whose_groups_are_gone_and_metrics_of_a_wrong_kind_fail_the_step
         (failed,) = await bench.answer(train(attempt=2))
         assert "must return a dict of metrics, not list" in failed.reason
         await bench.host.close()
+
+    play(scene)
+
+
+def test_every_so_many_steps_a_checkpoint_stays_for_good_and_nothing_half_done_does(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(Scribe(), tmp_path, keep=1, keep_every=4)
+        (tmp_path / ".step-000003.saving").mkdir()
+        (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
+        (tmp_path / ".step-000012-left-1").mkdir()
+        await bench.answer(*(SaveCheckpoint(steps=steps, cause=0) for steps in (2, 4, 6, 8, 10)))
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left == [".step-000012-left-1", "step-000004", "step-000008", "step-000010"]
+        await bench.host.close()
+        failing = Bench(Scribe(fails="save"), tmp_path, keep=1)
+        assert isinstance((await failing.answer(SaveCheckpoint(steps=12, cause=0)))[0], CheckpointFailed)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
+        await failing.host.close()
 
     play(scene)
 

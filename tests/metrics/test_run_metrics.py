@@ -12,11 +12,12 @@ from clockwork import Clockwork, clockwork
 from engine import events as fact
 from engine.commands import Command
 from engine.errors import PolicyError
-from engine.metrics.collector import RunMetrics, Transitions
+from engine.metrics.collector import RunMetrics
 from engine.metrics.export import Around, registry
 from engine.metrics.histogram import Histogram
 from engine.metrics.journal import Journal
 from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.states.limits import Limits, Pool, ValidationLimits
 from tests.core.states_of_our_own import CHECKING
@@ -497,3 +498,12 @@ def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
 
     world.run(look)
     assert max(oldest) > 2
+
+
+def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None:
+    world = clockwork(stale=1).run(lambda world: world.scheduler.state.ledger.running == 4)
+    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_staleness_steps", value="3"))
+    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="8"))
+    samples = {s.name: s.value for family in registry(world.metrics).collect() for s in family.samples}
+    assert samples["engine_max_staleness_steps"] == 3
+    assert samples["engine_max_concurrent_groups"] == 8

@@ -3,8 +3,8 @@
     python tests/schedule/make_golden.py
 
 Run once for each format version, when it is settled; never over a version that was released, since its records must
-stay readable for ever. Writes golden/v<version>/: a few simulated runs, and `every_type.json` with the bytes of one
-event and one command of each class.
+stay readable for ever. Writes golden/v<version>/: a few simulated runs with snapshots on the way, and
+`every_type.json` with the bytes of one event and one command of each class.
 """
 
 import json
@@ -65,7 +65,7 @@ def main() -> int:
         return 2
     for seed, (name, changes) in enumerate(RUNS.items()):
         limits = Limits.from_plain({**LIMITS.to_plain(), **changes})
-        recorder = record_run(directory / name, seed=seed, limits=limits, segment_bytes=4096)
+        recorder = record_run(directory / name, seed=seed, limits=limits, segment_bytes=4096, snapshot_every=40)
         print(f"{directory / name}: {recorder.next_event} events")
     text = json.dumps(every_type(), indent=1, ensure_ascii=False)
     (directory / "every_type.json").write_text(text + "\n", encoding="utf-8")

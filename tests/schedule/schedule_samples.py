@@ -77,14 +77,15 @@ FAULTS = Faults(die=0.02, fail_group=0.05, fail_data=0.03, fail_sync=0.05, fail_
 
 
 def record_run(
-    directory: Path | None = None, seed: int = 3, limits: Limits = LIMITS, faults: Faults = FAULTS, **options: Any
-) -> MemoryRecorder | Recorder:
+    directory: Path | None = None, seed: int = 3, limits: Limits = LIMITS, faults: Faults = FAULTS,
+    snapshot_every: int = 0, **options: Any,
+) -> MemoryRecorder | Recorder:  # fmt: skip
     """A small simulated run, recorded in memory or into a directory; `options` are the recorder's."""
     policies = PolicySet.from_names({})
     head = Header(run=f"seed-{seed}", limits=limits.to_plain(), policies=dict(policies.names), code="test")
     recorder = MemoryRecorder(head) if directory is None else Recorder(directory, head, **options)
     setting = Setting(limits=limits, replicas=2, slots=4, prompts=60, seed=seed, faults=faults)
-    World(setting, policies, recorder, check=False).run()
+    World(setting, policies, recorder, check=False, snapshot_every=snapshot_every).run()
     recorder.close()
     return recorder
 

@@ -325,15 +325,15 @@ def test_a_failed_write_ends_the_record(tmp_path: Path, monkeypatch: pytest.Monk
     recorder = Recorder(tmp_path, header())
     recorder.write(event(0), (), 0)
 
-    class Full:
+    class Broken:
         def write(self, data: memoryview) -> int:
-            raise OSError(28, "No space left on device")
+            raise OSError(5, "Input/output error")
 
         def close(self) -> None: ...
 
     recorder._file.close()  # type: ignore[union-attr]
-    monkeypatch.setattr(recorder, "_file", Full())
-    with pytest.raises(RecordError, match="cannot be written: No space left on device"):
+    monkeypatch.setattr(recorder, "_file", Broken())
+    with pytest.raises(RecordError, match="cannot be written: Input/output error"):
         recorder.flush()
     with pytest.raises(RecordError, match="the record ended here"):
         recorder.write(event(1), (), 0)

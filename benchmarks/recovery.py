@@ -1,0 +1,110 @@
+"""How long a run that has ended takes to be brought back from its record, with and without snapshots, and what one
+costs while the run goes on.
+
+    python benchmarks/recovery.py [--events 100000] [--repeats 5]
+
+Makes a record of so many events in the simulated world, recovers it from its newest snapshot and, of a copy without
+any, by replaying the whole; then times the writing and the reading of snapshots of many live groups. Medians.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+from engine.policies import PolicySet
+from engine.schedule import Header, Recorder, read, recover
+from engine.schedule.frames import encode_snapshot
+from engine.schedule.packing import unpack
+from engine.schedule.snapshots import restore, snapshot
+from engine.scheduler import Scheduler
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits
+
+LIMITS = Limits(train_batch_size=256, max_staleness_steps=3, max_concurrent_groups=1024, checkpoint_every=10)
+
+
+def make_record(directory: Path, events: int, snapshot_every: int) -> int:
+    """A run that is cut off after so many events: 16 replicas, some of which die; its live groups at the end."""
+    policies = PolicySet.from_names({})
+    header = Header(run="recovery", limits=LIMITS.to_plain(), policies=dict(policies.names))
+    recorder = Recorder(directory, header)
+    setting = Setting(
+        limits=LIMITS, replicas=16, slots=64, prompts=10 * events, faults=Faults(die=1e-4, fail_group=0.01),
+        max_tokens=300,
+    )  # fmt: skip
+    world = World(setting, policies, recorder, check=False, snapshot_every=snapshot_every)
+    try:
+        world.run(events=events)
+    except EngineError as ended:
+        assert "still going" in str(ended)
+    recorder.close()
+    return len(world.scheduler.state.groups)
+
+
+def median_s(work: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """(seconds on the clock, seconds of this process' CPU)."""
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        begin, busy = time.perf_counter(), time.process_time()
+        work()
+        times.append((time.perf_counter() - begin, time.process_time() - busy))
+    return statistics.median(wall for wall, _ in times), statistics.median(cpu for _, cpu in times)
+
+
+def started(groups: int) -> Scheduler:
+    """A scheduler with so many live groups, each with figures of its own, parked."""
+    limits = Limits(train_batch_size=groups, max_staleness_steps=1, max_concurrent_groups=groups, checkpoint_every=1)
+    scheduler = Scheduler(limits)
+    state = scheduler.state
+    state.draw(0, groups)
+    for group in state.groups.values():
+        group.admitted_version = group.oldest_version = group.newest_version = 0
+        group.attempt, group.tokens, group.deadline = 1, 1000 + group.id, 1
+        state.deadlines.start(1)
+        state.fire_group(group, "start")
+        state.fire_group(group, "abort", (1,))
+    state.waiting.clear()
+    state.settle()
+    return scheduler
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    chosen = parser.parse_args()
+    for name, every in (("whole replay", 0), ("from a snapshot each 100 000 events", 100_000 - 10_000)):
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "schedule"
+            live = make_record(path, chosen.events, every)
+            size = sum(segment.stat().st_size for segment in path.iterdir())
+            seconds, busy = median_s(lambda path=path: recover(read(path)), chosen.repeats)  # type: ignore[misc]
+            begun = recover(read(path)).began_at
+            told = f"{begun.position} events before it" if begun else "no snapshot"
+            print(
+                f"{name}: {chosen.events} events, {size / 1e6:.1f} MB, {live} live groups, {told}: "
+                f"{seconds:.2f} s, {busy:.2f} s of CPU"
+            )
+    for groups in (10_000, 100_000):
+        scheduler = started(groups)
+        payloads = encode_snapshot(0, snapshot(scheduler))
+        _, writing = median_s(lambda s=scheduler: encode_snapshot(0, snapshot(s)), chosen.repeats)  # type: ignore[misc]
+        _, reading = median_s(lambda p=payloads: restore([unpack(x)[4] for x in p]), chosen.repeats)  # type: ignore[misc]
+        size = sum(map(len, payloads))
+        print(
+            f"{groups} live groups: {size / 1e6:.1f} MB in {len(payloads)} frames, "
+            f"{1e3 * writing / groups * 10_000:.0f} ms of CPU per 10 000 to write, "
+            f"{1e3 * reading / groups * 10_000:.0f} ms to put in place and check"
+        )
+    print("targets: 100 000 events in 5 s")
+
+
+if __name__ == "__main__":
+    main()

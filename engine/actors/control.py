@@ -1,0 +1,143 @@
+"""What a run over Ray is told from outside, by its own command line or over its control endpoint, and what it says
+when it has fallen silent.
+
+Part of the scheduler actor, on its event loop: an operation is checked and delivered between two events.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine.actors.plan import Plan
+from engine.control.decide import decide
+from engine.control.place import announce, new_token, withdraw
+from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
+from engine.control.server import ControlServer
+from engine.driver import Driver
+from engine.errors import EngineError
+from engine.events import Event, StopRequested
+from engine.hosts.reasons import clean
+from engine.metrics.collector import RunMetrics
+from engine.metrics.silence import Silence
+from engine.states.waiting import waits
+
+log = logging.getLogger(__name__)
+
+SHOWN = 32
+"""Waits in an answer, of those that matter most."""
+
+
+class Control:
+    """`open`, then `begin` once the run has, until `close`. `told`: somebody has told the run to end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        metrics: RunMetrics,
+        driver: Driver,
+        deliver: Callable[..., None],
+        now: Callable[[], float],
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` wakes those who watch the run."""
+        self.told = False
+        self._plan = plan
+        self._metrics = metrics
+        self._driver = driver
+        self._deliver = deliver
+        self._now = now
+        self._changed = changed
+        self._server: ControlServer | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    async def open(self) -> None:
+        """Listen, where the plan says so. Raises: `ConfigError` for its address."""
+        if self._plan.control_port is not None and self._plan.run_dir is not None:
+            self._server = ControlServer(new_token(), self.carry_out)
+            self._place = await self._server.start(self._plan.control_host, self._plan.control_port)
+
+    def begin(self) -> None:
+        """Write down where orders are taken, listen for silence, and bound a drain that an earlier process of the
+        scheduler began. Where the first fails the run goes on."""
+        if self._server is not None and self._plan.run_dir is not None:
+            try:
+                announce(self._plan.run_dir, self._place)
+            except OSError as error:
+                log.warning("where the run takes orders cannot be written down: %s", error)
+        self._silence = Silence(self._metrics, self._plan.silence_s)
+        self._listen()
+        if self._driver.scheduler.state.live.draining:
+            self.told = True
+            self._bound_drain()
+
+    async def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._server is not None:
+            if self._plan.run_dir is not None:
+                withdraw(self._plan.run_dir)
+            await self._server.close()
+
+    def carry_out(self, asked: Operation) -> dict[str, Any]:
+        """What was decided. Raises: `ConfigError` for the law it breaks, `EngineError` where the run cannot go on."""
+        events = decide(asked, self._driver.scheduler, self._plan.most_replicas)
+        if not isinstance(asked, Look):
+            log.info("told to %s", clean(str(asked)))
+        if isinstance(asked, Stop) or (isinstance(asked, Drain) and asked.replica is None):
+            self.told = True
+        self._deliver(*events)
+        if self._driver.failure is not None:
+            raise EngineError(f"the run cannot go on: {self._driver.failure}")
+        if isinstance(asked, Drain) and asked.replica is None:
+            self._bound_drain()
+        return {"done": self._answer(asked), **self._state()}
+
+    def _answer(self, asked: Operation) -> str:
+        if isinstance(asked, Look):
+            return ""
+        if isinstance(asked, Stop):
+            return "the run stops now"
+        if isinstance(asked, Set):
+            return "set: " + ", ".join(f"{one.setting} = {one.value}" for one in asked.settings)
+        if isinstance(asked, Scale):
+            return f"{asked.replicas} replicas are wanted{self._beside(asked.replicas)}"
+        if asked.replica is not None:
+            return f"replica {asked.replica} leaves: it gets no more groups, those it has go on elsewhere"
+        bound = "" if self._plan.drain_s is None else f", for {self._plan.drain_s:g} s at most"
+        return f"the run drains{bound}: nothing starts any more, what runs is parked, then it ends resumably"
+
+    def _beside(self, replicas: int) -> str:
+        """What a number of replicas means for K and B."""
+        limits, slots = self._driver.scheduler.state.limits, replicas * self._plan.slots
+        if slots > limits.max_concurrent_groups:
+            law = f"K = {limits.max_concurrent_groups} leaves some of their {slots} slots empty"
+            return f"; {law}: raise scheduler.max_concurrent_groups"
+        if slots < limits.train_batch_size:
+            return f"; their {slots} slots hold less than B = {limits.train_batch_size} groups: a step takes rounds"
+        return ""
+
+    def _state(self) -> dict[str, Any]:
+        state, now = self._driver.scheduler.state, self._now()
+        found = [wait.sentence(now) for wait in waits(state, self._metrics.since)]
+        return {
+            "outcome": state.outcome.outcome if state.outcome else None,
+            "step": state.steps_trained,
+            "waits": found[:SHOWN] + ([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []),
+        }
+
+    # timers
+
+    def _bound_drain(self) -> None:
+        """A drain that takes too long becomes a stop: who is preempted has so long and no longer."""
+        seconds = self._plan.drain_s
+        if seconds is not None and "drain" not in self._timers:
+            stop: Event = StopRequested(reason=f"the drain took longer than durability.drain_s = {seconds:g}")
+            self._timers["drain"] = asyncio.get_running_loop().call_later(seconds, self._deliver, stop)
+
+    def _listen(self) -> None:
+        before = self._metrics.silence
+        delay = self._silence.look(self._now())
+        if self._metrics.silence != before:
+            self._changed()
+        self._timers["silence"] = asyncio.get_running_loop().call_later(delay, self._listen)

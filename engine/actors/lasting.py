@@ -1,0 +1,87 @@
+"""Actors that outlive the scheduler's process: how they are named, found again, and ended when nobody wants them.
+
+Ray ends an actor's children with its process unless they are detached. Those of a run that keeps a record are, each
+under a name of its own, so that a scheduler that Ray has started again finds them. They end by themselves once the
+scheduler is gone for good; where there is no record nothing can be found again, and they go with their parent.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.failures import failure_reason
+from engine.actors.process import PackedPlan
+from engine.ids import Incarnation
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "step-engine"
+
+
+def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
+    """Options of an actor: its name, and that it outlives its parent; none where nothing is recorded."""
+    if not packed.lasts:
+        return {}
+    name = f"{packed.launch}/{source}/{incarnation}"
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Living:
+    """The actors of a launch that a restarted scheduler finds."""
+
+    actors: Mapping[tuple[str, Incarnation], Any]
+    first: int
+    """Orders to them are numbered from here: above all that were sent before."""
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Why an actor did not let itself be taken over, by its source."""
+
+    def newest(self, source: str) -> tuple[Incarnation, Any] | None:
+        """The last life of an actor, if it is there."""
+        lives = [life for name, life in self.actors if name == source]
+        return (max(lives), self.actors[source, max(lives)]) if lives else None
+
+
+def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
+    """Handles of what lives of a launch, by source and incarnation. Blocks."""
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        name = entry["name"].split("/")
+        if entry["namespace"] != NAMESPACE or len(name) != 3 or name[0] != launch:
+            continue
+        try:
+            found[name[1], int(name[2])] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+        except ValueError:
+            log.info("%s has just ended", entry["name"])
+    return found
+
+
+def end_living(launch: str) -> None:
+    """Kill whatever is left of a launch. Blocks."""
+    for actor in find_living(launch).values():
+        ray.kill(actor)
+
+
+def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
+    """To be called as an actor is made: it ends by itself `orphan_s` after the scheduler is gone for good.
+
+    That is known by a call that is never answered, which Ray repeats for as long as it starts the scheduler again. It
+    waits on a thread of its own, so that no event loop that is busy or stuck can keep the actor alive.
+    """
+    if packed.lasts:
+        me = ray.get_runtime_context().current_actor
+        threading.Thread(target=_outlive, args=(me, scheduler, packed.orphan_s), name="orphan", daemon=True).start()
+
+
+def _outlive(me: Any, scheduler: Any, orphan_s: float) -> None:
+    try:
+        ray.get(scheduler.here.remote())
+    except RayError as error:
+        log.warning("the scheduler is gone, so this process ends in %g s: %s", orphan_s, failure_reason(error))
+        threading.Event().wait(orphan_s)
+        ray.kill(me)

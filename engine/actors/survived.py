@@ -1,0 +1,147 @@
+"""What a scheduler's process that ended left behind while the actors of its run live on: the record, and the actors.
+
+Used by the scheduler actor that Ray has started again, before it handles anything. Nothing is taken back: the run goes
+on from the last event that was recorded.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.failures import failure_reason
+from engine.actors.lasting import Living, find_living
+from engine.actors.plan import Plan, Redo, Restore
+from engine.commands import Command
+from engine.errors import EngineError, RunFailed
+from engine.ids import Incarnation, ReplicaId, StepId
+from engine.metrics.journal import keep_rows
+from engine.metrics.transitions import Transitions
+from engine.schedule import After, Recovered, read, recover
+from engine.schedule.lock import RecordLock
+from engine.schedule.open_orders import OpenOrders
+from engine.states.state import State
+
+SENT = 1 << 24
+"""Calls that a scheduler may make to an actor for one event; far more than it does."""
+PATIENCE_S = 30.0
+"""For an actor to let itself be taken over, where no heartbeat says otherwise."""
+STORES = ("trajectories", "weights")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """`orders`: those that the record shows as given and not answered. `lock` is on the record, for the recorder that
+    goes on with it."""
+
+    recovered: Recovered
+    lock: RecordLock
+    orders: list[Command]
+    restore: Restore
+    """With the steps that the trainer may train again."""
+    updates: Mapping[StepId, int]
+    """The optimizer's, in these steps."""
+
+    @property
+    def after(self) -> After:
+        """Where the record goes on."""
+        return After(events=self.recovered.events, torn=self.recovered.torn)
+
+    @property
+    def failure(self) -> EngineError | None:
+        """What ended the run, if a defect did: the event after the last that was handled could not be."""
+        rejected = [one for one in self.recovered.report.rejected if one.event.id == self.recovered.events]
+        return RunFailed(rejected[-1].reason) if rejected else None
+
+    @property
+    def ended(self) -> bool:
+        return self.failure is not None or self.recovered.scheduler.state.outcome is not None
+
+    @property
+    def published(self) -> StepId:
+        """Train steps in the newest weights version."""
+        state = self.recovered.scheduler.state
+        return state.steps_in[state.latest_version]
+
+    def replicas(self, lives: list[ReplicaId]) -> dict[ReplicaId, tuple[Incarnation, bool, bool]]:
+        """Of each replica, as the record shows it: its last life, whether that is up, and whether another comes.
+        `lives`: those that the run began with, of which the record need not have heard yet."""
+        known = self.recovered.scheduler.state.fleet.replicas
+        shown = {id: (one.incarnation, one.state != "lost", one.returns) for id, one in known.items()}
+        return dict.fromkeys(lives, (0, False, True)) | shown
+
+
+def survived_of(run_dir: Path, observe: Transitions) -> Survived:
+    """Read what is left of a run and take over its record. Raises: `RecordError`."""
+    record = read(run_dir / "schedule")
+    lock = RecordLock(run_dir / "schedule")
+    try:
+        orders = OpenOrders()
+        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), books=observe)
+        if not recovered.events:
+            raise RunFailed("the scheduler's process ended before the run began")
+        state = recovered.scheduler.state
+        rows = keep_rows(run_dir / "metrics.jsonl", lambda row: _recorded(row, state))
+    except BaseException:
+        lock.release()
+        raise
+    updates = {row["step"]: int(row.get("optimizer_steps") or 0) for row in rows if "step" in row}
+    first = min(state.kept.by_step, default=state.steps_trained)
+    restore = Restore(
+        steps=first,
+        optimizer_steps=sum(count for step, count in updates.items() if step < first),
+        redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
+    )
+    later = {step: count for step, count in updates.items() if step >= first}
+    return Survived(recovered, lock, orders.left(recovered.at), restore, later)
+
+
+def _recorded(row: dict[str, Any], state: State) -> bool:
+    """Whether what a row of the metrics tells of is in the record, too; else it will be written again."""
+    if "validation" in row:
+        validations = state.validations
+        return bool(row["validation"] < validations.created and row["validation"] not in validations.runs)
+    return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
+
+
+async def take_hold(launch: str, plan: Plan, events: int) -> Living:
+    """Find the actors of a launch and have them take orders from this process, after so many events of the run.
+
+    Raises: `EngineError` where one is gone that nothing can take the place of.
+    """
+    actors = await asyncio.to_thread(find_living, launch)
+    first = events * SENT + 1
+    known = Living(actors=actors, first=first)
+    for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
+        if known.newest(needed) is None:
+            raise EngineError(f"the actor of {needed} is gone, as is what it held")
+    silent: dict[str, str] = {}
+    patience_s = plan.heartbeat_s * plan.missed_beats or PATIENCE_S
+    sources = sorted({source for source, _ in actors} - {*STORES, "gateway"})
+
+    async def attach(source: str) -> None:
+        life, actor = known.newest(source) or (0, None)
+        for (name, earlier), gone in actors.items():
+            if name == source and earlier < life:
+                ray.kill(gone)
+        try:
+            await asyncio.wait_for(_attached(actor, first), patience_s)
+        except TimeoutError:
+            silent[source] = f"no sign of life for {patience_s:g} s after the scheduler came back"
+        except RayError as error:
+            silent[source] = failure_reason(error)
+
+    await asyncio.gather(*(attach(source) for source in sources))
+    log.info("took hold of %s; lost: %s", [source for source in sources if source not in silent], silent or "none")
+    return Living(actors=actors, first=first, silent=silent)
+
+
+async def _attached(actor: Any, first: int) -> None:
+    await actor.attach.remote(first)

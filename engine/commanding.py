@@ -1,0 +1,96 @@
+"""`engine scale`, `set`, `drain`, `stop` and `waits`: orders to a run that is going on, and the question what holds it.
+
+Called by the CLI. They need the run's directory, for the token in it, and neither Ray nor torch.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.control.requests import Operation
+
+SHOWN = 8
+"""Waits that are told after an order."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to the parsers of the command line."""
+    scale = _command(commands, "scale", "have another number of replicas in a run that is going on")
+    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="that generate")
+    scale.set_defaults(run=_scale)
+    change = _command(commands, "set", "change settings of a run that is going on: all of them, or none")
+    change.add_argument("settings", nargs="+", metavar="PATH=VALUE", help="for example scheduler.max_drops=2")
+    change.set_defaults(run=_set)
+    drain = _command(commands, "drain", "let a run come to rest and end resumably, or one replica go")
+    drain.add_argument("--replica", type=int, metavar="R", help="only this one, which will be taken away")
+    drain.set_defaults(run=_drain)
+    stop = _command(commands, "stop", "end a run resumably, at once")
+    stop.set_defaults(run=_stop)
+    waits = _command(commands, "waits", "say what a run waits for, by whom and since when")
+    waits.set_defaults(run=_waits)
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    parser.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    return parser
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import MOST_REPLICAS, Scale
+
+    if not 1 <= arguments.replicas <= MOST_REPLICAS:
+        raise ConfigError("--replicas", arguments.replicas, f"from 1 to {MOST_REPLICAS}", "0 is `engine drain`")
+    return _tell(arguments, Scale(replicas=arguments.replicas))
+
+
+def _set(arguments: argparse.Namespace) -> int:
+    from engine.config.live import require_live
+    from engine.control.requests import Set, Setting
+
+    settings = []
+    for text in arguments.settings:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError("PATH=VALUE", text, "must read path=value", "for example scheduler.max_drops=2")
+        settings.append(Setting(setting=require_live(path.strip()), value=value.strip()))
+    return _tell(arguments, Set(settings=tuple(settings)))
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import Drain
+
+    if arguments.replica is not None and not 0 <= arguments.replica < 1 << 31:
+        raise ConfigError("--replica", arguments.replica, "is no number of a replica", "0 is the first")
+    return _tell(arguments, Drain(reason="asked by engine drain", replica=arguments.replica))
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import Stop
+
+    return _tell(arguments, Stop(reason="asked by engine stop"))
+
+
+def _waits(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import Look
+
+    return _tell(arguments, Look(), shown=1000)
+
+
+def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN) -> int:
+    from engine.control.client import tell
+    from engine.rundir import open_run
+
+    directory = open_run(arguments.directory)
+    answer = tell(directory.path, directory.shown, asked)
+    if answer.get("done"):
+        print(answer["done"])
+    waits = [str(wait) for wait in answer.get("waits", ())]
+    if asked.operation in ("state", "drain"):
+        for wait in waits[:shown]:
+            print(f"  waits for {wait}" if not wait.startswith("and ") else f"  {wait}")
+        if not waits:
+            print("nothing is under way" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
+    return 0

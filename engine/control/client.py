@@ -1,0 +1,75 @@
+"""Tell a run that is going on something, from the process of a command line.
+
+Called by `engine scale`, `set`, `drain` and `stop`. Every failure is a `ConfigError` in one line; the token is in none.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from email.message import Message
+from pathlib import Path
+from typing import IO, Any
+
+from engine.control.place import place_of
+from engine.control.requests import MAX_ANSWER_BYTES, Operation
+from engine.errors import ConfigError
+
+PATIENCE_S = 30.0
+"""How long the run may take to answer."""
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """No run redirects: whoever does is another program, which is not to have the token."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _StayHere)
+
+
+def tell(run_dir: Path, shown: str, asked: Operation) -> dict[str, Any]:
+    """What the run of a directory answers to an operation.
+
+    Raises: `ConfigError` where it is not going on, does not answer, or refuses: then with the law it names.
+    """
+    place = place_of(run_dir, shown)
+    request = urllib.request.Request(
+        f"{place.url}/control",
+        data=asked.model_dump_json().encode(),
+        headers={"Authorization": f"Bearer {place.token}", "Content-Type": "application/json"},
+        method="POST",
+    )
+    try:
+        with _OPENER.open(request, timeout=PATIENCE_S) as answer:
+            return _plain(answer.read(MAX_ANSWER_BYTES + 1))
+    except urllib.error.HTTPError as error:
+        raise _refused(shown, error) from None
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        law = f"nothing answers at {place.url} ({reason}): the run was killed, or its machine cannot be reached"
+        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` goes on with it") from None
+    except ValueError as error:
+        raise ConfigError("RUN", shown, f"what answers at {place.url} is no run of this version: {error}") from None
+
+
+def _refused(shown: str, error: urllib.error.HTTPError) -> ConfigError:
+    try:
+        reason = str(_plain(error.read(MAX_ANSWER_BYTES + 1))["error"])
+    except (ValueError, LookupError, OSError):
+        reason = f"HTTP {error.code}"
+    if error.code == 401:
+        law = f"what answers refuses the token of its control.json ({reason})"
+        return ConfigError("RUN", shown, law, "the run that wrote it has ended")
+    return ConfigError("RUN", shown, f"refuses: {reason}")
+
+
+def _plain(body: bytes) -> dict[str, Any]:
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ValueError("its answer is too large")
+    answer = json.loads(body)
+    if not isinstance(answer, dict):
+        raise ValueError("its answer is no object")
+    return answer

@@ -1,0 +1,83 @@
+"""From an operation to the events that carry it out, after a pure check: what breaks a law never becomes an event.
+
+Called by the scheduler actor between two events, so that what is checked is what the events will meet.
+"""
+
+from collections.abc import Sequence
+
+from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
+from engine.errors import ConfigError
+from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
+from engine.ids import ReplicaId
+from engine.policies import PolicySet
+from engine.scheduler import Scheduler
+from engine.scheduling.settings import FIGURES, changed_limits, changed_policies, check_setting
+from engine.states.limits import Limits
+
+REPLICAS = "rollout.replicas"
+"""Among the settings of a run that is resumed: how many replicas it has was said anew."""
+
+
+def decide(asked: Operation, scheduler: Scheduler, most_replicas: int) -> tuple[Event, ...]:
+    """Raises: `ConfigError` with the law that it would break; for a run that is over, too."""
+    outcome = scheduler.state.outcome
+    if isinstance(asked, Look):
+        return ()
+    if outcome is not None:
+        raise ConfigError("RUN", outcome.outcome, f"is over: {outcome.reason}", "`engine resume` goes on with it")
+    if isinstance(asked, Stop):
+        return (StopRequested(reason=asked.reason),)
+    if isinstance(asked, Scale):
+        check_replicas(asked.replicas, scheduler.state.limits, most_replicas)
+        return (ReplicasWanted(replicas=asked.replicas),)
+    if isinstance(asked, Set):
+        return changes([(one.setting, one.value) for one in asked.settings], scheduler.state.limits, scheduler.policies)
+    if asked.replica is None:
+        return (DrainRequested(reason=asked.reason),)
+    return (_leaves(asked, asked.replica, scheduler),)
+
+
+def changes(settings: Sequence[tuple[str, str]], limits: Limits, policies: PolicySet) -> tuple[Event, ...]:
+    """The events that change settings in this order. Raises: `ConfigError` for the first that breaks a law."""
+    for setting, value in settings:
+        check_setting(limits, policies, setting, value)
+        if setting in FIGURES:
+            limits = changed_limits(limits, setting, value)
+        else:
+            policies = changed_policies(policies, setting, value)
+    return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)
+
+
+def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
+    """What follows the `RunResumed` of a run that goes on with so many replicas: the settings it is to have, and where
+    nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
+    state = scheduler.state
+    wanted = state.live.wanted
+    told = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
+    if wanted is None or wanted == replicas or REPLICAS in dict(settings):
+        return told
+    return (*told, ReplicasWanted(replicas=wanted))
+
+
+def check_replicas(replicas: int, limits: Limits, most: int) -> None:
+    """Raises: `ConfigError` where there cannot be so many."""
+    standing = [id for pool in limits.pools for id in pool.replicas]
+    if standing:
+        law = f"the replicas stand in pools, which name them: {sorted(standing)}"
+        raise ConfigError("replicas", replicas, law, "their number follows from `pools` when a run is started")
+    own = limits.validators()
+    if own and replicas > own.start:
+        law = f"replicas from {own.start} on only validate"
+        raise ConfigError("replicas", replicas, law, f"any number from 1 to {own.start} would hold")
+    if not 1 <= replicas <= most:
+        raise ConfigError(
+            "replicas", replicas, f"there can be {most} at most", f"any number from 1 to {most} would hold"
+        )
+
+
+def _leaves(asked: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
+    replica = scheduler.state.fleet.replicas.get(id)
+    if replica is None or replica.state == "lost":
+        there = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "lost"]
+        raise ConfigError("--replica", id, "is not there", f"one of {there}")
+    return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=asked.reason)

@@ -1,0 +1,87 @@
+"""Where a run takes orders, and the token that they need: `control.json` in its directory, for its user's eyes alone.
+
+Written by the scheduler actor as the run begins and removed as it ends; read by the command line. A link in its place
+is neither followed nor written through. The token is a new one for each run, and stands nowhere else.
+"""
+
+import json
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+FILE = "control.json"
+MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ControlPlace:
+    """`url` without a path. Its representation does not show the token."""
+
+    url: str
+    token: str
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def announce(run_dir: Path, place: ControlPlace) -> None:
+    """Write the place down, readable by this user alone, whole or not at all. Raises: OSError."""
+    temporary = run_dir / f".{FILE}.{os.getpid()}.tmp"
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps({"url": place.url, "token": place.token}) + "\n")
+        os.replace(temporary, run_dir / FILE)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def withdraw(run_dir: Path) -> None:
+    """The run has ended. A file that cannot be removed stays: its token opens nothing any more."""
+    try:
+        (run_dir / FILE).unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def place_of(run_dir: Path, shown: str) -> ControlPlace:
+    """Where the run of a directory takes orders. Raises: `ConfigError` where it does not, or the file is no run's."""
+    path = run_dir / FILE
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        law = "is not going on: it has ended, or takes no orders (control.enabled)"
+        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` goes on with a run that has ended") from None
+    except OSError as error:
+        raise ConfigError("RUN", shown, f"its {FILE} cannot be read: {error.strerror or error}") from None
+    try:
+        return _read(handle)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError("RUN", shown, f"its {FILE} is not what a run has written: {error}") from None
+    finally:
+        os.close(handle)
+
+
+def _read(handle: int) -> ControlPlace:
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no plain file")
+    if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise ValueError("it belongs to another user")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise ValueError("others may read or write it")
+    text = os.read(handle, MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+    told = json.loads(text)
+    url, token = told["url"], told["token"]
+    if not (isinstance(url, str) and url.startswith("http://") and isinstance(token, str) and token):
+        raise ValueError("it names no place")
+    return ControlPlace(url, token)

@@ -1,0 +1,394 @@
+"""The durable trajectory store: what `trajectories.TrajectoryStore` keeps in memory, on disk, where it outlives every
+process.
+
+    store = DurableStore(directory, fresh=False)         # reads what is there
+    store.put(group, attempt, packed)       # kept, once the operating system has it
+    store.flush()                           # now it has
+
+Hosted by the trajectory store actor and read by whoever resumes a run. An index is in memory, the groups are on disk
+alone. What an operation changes is written as it is, so that reading needs no rule but the last word on a group. Space
+comes back from the oldest segment: what of it is still kept is written again at the end, brought to the disk, and then
+the segment goes; so a kill at any moment loses nothing, and a discard never goes before what it discards.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from engine.errors import FULL, EngineError, RecordError, StorageFull
+from engine.hosts.segments import (
+    DISCARD,
+    PREAMBLE_BYTES,
+    PUT,
+    SCORES,
+    Entry,
+    Torn,
+    fsync_directory,
+    packed_entry,
+    preamble,
+    read_entry,
+    read_segment,
+    segment_numbers,
+    segment_path,
+)
+from engine.hosts.trajectories import StoreStats, require_kept, require_scored
+from engine.ids import GroupId, StepId
+from engine.schedule.lock import RecordLock
+
+SEGMENT_BYTES = 64 << 20
+
+
+class Place(NamedTuple):
+    """Where an entry lies."""
+
+    segment: int
+    offset: int
+    bytes: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One file: its length, and what of it is still kept, by (group, scoring task; empty for the group itself)."""
+
+    bytes: int
+    kept: dict[tuple[GroupId, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePolicy:
+    """How a durable store uses its disk."""
+
+    segment_bytes: int = SEGMENT_BYTES
+    """A segment is closed, and brought to the disk, once it is at least this long."""
+    max_bytes: int | None = None
+    """Of all segments; None: as many as the disk has."""
+    fsync: str = "segment"
+    """`always`: what is acknowledged is on the disk and outlives a power cut; `segment`: that of closed segments
+    does."""
+
+
+class DurableStore:
+    """As `TrajectoryStore[bytes]`, in a directory that one process writes at a time.
+
+    Raises: `RecordError` for a directory that another process writes or that holds what was not written so,
+    `StorageFull` where there is no room; then nothing is taken any more.
+    """
+
+    def __init__(self, directory: Path, policy: StorePolicy | None = None, *, fresh: bool = True) -> None:
+        """`fresh`: nothing may be there yet. Else what is there is read, once a process that still writes it, and can
+        only be one that is ending, has ended."""
+        self.directory = directory
+        self.policy = policy or StorePolicy()
+        self.torn: Torn | None = None
+        """What a crash left behind the last whole entry; it is cut off."""
+        self._groups: dict[GroupId, tuple[int, Place]] = {}
+        self._scores: dict[GroupId, dict[str, tuple[StepId, Place]]] = {}
+        self._segments: dict[int, _Segment] = {}
+        self._kept_bytes = self._disk_bytes = 0
+        self._file: BinaryIO | None = None
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._failure: EngineError | None = None
+        self._lock = RecordLock(directory, waits=not fresh)
+        try:
+            numbers = segment_numbers(directory)
+            if numbers and fresh:
+                path = segment_path(directory, numbers[0])
+                raise RecordError(str(path), 0, "trajectories are here already; a new run needs an empty directory")
+            for number in numbers:
+                self._read(number, last=number == numbers[-1])
+        except BaseException:
+            self._lock.release()
+            raise
+        self._next = numbers[-1] + 1 if numbers else 0
+        for group in [group for group in self._scores if group not in self._groups]:
+            self._forget(group)
+
+    # the operations of a store
+
+    def put(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
+        kept = self._groups.get(group)
+        if kept is not None and kept[0] > attempt:
+            return False
+        self._keep_group(group, attempt, self._append(packed_entry(PUT, group, attempt, data)))
+        return True
+
+    def replace(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
+        return group in self._groups and self.put(group, attempt, data)
+
+    def partial(self, group: GroupId) -> bytes | None:
+        kept = self._groups.get(group)
+        return None if kept is None else self._data([kept[1]])[0]
+
+    def get(self, groups: Sequence[GroupId]) -> list[bytes]:
+        """Raises: `EngineError`, naming the groups that are not here; `RecordError` for one that is damaged."""
+        require_kept(groups, self._groups)
+        return self._data([self._groups[group][1] for group in groups])
+
+    def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
+        for group, data in zip(groups, packed, strict=True):
+            if group in self._groups:
+                self._keep_scores(group, task, step, self._append(packed_entry(SCORES, group, [step, task], data)))
+
+    def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[bytes]:
+        """Raises: `EngineError`, naming the groups that were not scored for that step."""
+        require_scored(groups, [group for group in groups if self.is_scored(group, task, step)], task, step)
+        return self._data([self._scores[group][task][1] for group in groups])
+
+    def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
+        gone = [
+            group
+            for group in dict.fromkeys(groups)
+            if group in self._groups and (attempt is None or self._groups[group][0] <= attempt)
+        ]
+        if gone:
+            self._append(packed_entry(DISCARD, gone))
+            for group in gone:
+                self._forget(group)
+            self._compact()
+
+    def stats(self) -> StoreStats:
+        return StoreStats(groups=len(self._groups), bytes=self._kept_bytes, disk_bytes=self._disk_bytes)
+
+    def flush(self) -> None:
+        """Returns once the operating system has all that was put, or the disk where `fsync` is `always`."""
+        if self._failure is not None:
+            raise self._failure
+        if self._file is None or not self._held:
+            return
+        data = b"".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+            if self.policy.fsync == "always":
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._give_up(error) from None
+
+    def close(self) -> None:
+        try:
+            if self._failure is None:
+                self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self._lock.release()
+
+    # what a resumed run asks
+
+    @property
+    def attempts(self) -> Mapping[GroupId, int]:
+        """Of the groups that are kept, the attempt that each comes from."""
+        return {group: attempt for group, (attempt, _) in self._groups.items()}
+
+    def is_scored(self, group: GroupId, task: str, step: StepId) -> bool:
+        return self._scores.get(group, {}).get(task, (-1, None))[0] == step
+
+    # reading
+
+    def _read(self, number: int, *, last: bool) -> None:
+        path = segment_path(self.directory, number)
+        self._segments[number] = _Segment(PREAMBLE_BYTES)
+        for entry in read_segment(path, number, last=last):
+            if isinstance(entry, Torn):
+                self.torn = entry
+                self._cut(path, number, entry)
+                return
+            self._segments[number].bytes += entry.bytes
+            self._take(entry, Place(number, entry.offset, entry.bytes))
+        self._disk_bytes += self._segments[number].bytes
+
+    def _take(self, entry: Entry, place: Place) -> None:
+        if entry.kind == PUT:
+            self._keep_group(entry.key, entry.mark, place)
+        elif entry.kind == SCORES:
+            step, task = entry.mark
+            self._keep_scores(entry.key, task, step, place)
+        else:
+            for group in entry.key:
+                self._forget(group)
+
+    def _cut(self, path: Path, number: int, torn: Torn) -> None:
+        try:
+            if torn.offset:
+                os.truncate(path, torn.offset)
+                self._disk_bytes += torn.offset
+            else:
+                path.unlink()
+                del self._segments[number]
+        except OSError as error:
+            reason = f"its torn end cannot be cut: {error.strerror or error}"
+            raise RecordError(str(path), torn.offset, reason) from None
+
+    def _data(self, places: Iterable[Place]) -> list[bytes]:
+        """What lies at places, each checked again."""
+        if self._held:
+            self.flush()
+        opened: dict[int, tuple[int, Path]] = {}
+        found = []
+        try:
+            for place in places:
+                if place.segment not in opened:
+                    path = segment_path(self.directory, place.segment)
+                    opened[place.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
+                found.append(read_entry(*opened[place.segment], place.offset, place.bytes).data)
+        except OSError as error:
+            raise RecordError(str(self.directory), 0, f"cannot be read: {error.strerror or error}") from None
+        finally:
+            for handle, _ in opened.values():
+                os.close(handle)
+        return found
+
+    # writing
+
+    def _append(self, entry: bytes) -> Place:
+        if self._failure is not None:
+            raise self._failure
+        self._make_room(len(entry))
+        return self._write(entry)
+
+    def _write(self, entry: bytes) -> Place:
+        current = self._segments.get(self._next - 1) if self._file is not None else None
+        if current is None or current.bytes >= self.policy.segment_bytes:
+            current = self._begin_segment()
+        place = Place(self._next - 1, current.bytes, len(entry))
+        current.bytes += len(entry)
+        self._disk_bytes += len(entry)
+        self._held.append(entry)
+        self._held_bytes += len(entry)
+        if self._held_bytes >= self.policy.segment_bytes:
+            self.flush()
+        return place
+
+    def _begin_segment(self) -> _Segment:
+        self._close_segment()
+        number = self._next
+        try:
+            self._file = segment_path(self.directory, number).open("xb", buffering=0)
+            if self.policy.fsync == "always":
+                fsync_directory(self.directory)
+        except OSError as error:
+            raise self._give_up(error) from None
+        self._next += 1
+        self._segments[number] = _Segment(PREAMBLE_BYTES)
+        self._disk_bytes += PREAMBLE_BYTES
+        self._held.append(preamble(number))
+        return self._segments[number]
+
+    def _close_segment(self) -> None:
+        """Bring the open segment to the disk: else a power cut could tear one that another one follows."""
+        if self._file is None:
+            return
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+            fsync_directory(self.directory)
+        except OSError as error:
+            raise self._give_up(error) from None
+        self._file.close()
+        self._file = None
+
+    def _give_up(self, error: OSError) -> EngineError:
+        """Take nothing more: behind what was written by halves nothing may stand."""
+        if error.errno in FULL:
+            self._failure = StorageFull(str(self.directory), self._disk_bytes, f"{error.strerror}")
+        else:
+            self._failure = EngineError(f"{self.directory} cannot be written: {error.strerror or error}")
+        return self._failure
+
+    # space
+
+    def _keep_group(self, group: GroupId, attempt: int, place: Place) -> None:
+        before = self._groups.get(group)
+        if before is not None:
+            self._bury(before[1], (group, ""))
+        self._groups[group] = (attempt, place)
+        self._mark(place, (group, ""))
+
+    def _keep_scores(self, group: GroupId, task: str, step: StepId, place: Place) -> None:
+        of_group = self._scores.setdefault(group, {})
+        if task in of_group:
+            self._bury(of_group[task][1], (group, task))
+        of_group[task] = (step, place)
+        self._mark(place, (group, task))
+
+    def _mark(self, place: Place, key: tuple[GroupId, str]) -> None:
+        self._segments[place.segment].kept[key] = place.bytes
+        self._kept_bytes += place.bytes
+
+    def _bury(self, place: Place, key: tuple[GroupId, str]) -> None:
+        del self._segments[place.segment].kept[key]
+        self._kept_bytes -= place.bytes
+
+    def _forget(self, group: GroupId) -> None:
+        kept = self._groups.pop(group, None)
+        if kept is not None:
+            self._bury(kept[1], (group, ""))
+        for task, (_, place) in self._scores.pop(group, {}).items():
+            self._bury(place, (group, task))
+
+    def _compact(self) -> None:
+        """Never more on disk than twice what is kept and a segment."""
+        while self._disk_bytes > 2 * self._kept_bytes + self.policy.segment_bytes + PREAMBLE_BYTES:
+            if not self._drop_oldest():
+                return
+
+    def _make_room(self, bytes: int) -> None:
+        """Raises: `StorageFull` where the bound leaves no room for so much more, whatever is dropped."""
+        bound = self.policy.max_bytes
+        if bound is None or self._disk_bytes + bytes <= bound:
+            return
+        for _ in range(len(self._segments)):
+            if self._disk_bytes + bytes <= bound or not self._drop_oldest():
+                break
+        if self._disk_bytes + bytes > bound:
+            reason = f"the {bound} bytes of durability.max_bytes are used up"
+            remedy = "set it higher, or null, then resume the run"
+            self._failure = StorageFull(str(self.directory), self._disk_bytes, reason, remedy)
+            raise self._failure
+
+    def _drop_oldest(self) -> bool:
+        """Remove the oldest segment, what of it is still kept written again at the end; whether there is one to
+        remove."""
+        number = next(iter(self._segments), None)
+        if number is None or (self._file is not None and number == self._next - 1):
+            return False
+        oldest = self._segments[number]
+        keys = list(oldest.kept)
+        places = [self._groups[g][1] if not task else self._scores[g][task][1] for g, task in keys]
+        for (group, task), data in zip(keys, self._data(places), strict=True):
+            if task:
+                step = self._scores[group][task][0]
+                self._keep_scores(group, task, step, self._write(packed_entry(SCORES, group, [step, task], data)))
+            else:
+                attempt = self._groups[group][0]
+                self._keep_group(group, attempt, self._write(packed_entry(PUT, group, attempt, data)))
+        self.flush()
+        try:
+            if keys and self._file is not None:
+                os.fsync(self._file.fileno())
+                fsync_directory(self.directory)
+            segment_path(self.directory, number).unlink()
+        except OSError as error:
+            raise self._give_up(error) from None
+        del self._segments[number]
+        self._disk_bytes -= oldest.bytes
+        return True
+
+
+def clear(directory: Path) -> None:
+    """Forget all that a store keeps there, whatever it is. Raises: `RecordError` where it cannot be removed."""
+    lock = RecordLock(directory, waits=True)
+    try:
+        for number in segment_numbers(directory):
+            segment_path(directory, number).unlink()
+    except OSError as error:
+        raise RecordError(str(directory), 0, f"cannot be cleared: {error.strerror or error}") from None
+    finally:
+        lock.release()

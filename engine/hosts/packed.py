@@ -1,0 +1,159 @@
+"""Trajectory groups as bytes, on their way between processes and on disk.
+
+    [format, group, [row, text, fields], [[trajectory], ...]]       msgpack
+    trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
+                version) as little-endian arrays, then text, finish reason, reward, whether it continues another
+
+Used by `actors` and by the durable store. Nothing is ever unpickled: whatever the bytes say, the answer is a group or
+an `EngineError`, and no more memory is taken than a fixed multiple of them.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgpack
+
+from engine.errors import DataFailure, EngineError
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+
+GROUP_FORMAT = 1
+MAX_GROUP_BYTES = 1 << 29
+"""One packed group: 64 responses of half a million tokens."""
+FIELD_DEPTH = 64
+"""Lists and mappings in one another in a prompt's field."""
+NATIVE = sys.byteorder == "little"
+
+
+def pack_group(group: TrajectoryGroup) -> bytes:
+    """Raises: `DataFailure` naming the prompt's row where it cannot be packed, `EngineError` for its trajectories."""
+    prompt = plain_prompt(group.prompt)
+    try:
+        trajectories = [_plain_trajectory(trajectory) for trajectory in group.trajectories]
+        data: bytes = msgpack.packb(
+            (GROUP_FORMAT, group.group, prompt, trajectories), use_bin_type=True, unicode_errors="surrogatepass"
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"group {group.group} cannot be stored: {error}", group=group.group) from None
+    if len(data) > MAX_GROUP_BYTES:
+        raise EngineError(f"group {group.group} takes {len(data)} bytes: {MAX_GROUP_BYTES} at most", group=group.group)
+    return data
+
+
+def unpack_group(data: bytes) -> TrajectoryGroup:
+    """Raises: `EngineError` for bytes that are no group."""
+    size = len(data)
+    try:
+        _require(size <= MAX_GROUP_BYTES, f"{size} bytes: {MAX_GROUP_BYTES} at most")
+        walker = msgpack.Unpacker(max_buffer_size=MAX_GROUP_BYTES, read_size=1)  # builds nothing, and finds out whether
+        walker.feed(data)  # the lengths that are claimed are there
+        walker.skip()
+        return _group_from(
+            msgpack.unpackb(
+                data, raw=False, strict_map_key=True, unicode_errors="surrogatepass", max_ext_len=0,
+                max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size,
+            )
+        )  # fmt: skip
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        reason = "it ends too early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
+        raise EngineError(f"these bytes are no group: {reason}") from None
+
+
+def plain_prompt(prompt: Prompt) -> tuple[int, str, dict[str, Any]]:
+    """A prompt as msgpack takes it. Raises: `DataFailure` naming its row, for fields that are not plain data."""
+    for name, value in prompt.fields.items():
+        problem = _not_plain(value, FIELD_DEPTH) if type(name) is str else f"is named by a {type(name).__name__}"
+        if problem:
+            law = "only text, bytes, numbers, true, false, null, lists and mappings by text of these travel"
+            raise DataFailure(f"row {prompt.row}: its field {name!r} {problem}; {law}", row=prompt.row)
+    return prompt.row, prompt.text, dict(prompt.fields)
+
+
+def _plain_trajectory(t: Trajectory) -> tuple[Any, ...]:
+    spans = array("q", [number for span in t.spans for number in span])
+    return (
+        _bytes_of("i", t.prompt_ids), _bytes_of("i", t.token_ids), _bytes_of("d", t.logprobs), bytes(t.loss_mask),
+        _bytes_of("q", spans), t.text, t.finish_reason, None if t.reward is None else float(t.reward), t.continues,
+    )  # fmt: skip
+
+
+def _group_from(plain: Any) -> TrajectoryGroup:
+    _require(type(plain) is list and len(plain) == 4, "a group has 4 parts")
+    version, group, prompt, trajectories = plain
+    _require(version == GROUP_FORMAT, f"its format is {version!r}, and this engine reads {GROUP_FORMAT}")
+    _require(type(group) is int and type(trajectories) is list, "a group has a number and trajectories")
+    return TrajectoryGroup(
+        group=group, prompt=_prompt_from(prompt), trajectories=[_trajectory_from(one) for one in trajectories]
+    )
+
+
+def _prompt_from(plain: Any) -> Prompt:
+    row, text, fields = plain
+    _require(type(row) is int and type(text) is str and type(fields) is dict, "a prompt is its row, text and fields")
+    return Prompt(row=row, text=text, fields=fields)
+
+
+def _trajectory_from(plain: Any) -> Trajectory:
+    prompt_ids, token_ids, logprobs, mask, spans, text, finish_reason, reward, continues = plain
+    _require(type(text) is str and type(finish_reason) is str and type(continues) is bool, "it has other texts")
+    _require(reward is None or type(reward) is float, "its reward is a number")
+    _require(type(mask) is bytes, "its loss mask is bytes")
+    bounds = _list_of("q", spans)
+    _require(len(bounds) % 3 == 0, "a span has 3 numbers")
+    trajectory = Trajectory(
+        prompt_ids=_list_of("i", prompt_ids),
+        token_ids=_list_of("i", token_ids),
+        logprobs=_list_of("d", logprobs),
+        loss_mask=list(mask),
+        spans=[Span(*bounds[at : at + 3]) for at in range(0, len(bounds), 3)],
+        text=text,
+        finish_reason=finish_reason,
+        reward=reward,
+        continues=continues,
+    )
+    tokens = len(trajectory.token_ids)
+    _require(len(trajectory.logprobs) == len(mask) == tokens, "each token has a log-prob and a mask")
+    return trajectory
+
+
+def _bytes_of(kind: str, values: Iterable[Any]) -> bytes:
+    numbers = array(kind, values)
+    if not NATIVE:
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _list_of(kind: str, data: Any) -> list[Any]:
+    _require(type(data) is bytes, "numbers stand in byte arrays")
+    numbers = array(kind)
+    numbers.frombytes(data)
+    if not NATIVE:
+        numbers.byteswap()
+    return numbers.tolist()
+
+
+def _not_plain(value: Any, depth: int) -> str:
+    """What is wrong with a field; empty where it can be packed."""
+    if value is None or isinstance(value, str | float | bytes):  # truth is a number
+        return ""
+    if isinstance(value, int):
+        return "" if -(2**63) <= value < 2**63 else "is a number of more than 64 bits"
+    if not depth:
+        return f"is nested more than {FIELD_DEPTH} deep"
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        key = next((key for key in value if not isinstance(key, str)), "")
+        if not isinstance(key, str):
+            return f"has the key {key!r}, a {type(key).__name__}"
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    else:
+        return f"is a {type(value).__name__}"
+    return next((problem for one in inner if (problem := _not_plain(one, depth - 1))), "")
+
+
+def _require(holds: bool, law: str) -> None:
+    if not holds:
+        raise ValueError(law)

@@ -1,0 +1,46 @@
+"""Whether a run has fallen silent: nothing has changed for long, and what it waits for meanwhile.
+
+Kept by the scheduler actor, which looks when `look` says so: one timer, set again only when it has fired, so that an
+event costs nothing here. A silence is told after so many seconds, again after twice as many more, and so on.
+"""
+
+import logging
+
+from engine.metrics.collector import RunMetrics
+from engine.states.waiting import waits
+
+log = logging.getLogger(__name__)
+
+SHOWN = 8
+"""Waits that are told, of those that matter most."""
+
+
+class Silence:
+    """`look` at the moment it asked for last; `after_s`: how long a run may be silent before that is told."""
+
+    def __init__(self, metrics: RunMetrics, after_s: float) -> None:
+        self._metrics = metrics
+        self._after_s = after_s
+        self._patience_s = self._interval_s = after_s
+        self._seen = metrics.changes
+        self._since = metrics.at
+        """Time of the newest event that changed something, seconds since the run began."""
+
+    def look(self, now: float) -> float:
+        """Tell a silence that has lasted; the seconds until the next look."""
+        metrics = self._metrics
+        if metrics.changes != self._seen:
+            self._seen, self._since = metrics.changes, metrics.at
+            self._patience_s = self._interval_s = self._after_s
+        silent = now - self._since
+        if silent < self._patience_s:
+            return self._patience_s - silent
+        found = [wait.sentence(now) for wait in waits(metrics.state, metrics.since)]
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        told = "; ".join(found[:SHOWN]) + more or "nothing that is under way"
+        text = f"nothing has changed for {silent:.0f} s; waited for is {told}"
+        log.warning(text)
+        metrics.silence = (metrics.changes, text)
+        self._interval_s *= 2
+        self._patience_s = silent + self._interval_s
+        return self._interval_s

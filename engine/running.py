@@ -1,0 +1,240 @@
+"""`engine run` and `engine resume`: from a configuration, or a run that ended before its time, to the table at the end.
+
+Called by the CLI. Ray is imported late, so that what is wrong with a configuration is said at once.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from engine.interrupts import INTERRUPTED, Interrupts, Output, complain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.actors.run import RunHandle
+    from engine.config import Config
+    from engine.live import View
+    from engine.metrics.status import Status
+    from engine.rundir import RunDirectory
+
+DONE, FAILED = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a run is shown, and whether and how it goes on."""
+
+    plain: bool
+    resume: bool = False
+    settings: Sequence[tuple[str, str]] = ()
+    """Of the scheduler, that a resumed run is to have from now on."""
+    force_from: str | None = None
+    """The checkpoint that a resumed run goes back to."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`engine run CONFIG`."""
+    from engine import rundir
+    from engine.config.inputs import check_inputs
+
+    output = cast(TextIO, Output(sys.stdout))
+    with redirect_stdout(output), Interrupts() as interrupts:
+        config, lines = read_config(arguments)
+        for line in (*lines, *check_inputs(config)):
+            if not line.startswith("ok:"):
+                print(line)
+        name = _run_name(config, arguments.config)
+        if arguments.resume is not None:
+            before = _newest_unfinished(config, name, arguments.run_dir)
+            if before is not None:
+                print(f"resume: the newest unfinished run of this configuration is {before.shown}")
+                return _go_on(before, Path(arguments.config), arguments, interrupts)
+            print("resume: no unfinished run of this configuration, a new one begins")
+        directory = rundir.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
+        return _train(config, directory, interrupts, Way(plain=arguments.plain))
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """`engine resume RUN`."""
+    from engine import rundir
+
+    output = cast(TextIO, Output(sys.stdout))
+    with redirect_stdout(output), Interrupts() as interrupts:
+        directory = rundir.open_run(arguments.directory)
+        return _go_on(directory, directory.config, arguments, interrupts)
+
+
+def read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
+    """The configuration, and what `engine check` says of it. Raises: `ConfigError`."""
+    from engine.config import check_config, load_config
+    from engine.metrics.sinks import check_sinks
+
+    config = load_config(arguments.config, arguments.set)
+    check_sinks(list(config.metrics.sinks.chosen()))
+    return config, check_config(config)
+
+
+def names_extensions(directory: Path) -> bool:
+    """Whether the recorded configuration of a run names modules of the user's."""
+    from engine.schedule import read
+
+    return bool(read(directory / "schedule").header.config.get("run", {}).get("extensions"))
+
+
+def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Resume a run by the configuration that `path` says now."""
+    from engine.config.resumed import resumed
+    from engine.schedule import read
+    from engine.schedule.lock import RecordLock
+
+    RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
+    config, settings = resumed(path, read(directory.schedule).header.config, arguments.set)
+    forced = getattr(arguments, "force_from", None)  # `engine run --resume auto` goes on from the newest
+    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
+    return _train(config, directory, interrupts, way)
+
+
+def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunDirectory | None":
+    """The newest run of a name that has begun and not finished, or the one in the chosen place. Raises: `RecordError`
+    for a record that cannot be read."""
+    from engine import rundir
+
+    if chosen is None:
+        places = rundir.runs_named(config.run.dir, name)
+    else:
+        places = [rundir.RunDirectory(Path(chosen))] if (Path(chosen) / "schedule").is_dir() else []
+    return next((place for place in places if _began(place) and not _finished(place)), None)
+
+
+def _began(directory: "RunDirectory") -> bool:
+    """Whether there is anything to go on with: a run may have ended before its record began."""
+    return any(path.suffix == ".seg" and path.stat().st_size for path in directory.schedule.iterdir())
+
+
+def _finished(directory: "RunDirectory") -> bool:
+    from engine.commands import FinishRun
+    from engine.schedule import Handled, read
+
+    last = None
+    for frame in read(directory.schedule).frames():
+        last = frame if type(frame) is Handled else last
+    end = last.commands[-1] if last is not None and last.commands else None
+    return isinstance(end, FinishRun) and end.outcome == "finished"
+
+
+def _run_name(config: "Config", path: str) -> str:
+    """`run.name` where it is given, else the name of the configuration file."""
+    if "name" in config.run.model_fields_set:
+        return config.run.name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
+
+
+def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, way: Way) -> int:
+    """Carry a run out and show it, from making its model to the table at its end."""
+    from rich.console import Console
+
+    from engine.live import summary
+
+    console = Console(highlight=False)
+    began = time.monotonic()
+    where = directory.shown
+    print(f"run: {where}", flush=True)
+    try:
+        status, told = _watch(config, directory, console, interrupts, way)
+    except BaseException as error:
+        error.add_note(f"what there is of the run is in {where}")
+        raise
+    if status is not None:
+        console.print(summary(status, where=where, wall_s=time.monotonic() - began))
+        for line in _next_commands(directory, finished=status.outcome == "finished"):
+            print(line)
+    if interrupts.count or interrupts.waiting:
+        complain(f"interrupted; the run is in {where}")
+        return INTERRUPTED
+    if status is None or status.outcome != "finished":
+        reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
+        if told:
+            complain(f"the run was told to end, {reason.rstrip('.')}; it is in {where}")
+            return INTERRUPTED
+        complain(f"the run did not finish, {reason.rstrip('.')}; what there is of it is in {where}")
+        return FAILED
+    return DONE
+
+
+def _watch(
+    config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, way: Way
+) -> tuple["Status | None", bool]:
+    """Launch a run and show it to its end: the last status, and whether somebody told it to end."""
+    from engine.actors.run import launch
+    from engine.live import Preparing, view_for
+
+    with Preparing(console, plain=way.plain) as preparing:
+        handle = launch(
+            config,
+            directory.path,
+            progress=preparing.show,
+            resume=way.resume,
+            settings=way.settings,
+            force_from=way.force_from,
+        )
+    try:
+        with view_for(console, title=f"Step Engine  {directory.shown}", plain=way.plain) as view:
+            handle.note = view.note
+            if handle.metrics_url is not None:
+                view.note(f"metrics: {handle.metrics_url}")
+            if way.resume:
+                view.note(handle.past())
+            status = _follow(handle, view, interrupts)
+    finally:
+        interrupts.closing = True
+        handle.close()
+    return status, handle.told
+
+
+def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Status | None":
+    """Show a run to its end. The first interrupt drains it, the second one stops it; the third ends the process."""
+    status: Status | None = None
+    orders = [
+        (handle.drain, "draining: nothing starts any more, a checkpoint is written; interrupt again to stop now"),
+        (handle.stop, "stopping now; interrupt again to end at once"),
+    ]
+    order = None
+    while True:
+        try:
+            if order is not None:
+                told, order = order, None
+                told("interrupted by the user")
+            for status in handle.updates():
+                view.show(status)
+            return status
+        except KeyboardInterrupt:
+            if not orders:
+                raise
+            interrupts.waiting = True
+            order, said = orders.pop(0)
+            view.note(said)
+
+
+def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
+    from engine.schedule import Handled, read
+
+    place = shlex.quote(directory.shown)
+    yield "next:"
+    if not finished:
+        yield f"  engine resume {place}"
+    record = read(directory.schedule)
+    named = " --extensions" if names_extensions(directory.path) else ""
+    yield f"  engine replay {place}{named}"
+    frames = record.frames(answers=False)
+    first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]
+    if any(getattr(event, "group", None) == 0 for event in first):
+        yield f"  engine replay {place}{named} --at {first[-1].id} --group 0"

@@ -1,0 +1,158 @@
+"""What a resumed run goes on from: its record, its newest checkpoint, and what the trajectory store holds."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray_plans import Mortal, plan, restore_mortal
+
+from engine.actors.past import Past, past_of
+from engine.actors.plan import Plan
+from engine.errors import ConfigError, RecordError
+from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
+from engine.hosts.durable import DurableStore
+from engine.hosts.packed import pack_group
+from engine.local import response
+from engine.metrics.transitions import Transitions
+from engine.states.group import PHASES
+from engine.states.machine import Phase
+from engine.states.state import State
+from engine.trajectory import Prompt, TrajectoryGroup
+from tests.core.test_recovery import busy
+
+SAVED, TRAINED = 2, 3
+NOBODYS = 39
+"""A group that was to be let go when the processes ended."""
+
+
+class Scene:
+    """The directory of a run whose processes have ended: three steps trained, two of them in a checkpoint, a batch
+    formed, a group ready, others running."""
+
+    def __init__(self, run_dir: Path) -> None:
+        made = busy()
+        self.state: State = made.scheduler.state
+        (self.ready, *_) = self.state.ready
+        (formed,) = self.state.formed_steps
+        self.formed = formed.groups
+        self.trained = self.state.kept.by_step[SAVED]
+        self.running = [group.id for group in self.state.groups.values() if PHASES[group.state] is Phase.RUNNING]
+        self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
+        self.directory = run_dir / "trajectories"
+        (run_dir / "schedule").mkdir(parents=True)
+        (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
+        for steps in (1, SAVED):
+            trainer = Mortal(run_dir, ())
+            trainer.steps = steps
+            save_checkpoint(trainer, run_dir / "checkpoints", steps, keep=2)
+        rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED - 1)]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def fill(self, without: Collection[int] = (), attempt: Callable[[int], int] = lambda attempt: attempt) -> None:
+        """What the store held; `attempt` says what became of that of the ready group."""
+        store = DurableStore(self.directory)
+        for group in (*self.trained, *self.formed, self.ready, NOBODYS):
+            if group not in without:
+                live = self.state.groups.get(group)
+                kept = 1 if live is None else attempt(live.attempt) if group == self.ready else live.attempt
+                store.put(group, kept, pack_group(group_of(group)))
+        store.close()
+
+    def past(self, **changes: object) -> Past:
+        past = past_of(replace(self.plan, **changes), Transitions())  # type: ignore[arg-type]
+        past.lock.release()
+        return past
+
+    def held(self) -> set[int]:
+        store = DurableStore(self.directory, fresh=False)
+        store.close()
+        return set(store.attempts)
+
+
+def group_of(group: int, finish_reason: str = "stop") -> TrajectoryGroup:
+    made = replace(response([1, 2], reward=1.0, version=0), finish_reason=finish_reason)
+    return TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[made])
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path / "run")
+
+
+def test_where_all_is_there_the_steps_since_the_checkpoint_are_trained_again(scene: Scene) -> None:
+    scene.fill()
+    past = scene.past()
+    event = past.event(replicas=1)
+    assert event.kept and (event.steps, event.missing, event.consumed) == (TRAINED, (), ())
+    assert past.restore.checkpoint == str(checkpoint_path(scene.directory.parent / "checkpoints", SAVED))
+    assert (past.restore.steps, past.restore.reaches, past.restore.optimizer_steps) == (SAVED, TRAINED, 2 * SAVED)
+    (redo,) = past.restore.redo
+    assert (redo.step, redo.groups, len(redo.staleness)) == (SAVED, scene.trained, 2)
+    assert redo.reports, "what the trainer said of it was not written down"
+    assert scene.held() == {*scene.trained, *scene.formed, scene.ready}, "what nobody wants any more is let go"
+    assert "1 steps are trained again" in str(past)
+
+
+def test_a_step_whose_row_is_there_is_not_reported_again_unless_it_is_under_way(scene: Scene) -> None:
+    scene.fill()
+    path = scene.directory.parent / "metrics.jsonl"
+    rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED + 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (redo,) = scene.past().restore.redo
+    assert not redo.reports
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(TRAINED))
+
+
+@pytest.mark.parametrize("how", ["gone", "of an attempt before", "unfinished"])
+def test_a_ready_group_that_is_not_there_as_it_was_is_missing(scene: Scene, how: str) -> None:
+    if how == "of an attempt before":
+        scene.fill(attempt=lambda attempt: attempt - 1)
+    else:
+        scene.fill(without=[scene.ready])
+    if how == "unfinished":
+        store = DurableStore(scene.directory, fresh=False)
+        store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready, "")))
+        store.close()
+    past = scene.past()
+    assert past.missing == (scene.ready,) == past.event(replicas=1).missing
+
+
+@pytest.mark.parametrize("whose", ["trained", "formed"])
+def test_where_a_batch_is_not_whole_the_run_branches_and_the_store_is_cleared(scene: Scene, whose: str) -> None:
+    scene.fill(without=getattr(scene, whose)[:1])
+    event = scene.past().event(replicas=1)
+    assert not event.kept and event.steps == SAVED and set(event.consumed) == set(scene.trained)
+    assert scene.held() == set()
+
+
+def test_a_torn_end_is_told_and_what_it_held_is_missing(scene: Scene) -> None:
+    scene.fill(without=[scene.ready, NOBODYS])
+    store = DurableStore(scene.directory, fresh=False)
+    store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready)))
+    store.close()
+    path = max(scene.directory.iterdir())
+    path.write_bytes(path.read_bytes()[:-5])
+    past = scene.past()
+    assert past.missing == (scene.ready,) and f"cut: {path}: torn after byte" in str(past)
+
+
+def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does_without(scene: Scene) -> None:
+    scene.fill()
+    (path,) = scene.directory.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
+    with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*put {scene.directory} aside"):
+        scene.past()
+    with pytest.raises(ConfigError, match=r"--force-from = 'step-000003': .*there are: step-000001, step-000002"):
+        scene.past(force_from="step-000003")
+    past = scene.past(force_from="step-000001")
+    assert past.restore.steps == 1 and not past.event(replicas=1).kept and scene.held() == set()
+    aside = scene.directory.parent / "checkpoints" / ".step-000002-left-1"
+    assert (aside / "steps").read_text() == "2", "the newer one is put aside, not touched"
+
+
+def test_in_memory_nothing_is_kept(scene: Scene) -> None:
+    scene.fill()
+    assert not scene.past(trajectories="memory").event(replicas=1).kept

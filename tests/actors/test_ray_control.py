@@ -1,0 +1,109 @@
+"""A real run that is told what to do while it goes on, and one that waits for what never comes."""
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_plans import Counter, Quick, check_record, events_of, paced, plan
+
+from engine import cli
+from engine.actors.run import RunHandle, start
+from engine.control.client import tell
+from engine.control.place import FILE, place_of
+from engine.control.requests import Drain, Look
+from engine.events import DrainRequested, ReplicasWanted, RunResumed, SettingChanged
+from engine.hosts.prompts import listed
+from engine.metrics.status import Status
+from engine.roles import Batch, GroupWork
+from engine.trajectory import Trajectory
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+class Hanging(Quick):
+    """Answers for the first batch alone."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        if work.group >= 4:
+            await asyncio.Event().wait()
+        return await super().sample(work, weights, version)
+
+
+class Stuck(Counter):
+    """Never ends its first step."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        threading.Event().wait()
+        return {}
+
+
+def until(run: RunHandle, holds: Callable[[Status], bool]) -> Status:
+    return next(status for status in run.updates() if holds(status) or status.outcome is not None)
+
+
+def without_end() -> Any:
+    return listed([f"question {n}" for n in range(40)], epochs=100_000)
+
+
+def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = plan(tmp_path, paced, make_prompts=without_end, control_port=0)
+    with start(mine) as run:
+        token = place_of(tmp_path, "it").token
+        until(run, lambda status: status.step >= 1)
+        assert cli.main(["scale", str(tmp_path), "--replicas", "3"]) == 0
+        assert "3 replicas are wanted; K = 12 leaves some of their 18 slots empty" in capsys.readouterr().out
+        changed = ["scheduler.max_staleness_steps=3", "scheduler.max_concurrent_groups=16"]
+        assert cli.main(["set", str(tmp_path), *changed]) == 0
+        up = until(run, lambda status: len(status.replica_versions) == 3 and status.max_concurrent_groups == 16)
+        assert up.outcome is None and up.max_staleness_steps == 3
+        assert cli.main(["set", str(tmp_path), "scheduler.max_concurrent_groups=99"]) == 2
+        assert cli.main(["scale", str(tmp_path), "--replicas", "1"]) == 0
+        assert "hold less than B" not in capsys.readouterr().out
+        fewer = until(run, lambda status: list(status.replica_versions) == [0])
+        assert fewer.outcome is None
+        assert tell(tmp_path, "it", Look())["waits"]
+        assert cli.main(["drain", str(tmp_path)]) == 0
+        assert "the run drains" in capsys.readouterr().out
+        last = run.wait()
+        assert (last.outcome, last.reason, run.told) == ("stopped", "asked by engine drain", True)
+    assert not (tmp_path / FILE).exists()
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert written == [], "the token stood in control.json alone"
+    assert check_record(tmp_path).state.ledger.running == 0
+    with start(replace(mine, resume=True, settings=[("scheduler.max_drops", "1")])) as run:
+        until(run, lambda status: list(status.replica_versions) == [0])
+        run.drain("enough")
+        assert run.wait().outcome == "stopped"
+    told = [
+        type(event).__name__
+        for event in events_of(tmp_path, RunResumed, SettingChanged, ReplicasWanted, DrainRequested)
+    ]
+    once = ["ReplicasWanted", "SettingChanged", "SettingChanged", "ReplicasWanted", "DrainRequested"]
+    assert told == [*once, "RunResumed", "SettingChanged", "ReplicasWanted", "DrainRequested"]
+    assert [event.replicas for event in events_of(tmp_path, ReplicasWanted)] == [3, 1, 1]
+    limits = check_record(tmp_path).state.limits
+    assert (limits.max_staleness_steps, limits.max_concurrent_groups, limits.max_drops) == (3, 16, 1)
+
+
+def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_becomes_a_stop(tmp_path: Path) -> None:
+    mine = plan(tmp_path, lambda replica: Hanging(), make_trainer=Stuck, control_port=0, silence_s=0.3, drain_s=0.2)
+    with start(mine) as run:
+        until(run, lambda status: status.step_phase == "training")
+        said = until(run, lambda status: bool(status.silence)).silence
+        assert said.startswith("nothing has changed for ")
+        assert "waited for is the trainer: trains step 0 on 4 groups for " in said
+        assert re.search(r"replica [01]: generates groups \d+, \d+.*, the oldest for \d+ s", said)
+        answer = tell(tmp_path, "it", Drain(reason="spot"))
+        assert "for 0.2 s at most" in answer["done"]
+        assert answer["waits"][0].startswith("the trainer: trains step 0 on 4 groups")
+        last = run.wait()
+        assert (last.outcome, last.reason) == ("stopped", "the drain took longer than durability.drain_s = 0.2")
+        assert last.silence == ""
+    assert check_record(tmp_path).state.steps_trained == 0

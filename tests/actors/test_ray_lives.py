@@ -1,0 +1,164 @@
+"""Processes of a run that are killed while it goes on: the scheduler's, the stores', several together."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray_plans import PROMPTS, Quick, check_record, endless, events_of, paced, plan, restore_counter
+from ray_plans import Counter as CountingTrainer
+from test_ray_runs import actors_of_ours, wait_for_no_actors
+
+from engine.actors.run import RunHandle, start
+from engine.commands import TrainStep
+from engine.events import ReplicaLost, RunResumed, SchedulerRecovered, StepFailed
+from engine.hosts.prompts import listed
+from engine.schedule import Handled, read
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
+
+OTHERS = "RolloutAct|TrainerAct|StoreAct"
+"""All but the scheduler."""
+
+
+def processes(name: str) -> list[psutil.Process]:
+    """Of the actors whose class begins so; Ray cuts the title of a process."""
+    return [p for p in actors_of_ours() if re.search(name, " ".join(p.cmdline()[:1]))]
+
+
+def kill(name: str) -> None:
+    for process in processes(name):
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until_step(run: RunHandle, step: int) -> None:
+    for status in run.updates():
+        if status.step >= step:
+            return
+
+
+def trained(run_dir: Path) -> Counter[int]:
+    """How often each group was in a batch that was ordered, counting a batch once."""
+    batches = {}
+    for frame in read(run_dir / "schedule").frames():
+        if isinstance(frame, Handled):
+            batches.update({c.step: c.groups for c in frame.commands if isinstance(c, TrainStep)})
+    return Counter(group for batch in batches.values() for group in batch)
+
+
+def test_a_scheduler_that_is_killed_again_and_again_goes_on_with_the_same_processes(tmp_path: Path) -> None:
+    prompts = 30 * 4
+    source = listed([f"question {n}" for n in range(prompts)])
+    lasting = plan(tmp_path, paced, make_prompts=lambda: source, snapshot_every=40)
+    with start(lasting) as run:
+        before = {p.pid for p in processes(OTHERS)}
+        for step in (1, 8, 16):
+            until_step(run, step)
+            assert {p.pid for p in processes(OTHERS)} == before
+            kill("SchedulerAct")
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", 30)
+    assert len(events_of(tmp_path, SchedulerRecovered)) == 3
+    assert events_of(tmp_path, ReplicaLost, StepFailed, RunResumed) == []
+    assert check_record(tmp_path).state.ledger.consumed == prompts
+    assert trained(tmp_path) == Counter(range(prompts))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["groups"]) for row in rows] == [(step, 4) for step in range(30)]
+    wait_for_no_actors()
+
+
+def test_replicas_that_die_together_with_the_scheduler_are_lost_as_at_any_time(tmp_path: Path) -> None:
+    lasting = plan(tmp_path, paced, make_prompts=lambda: listed([f"question {n}" for n in range(80)]))
+    with start(lasting) as run:
+        until_step(run, 1)
+        kill("SchedulerAct|RolloutAct")
+        until_step(run, 5)
+        kill("SchedulerAct")
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", 20)
+    assert {event.replica for event in events_of(tmp_path, ReplicaLost)} == {0, 1}
+    assert all(event.returns for event in events_of(tmp_path, ReplicaLost))
+    assert len(events_of(tmp_path, SchedulerRecovered)) == 2
+    assert check_record(tmp_path).state.ledger.consumed == 80
+    assert trained(tmp_path) == Counter(range(80))
+    wait_for_no_actors()
+
+
+def test_what_nothing_can_take_the_place_of_has_the_run_begin_again_from_its_record(tmp_path: Path) -> None:
+    said: list[str] = []
+    with start(plan(tmp_path, paced, scheduler_restarts=0)) as run:
+        run.note = said.append
+        for name in ("WeightsStoreAct", "SchedulerAct"):
+            until_step(run, 2)
+            kill(name)
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    assert len(said) == 2, said
+    for line, lost in zip(said, ("the weights store is lost", "SchedulerAct"), strict=True):
+        assert lost in line and "begins again from its record" in line
+    assert len(events_of(tmp_path, RunResumed)) == 2
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    wait_for_no_actors()
+
+
+def test_a_run_that_gets_no_further_is_not_begun_again_for_ever(tmp_path: Path) -> None:
+    with start(plan(tmp_path, endless, restarts=1)) as run:
+        kill("WeightsStoreAct")
+        begun = []
+        run.note = lambda line: begun.append(line)
+        for _ in run.updates():
+            if begun and (store := processes("WeightsStoreAct")):
+                os.kill(store[0].pid, signal.SIGKILL)
+        status = run.wait()
+    assert status.outcome == "stopped" and "the weights store is lost" in status.reason
+    assert len(begun) == 1 and "(1 of 1)" in begun[0]
+
+
+def test_a_process_that_hangs_is_lost_and_one_that_only_works_is_not(tmp_path: Path) -> None:
+    marker = str(tmp_path / "stopped")
+    status_of = plan(
+        tmp_path, lambda replica: Quick(deadly=25, by=signal.SIGSTOP), restore_trainer=restore_counter,
+        make_trainer=lambda: CountingTrainer(5, marker, signal.SIGSTOP, works_s=2.5), heartbeat_s=0.4, missed_beats=3,
+    )  # fmt: skip
+    with start(status_of) as run:
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    (lost,) = events_of(tmp_path, ReplicaLost)
+    assert lost.reason == "no sign of life for 1.2 s" and lost.returns
+    (failed,) = events_of(tmp_path, StepFailed)
+    assert failed.step == 5 and "no sign of life for 1.2 s" in failed.reason
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    wait_for_no_actors()
+
+
+LAUNCHER = """
+import sys
+sys.path.append({here!r})
+from pathlib import Path
+import ray
+from ray_plans import endless, plan
+from engine.actors.run import start
+ray.init(address={address!r}, log_to_driver=False)
+run = start(plan(Path({run_dir!r}), endless, orphan_s=1.0))
+print("up", flush=True)
+run.wait()
+"""
+
+
+def test_in_a_cluster_of_others_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    program = LAUNCHER.format(here=str(Path(__file__).parent), run_dir=str(tmp_path), address=address)
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and "up" in launcher.stdout.readline()
+    assert len(processes(OTHERS)) == 5
+    launcher.kill()
+    launcher.wait()
+    wait_for_no_actors()

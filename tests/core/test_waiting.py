@@ -1,0 +1,130 @@
+"""What a run is said to wait for, in every state that a wait can be in."""
+
+import pytest
+from clockwork import Clockwork, clockwork
+
+from engine import events as fact
+from engine.metrics.silence import Silence
+from engine.states.limits import AddedState, ValidationLimits
+from engine.states.waiting import Wait, held_up, waits
+
+
+def told(world: Clockwork) -> list[str]:
+    return [wait.sentence(world.at) for wait in waits(world.scheduler.state, world.metrics.since)]
+
+
+def whose(world: Clockwork) -> list[str]:
+    return [wait.by for wait in waits(world.scheduler.state, world.metrics.since)]
+
+
+def test_groups_are_told_by_replica_with_their_oldest() -> None:
+    world = clockwork(generation_s=lambda group: 1.0 if group < 2 else 1e9)
+    world.run(lambda world: world.scheduler.state.steps_trained == 1 and world.scheduler.state.ledger.running == 4)
+    world.run(lambda world: len(world.queue) and world.queue[0][0] > 1e6)
+    world.at += 100.0
+    first, second = told(world)[:2]
+    ends = "(until GroupGenerated, GroupAborted, GroupFailed or ReplicaLost)"
+    oldest, other = (wait.since for wait in waits(world.scheduler.state)[:2])
+    assert oldest is not None and other is not None and oldest <= other
+    assert first == f"replica 0: generates groups 2, 4, the oldest for {world.at - oldest:.0f} s {ends}"
+    assert second == f"replica 1: generates groups 3, 5, the oldest for {world.at - other:.0f} s {ends}"
+
+
+def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
+    world = clockwork(training_s=1e9)
+    world.run(lambda world: len(world.queue) and world.queue[0][0] > 1e6)
+    began = world.at
+    world.at += 40.0
+    assert told(world)[0] == "the trainer: trains step 0 on 2 groups for 40 s (until StepTrained or StepFailed)"
+    assert world.metrics.since["step", 0] == began
+    formed = world.scheduler.state.steps[0]
+    world.driver.deliver(fact.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
+    assert "attempt 2" in told(world)[0], "and again"
+
+
+def test_a_publication_is_waited_for() -> None:
+    world = clockwork(publishing_s=1e9).run(lambda world: world.scheduler.state.publishing)
+    assert told(world)[0].startswith("the trainer: publishes version 1 for 0 s")
+
+
+def test_replicas_on_their_way_to_new_weights_are_told() -> None:
+    world = clockwork(install_s=1e9)
+    world.run(lambda world: [r.state for r in world.scheduler.state.fleet.replicas.values()] == ["installing"] * 2)
+    world.at += 7.0
+    ends = "(until WeightsInstalled, SyncFailed or ReplicaLost)"
+    assert f"replica 0: takes new weights (version 1) for 7 s {ends}" in told(world)
+    assert f"replica 1: takes new weights (version 1) for 7 s {ends}" in told(world)
+
+
+def test_a_replica_that_is_to_return_is_told() -> None:
+    world = clockwork().run(lambda world: world.scheduler.state.ledger.running == 4)
+    world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=True, reason="burnt"))
+    assert "replica 1: is started again for 0 s (until ReplicaJoined or ReplicaLost)" in told(world)
+    world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=False, reason="for good"))
+    assert whose(world) == ["replica 0"]
+
+
+def test_a_validation_a_state_of_ones_own_prompts_and_a_checkpoint_are_told() -> None:
+    world = clockwork(validation=ValidationLimits(rows=4), measure_s=1e9)
+    world.run(lambda world: world.scheduler.state.validations.out > 0)
+    assert any(said.startswith("replica 0: measure 4 held-out rows under version 0") for said in told(world))
+    world = clockwork()
+    world.run(lambda world: world.scheduler.state.asked > 0)
+    assert whose(world) == ["the data source"]
+    limits = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "max_steps": 4}
+    judged = Clockwork(type(world.limits)(**limits, added_states=(AddedState(name="rewarding", concurrency=2),)))
+    judged.run(lambda world: world.scheduler.state.stages.out == 2)
+    assert "the state rewarding" in whose(judged)
+    saved = Clockwork(type(world.limits)(**limits, checkpoint_every=1))
+    saved.run(lambda world: world.scheduler.state.checkpoint_pending)
+    assert "the trainer: writes the checkpoint after 1 train steps for 0 s" in "\n".join(told(saved))
+
+
+def test_a_run_that_is_over_waits_for_nothing() -> None:
+    world = clockwork().run(lambda world: world.scheduler.state.ledger.running == 4)
+    world.driver.deliver(fact.StopRequested(reason="enough"))
+    assert waits(world.scheduler.state) == []
+
+
+def test_a_time_that_is_not_known_is_left_out() -> None:
+    wait = Wait(what="draws 4 prompts", by="the data source", since=None, ends="PromptsDrawn")
+    assert wait.sentence(12.0) == "the data source: draws 4 prompts (until PromptsDrawn)"
+
+
+def test_a_stuck_run_is_told_as_who_waits_for_what() -> None:
+    world = clockwork(generation_s=lambda group: 1e9)
+    world.run(lambda world: world.scheduler.state.ledger.running == 4)
+    said = held_up(world.scheduler.state)
+    assert said.startswith("step 0 waits for 2 groups, 0 of 2 are ready")
+    assert "2 groups wait to be started, where 0 may be and 0 slots are free" in said
+
+
+def silent(after_s: float) -> tuple[Clockwork, Silence]:
+    world = clockwork(generation_s=lambda group: 1e9)
+    silence = Silence(world.metrics, after_s)
+    world.run(lambda world: world.scheduler.state.ledger.running == 4)
+    return world, silence
+
+
+def test_a_silence_is_told_once_and_again_after_twice_as_long() -> None:
+    world, silence = silent(300.0)
+    assert silence.look(200.0) == 100.0 and world.metrics.status(200.0).silence == ""
+    assert silence.look(300.0) == 600.0
+    first = world.metrics.status(310.0).silence
+    assert first.startswith("nothing has changed for 300 s; waited for is replica 0: generates groups 0, 2")
+    assert silence.look(900.0) == 1200.0
+    assert world.metrics.status(910.0).silence.startswith("nothing has changed for 900 s")
+
+
+def test_what_changes_something_ends_a_silence_and_an_echo_does_not() -> None:
+    world, silence = silent(300.0)
+    silence.look(300.0)
+    echo = fact.GroupFailed(group=0, attempt=9, replica=0, incarnation=1, cause="data", reason="long ago")
+    world.at = 310.0
+    world.driver.deliver(echo)
+    assert world.metrics.status(310.0).silence
+    world.driver.deliver(
+        fact.GroupFailed(group=0, attempt=1, replica=0, incarnation=1, cause="data", reason="no reward")
+    )
+    assert world.metrics.status(310.0).silence == ""
+    assert silence.look(500.0) == pytest.approx(110.0), "300 s after the event at 310"

@@ -1,0 +1,97 @@
+"""A run resumed by a configuration that has changed: what may, what the scheduler is told, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import load_config
+from engine.config.live import require_live
+from engine.config.resumed import resumed
+from engine.errors import ConfigError
+from engine.metrics.journal import cut_rows
+from engine.scheduling.settings import live_settings
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A configuration file, and what the record of its run says."""
+    path = tmp_path / "config.yaml"
+    scheduler = {"train_batch_size": 4, "max_staleness_steps": 2, "max_concurrent_groups": 8}
+    path.write_text(yaml.safe_dump({"model": {"make": "arithmetic"}, "scheduler": scheduler}))
+    return path, load_config(path).model_dump(mode="json")
+
+
+def test_nothing_changed_is_nothing_to_tell(begun: tuple[Path, dict[str, Any]]) -> None:
+    config, settings = resumed(*begun)
+    assert settings == () and config.model_dump(mode="json") == begun[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        (["scheduler.max_drops=2"], [("scheduler.max_drops", "2")]),
+        (["scheduler.policies.deadline=drop"], [("scheduler.policies.deadline", "drop")]),
+        (["scheduler.policies.sync=rolling"], [("scheduler.policies.sync", "rolling")]),
+        (["scheduler.policies.on_error=builtin"], [("scheduler.policies.on_error", "builtin")]),
+        (["rollout.group_timeout_s=90"], [("rollout.group_timeout_s", "90.0")]),
+        (["rollout.group_timeout_s=null"], [("rollout.group_timeout_s", "null")]),
+        (["scheduler.max_drops=4"], [("scheduler.max_drops", "4")]),
+        (
+            ["scheduler.max_concurrent_groups=16", "scheduler.max_staleness_steps=3"],
+            [("scheduler.max_staleness_steps", "3"), ("scheduler.max_concurrent_groups", "16")],
+        ),
+        (
+            ["scheduler.max_staleness_steps=0", "scheduler.max_concurrent_groups=4"],
+            [("scheduler.max_concurrent_groups", "4"), ("scheduler.max_staleness_steps", "0")],
+        ),
+    ],
+)
+def test_live_settings_are_told_in_an_order_that_holds(
+    begun: tuple[Path, dict[str, Any]], overrides: list[str], settings: list[tuple[str, str]]
+) -> None:
+    """One that is given is told even where it says what it said at first: it may have been set meanwhile."""
+    assert list(resumed(*begun, overrides)[1]) == settings
+
+
+def test_free_fields_change_without_a_word(begun: tuple[Path, dict[str, Any]]) -> None:
+    overrides = ["rollout.replicas=5", "control.enabled=false", "run.silence_s=9", "durability.drain_s=30"]
+    config, settings = resumed(*begun, overrides)
+    assert settings == (("rollout.replicas", "5"),), "and of these one says that an earlier number is out of date"
+    assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
+
+
+def test_every_other_difference_is_told_with_what_was_and_is(begun: tuple[Path, dict[str, Any]]) -> None:
+    overrides = ["scheduler.train_batch_size=8", "run.seed=3", "scheduler.max_drops=2", "rollout.replicas=5"]
+    with pytest.raises(ConfigError) as caught:
+        resumed(*begun, overrides)
+    said = str(caught.value)
+    assert "run.seed = 3: was 0 when the run began" in said
+    assert "scheduler.train_batch_size was 4, is 8" in said
+    assert "max_drops was" not in said and "rollout.replicas was" not in said
+    assert "scheduler.max_staleness_steps" in said.partition("to be changed are")[2]
+
+
+def test_every_live_setting_is_a_field_and_bounds_are_not_live() -> None:
+    from engine.config.loading import fields
+
+    known = {path for path, _ in fields()}
+    assert set(live_settings()) <= known
+    assert require_live("scheduler.max_drops") == "scheduler.max_drops"
+    for path in ("scheduler.train_batch_size", "scheduler.sync_every", "trainer.loss"):
+        with pytest.raises(ConfigError, match=path):
+            require_live(path)
+
+
+def test_a_line_of_the_metrics_that_is_no_row_is_told_and_left_out(tmp_path: Path) -> None:
+    path, told = tmp_path / "metrics.jsonl", []
+    rows = [json.dumps({"step": step, "loss": 0.5}).encode() for step in range(4)]
+    whole = [rows[0], b'{"step": 1, "lo', b"\xff\xfe", b"[1, 2]", b'{"step": "x"}', b"", rows[2], rows[3]]
+    path.write_bytes(b"\n".join(whole) + b"\n" + b'{"step": 4')
+    assert [row["step"] for row in cut_rows(path, 3, complain=told.append)] == [0, 2]
+    assert [said.partition(" is no row")[0] for said in told] == [
+        f"{path}: line {number}" for number in (2, 3, 4, 5, 6)
+    ]
+    assert path.read_bytes() == rows[0] + b"\n" + rows[2] + b"\n"

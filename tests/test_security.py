@@ -1,0 +1,230 @@
+"""What a run must never do: listen to strangers, follow a path out of its directory, read without bound, tell a secret.
+
+That nothing is unpickled is a house rule (`test_house.py`); the control endpoint's own tests are in `control/`.
+"""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine import rundir, top
+from engine.actors.plan import Plan
+from engine.config import Config, load_config
+from engine.config.loading import parse_config
+from engine.config.resumed import resumed
+from engine.errors import ConfigError, EngineError
+from engine.hosts.checkpoints import SUMS, verify_checkpoint
+from engine.metrics.endpoint import FILE, address_of, announce
+from engine.rollout import openai_http
+from engine.rollout.openai_http import Http, Unavailable
+
+MADE: dict[str, Any] = {"model": {"make": "arithmetic"}}
+SECRET = "hunter2-and-more"
+
+# -- who may connect ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_listens_on_this_machine_alone_unless_told_otherwise() -> None:
+    config = parse_config(MADE)
+    assert {config.metrics.host, config.control.host, config.agent.host} == {"127.0.0.1"}
+    hosts = {field.name: field.default for field in Plan.__dataclass_fields__.values() if field.name.endswith("host")}
+    assert hosts == {"metrics_host": "127.0.0.1", "control_host": "127.0.0.1"}
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../escaped", "a/b", "/tmp/x", "..", ".hidden", ""])
+def test_a_name_of_a_run_is_no_path(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        parse_config({**MADE, "run": {"name": name}})
+
+
+def test_a_name_under_runs_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work" / "runs").mkdir(parents=True)
+    (tmp_path / "work" / "other" / "schedule").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    assert rundir.open_run("other").path == Path("other"), "what the user types as a path is one"
+    with pytest.raises(ConfigError, match="no such run"):
+        rundir.open_run("../other")
+    with pytest.raises(ConfigError, match="no such run"):
+        rundir.open_run("../../work/other/../nowhere")
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "inside/../../../secret"])
+def test_the_sums_of_a_checkpoint_name_nothing_outside_it(tmp_path: Path, name: str) -> None:
+    checkpoint = tmp_path / "run" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "secret").write_text("x")
+    (checkpoint / SUMS).write_text(f"{'0' * 64}  {name}\n")
+    with pytest.raises(ConfigError, match="which lies elsewhere"):
+        verify_checkpoint(checkpoint)
+
+
+def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:
+    """`transformers` would take it where the tensors are missing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from engine.training.checkpoint import read_checkpoint
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    state = {"format": 1, "step": 1, "optimizer_steps": 1, "settings": {}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        read_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_modules_that_only_a_record_names_are_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(MADE))
+    recorded = load_config(config).model_dump(mode="json")
+    recorded["run"] |= {"extensions": ["planted"], "extensions_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"run\.extensions = \[\]: the run was begun with \['planted'\]"):
+        resumed(config, recorded)
+    assert not (tmp_path / "ran").exists()
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(body: bytes, status: int = 200) -> Iterator[str]:
+    """A server of other people's, which answers everything alike: its `host:port`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            try:
+                self.wfile.write(body)
+            except OSError:
+                return
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_the_answer_of_a_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "LARGEST_ANSWER_BYTES", 1000)
+    with answering(b" " * 1001) as address, pytest.raises(ConfigError, match="an answer of more than 1000 bytes"):
+        top.ask(address, "a run")
+
+
+def test_the_word_of_where_a_run_answers_is_bounded(tmp_path: Path) -> None:
+    announce([tmp_path / FILE], "127.0.0.1:1", "a run")
+    assert address_of(tmp_path, "a run") == "127.0.0.1:1"
+    (tmp_path / FILE).write_bytes(b" " * (1 << 16) + (tmp_path / FILE).read_bytes())
+    with pytest.raises(ConfigError, match="cannot be read"):
+        address_of(tmp_path, "a run")
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_the_answer_of_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(openai_http, "LARGEST_ANSWER_BYTES", 1000)
+
+    async def call(address: str) -> None:
+        http = Http(f"http://{address}", None, timeout_s=30)
+        try:
+            await http.call("GET", "/v1/models")
+        finally:
+            await http.close()
+
+    with answering(b" " * 200_000, status) as address, pytest.raises(Unavailable, match="more than 1000 bytes"):
+        asyncio.run(call(address))
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+SERVERS = {"backend": "openai", "weights_dir": "w"}
+TELLTALE: dict[str, dict[str, Any]] = {
+    "rollout.urls": {"rollout": {**SERVERS, "urls": [f"http://user:{SECRET}@host:8000"]}},
+    "rollout.urls, a key": {"rollout": {**SERVERS, "urls": [f"http://{SECRET}@host:8000"]}},
+    "rollout.urls, a parameter": {"rollout": {**SERVERS, "urls": [f"http://host:8000/v1?api_key={SECRET}"]}},
+    "metrics.sinks.mlflow.uri": {"metrics": {"sinks": {"mlflow": {"uri": f"postgresql://me:{SECRET}@db/mlflow"}}}},
+    "rollout.engine_args.hf_token": {"rollout": {"backend": "vllm", "engine_args": {"hf_token": SECRET}}},
+    "rollout.engine_args.deep": {"rollout": {"backend": "vllm", "engine_args": {"a": [{"api_key": SECRET}]}}},
+    "agent.command": {"agent": {"command": ["./agent", f"--api-key={SECRET}"]}},
+    "rollout.api_key_env": {"rollout": {**SERVERS, "urls": ["http://host"], "api_key_env": f"sk-{SECRET}"}},
+    "metrics.sinks.wandb.api_key": {"metrics": {"sinks": {"wandb": {"api_key": SECRET}}}},
+}
+
+
+@pytest.mark.parametrize("case", TELLTALE)
+def test_a_secret_in_a_configuration_is_refused_and_not_repeated(case: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**MADE, **TELLTALE[case]})
+    assert SECRET not in str(caught.value) and SECRET not in repr(caught.value.details)
+    assert case.split(",")[0].removesuffix(".deep") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {**SERVERS, "urls": ["http://127.0.0.1:8000/v1"], "api_key_env": "SERVERS_KEY"}},
+        {"metrics": {"sinks": {"mlflow": {"uri": "http://mlflow:5000"}}}},
+        {"rollout": {"backend": "vllm", "engine_args": {"hf_token": True, "max_num_batched_tokens": 9}}},
+        {"agent": {"command": ["./agent", "--max-tokens=9", "--tokenizer", "x"]}},
+    ],
+)
+def test_what_is_no_secret_is_let_by(sections: dict[str, Any]) -> None:
+    parse_config({**MADE, **sections})
+
+
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_server_that_repeats_its_key_is_not_repeated(status: int) -> None:
+    async def call(address: str) -> None:
+        http = Http(f"http://{address}", SECRET, timeout_s=30)
+        try:
+            await http.call("GET", "/v1/models")
+        finally:
+            await http.close()
+
+    body = json.dumps({"error": f"the key {SECRET} is not known"}).encode()
+    with answering(body, status) as address, pytest.raises(EngineError, match=r"the key \(the key\) is not") as caught:
+        asyncio.run(call(address))
+    assert SECRET not in str(caught.value) + repr(caught.value.details)
+
+
+def test_no_field_takes_a_secret_itself() -> None:
+    """A new field that is named like one must hold the name of an environment variable."""
+    from engine.config.loading import fields
+    from engine.config.secrets import SECRET as NAMED
+
+    assert [path for path, _ in fields() if NAMED.search(path)] == []
+    assert [path for path, _ in fields() if path.endswith("_env")] == ["rollout.api_key_env"]
+
+
+def test_what_a_run_writes_down_holds_the_name_of_a_key_and_not_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVERS_KEY", SECRET)
+    sections = {"rollout": {**SERVERS, "urls": ["http://127.0.0.1:8000"], "api_key_env": "SERVERS_KEY"}}
+    config: Config = parse_config({**MADE, **sections})
+    directory = rundir.create(tmp_path, "keyed", config_yaml=config.dump_yaml())
+    written = b"".join(path.read_bytes() for path in directory.path.rglob("*") if path.is_file())
+    assert b"SERVERS_KEY" in written and SECRET.encode() not in written
+    assert SECRET not in json.dumps(config.model_dump(mode="json")), "which the record's header holds"
+    assert os.environ["SERVERS_KEY"] == SECRET

@@ -1,0 +1,228 @@
+"""Kill runs at every kind of moment, resume them, and look whether anything was lost: `make torture`.
+
+    python -m tests.torture.torture --trees 200 --actors 50 --table docs/TORTURE.md
+    python -m tests.torture.torture --mode tree --seed 17          # one again
+
+Each point is a real run over Ray (`chain.py`), a process tree of its own. After its last life: the record replays to
+the bit with every law after every event, each prompt drawn has ended exactly once in the surviving line of weights, no
+group was trained on twice in it, at S = 0 the weights are those of a run that nobody touched, every checkpoint is what
+was written, and no process is left. A failure prints its seed, its class and the one command that does it again.
+"""
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.commands import TrainStep
+from engine.events import RunResumed, StepTrained
+from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
+from engine.schedule import Handled, read
+from engine.schedule.replayer import build_scheduler, replay
+from engine.states.invariants import check_all
+from tests.torture.chain import ACTORS, FIRST, MARK, ROOT, TREE, Point, last_weights, marked, strike
+
+LIVES = 8
+LIFE_S = 240.0
+"""After which a life that has not ended is taken for one that never will: the class `liveness`."""
+GONE_S = 60.0
+
+
+class Failure(Exception):
+    """`kind` is crash, liveness or correctness."""
+
+    def __init__(self, kind: str, story: str) -> None:
+        super().__init__(f"{kind}: {story}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line of the table."""
+
+    point: Point
+    mode: str
+    lives: int
+    killed_at: tuple[int, ...]
+    """Events in the record at the end of each life but the last."""
+    redone: int
+    """Steps that were trained again in the record, because no weights held them."""
+    seconds: float
+
+
+def torture(seed: int, mode: str, directory: Path) -> Result:
+    """Raises: `Failure`."""
+    point, began = Point.of(seed, mode), time.monotonic()
+    run_dir, mark = directory / "run", f"{mode}-{seed}-{os.getpid()}"
+    killed_at: list[int] = []
+    try:
+        for life in range(LIVES):
+            said = _live(run_dir, point, mode, life, mark)
+            if said == "finished":
+                return _checked(run_dir, point, mode, life + 1, tuple(killed_at), time.monotonic() - began, mark)
+            killed_at.append(_events(run_dir))
+        raise Failure("liveness", f"not finished in {LIVES} lives; the last ended {said}")
+    finally:
+        for pid, _ in list(marked(mark)):
+            strike(pid)
+
+
+def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
+    """One life of the run: `finished`, or how it ended before that."""
+    if life and not (run_dir / "schedule" / "00000000.seg").exists():
+        life = 0  # it died before its record began: there is nothing to go on with
+    command = [sys.executable, "-m", "tests.torture.chain", str(run_dir)]
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(
+            [*command, str(point.seed), mode, str(life)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
+        )
+        try:
+            said = process.communicate(timeout=LIFE_S)[0]
+        except subprocess.TimeoutExpired:
+            raise Failure("liveness", f"life {life} goes on for more than {LIFE_S:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+        told.seek(0)
+        complaint = told.read()[-3000:]
+    _require_gone(mark)
+    lines = [line for line in said.splitlines() if line.startswith("{")]
+    if process.returncode == 0 and lines:
+        outcome: str = json.loads(lines[-1])["outcome"]
+        return outcome
+    if life < len(point.kills):
+        return "killed"
+    raise Failure("crash", f"life {life}, which nobody killed, ended with {process.returncode}: {complaint}")
+
+
+def _require_gone(mark: str) -> None:
+    """Wait for the end of every process of a life. Raises: `Failure` where one stays."""
+    for pid, said in list(marked(mark)):
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            gone = select.select([handle], [], [], GONE_S)[0]
+        finally:
+            os.close(handle)
+        if not gone:
+            raise Failure("liveness", f"process {pid} is left behind: {said}")
+
+
+def _events(run_dir: Path) -> int:
+    return sum(isinstance(frame, Handled) for frame in read(run_dir / "schedule").frames(answers=False))
+
+
+def _checked(
+    run_dir: Path, point: Point, mode: str, lives: int, killed_at: tuple[int, ...], seconds: float, mark: str
+) -> Result:
+    record = read(run_dir / "schedule")
+    scheduler = build_scheduler(record.header)
+    report = replay(record, build=lambda _: scheduler, watch=lambda _: check_all(scheduler.state))
+    _expect(report.identical and report.torn is None, f"it does not replay: {report}")
+    _expect(not report.rejected, f"an event was rejected: {report}")
+    line, redone = _line(run_dir)
+    state = scheduler.state
+    _expect([step for step, _ in line] == list(range(point.steps)), f"steps trained: {[step for step, _ in line]}")
+    groups = [group for _, batch in line for group in batch]
+    _expect(len(set(groups)) == len(groups), "a group was trained on twice")
+    _expect(not state.groups and len(groups) == state.ledger.consumed, "a prompt has not ended, or not once")
+    _expect(state.ledger.consumed + state.ledger.released == state.ledger.drawn, "a prompt drawn was lost")
+    saved = list_checkpoints(run_dir / "checkpoints")
+    _expect(bool(saved) and saved[-1][0] == point.steps, "the last checkpoint is not there")
+    for _, path in saved:
+        verify_checkpoint(path)
+    if point.staleness == 0:
+        chain = json.loads((saved[-1][1] / "chain.json").read_text())["chain"]
+        _expect(chain == last_weights(point) != FIRST, "the weights are not those of a run that nobody touched")
+    return Result(point, mode, lives, killed_at, redone, seconds)
+
+
+def _line(run_dir: Path) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
+    """(step, groups) of the line of weights that survives, and how many steps did not."""
+    line: list[tuple[int, tuple[int, ...]]] = []
+    batches: dict[int, tuple[int, ...]] = {}
+    lost = 0
+    for frame in read(run_dir / "schedule").frames():
+        if isinstance(frame, Handled):
+            if isinstance(frame.event, RunResumed):
+                lost += sum(step >= frame.event.steps for step, _ in line)
+                line = [entry for entry in line if entry[0] < frame.event.steps]
+            if isinstance(frame.event, StepTrained) and len(line) == frame.event.step:
+                line.append((frame.event.step, batches[frame.event.step]))
+            batches.update({c.step: c.groups for c in frame.commands if isinstance(c, TrainStep)})
+    return line, lost
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise Failure("correctness", what)
+
+
+def table(results: list[Result]) -> str:
+    """The points as Markdown."""
+    head = ["| what died | seed | S | steps | checkpoint every | lives | events at each death | steps done again | s |"]
+    head.append("|---|---|---|---|---|---|---|---|---|")
+    return "\n".join([
+        *head,
+        *[
+            f"| {r.point.victim} | {r.point.seed} | {r.point.staleness} | {r.point.steps} | {r.point.checkpoint_every} "
+            f"| {r.lives} | {', '.join(map(str, r.killed_at)) or '-'} | {r.redone} | {r.seconds:.0f} |"
+            for r in results
+        ],
+    ])  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trees", type=int, default=200, help="points at which the whole tree is killed")
+    parser.add_argument("--actors", type=int, default=50, help=f"points at which one actor is: {', '.join(ACTORS)}")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--mode", choices=(TREE, "actor"))
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--table", type=Path, help="write the results there")
+    chosen = parser.parse_args()
+    points = [(seed, TREE) for seed in range(chosen.first, chosen.first + chosen.trees)]
+    points += [(seed, "actor") for seed in range(chosen.first, chosen.first + chosen.actors)]
+    if chosen.seed is not None:
+        points = [(chosen.seed, chosen.mode or TREE)]
+    results, failed = [], 0
+    for seed, mode in points:
+        with tempfile.TemporaryDirectory(prefix="torture-") as directory:
+            try:
+                results.append(torture(seed, mode, Path(directory)))
+                r = results[-1]
+                print(
+                    f"{mode} {seed}: {r.point.victim}, {r.lives} lives, {r.redone} steps again, {r.seconds:.0f} s",
+                    flush=True,
+                )
+            except Exception as error:
+                failed += 1
+                kind = error if isinstance(error, Failure) else f"crash: {type(error).__name__}: {error}"
+                print(
+                    f"{mode} {seed}: {kind}\n  again: python -m tests.torture.torture --mode {mode} --seed {seed}",
+                    flush=True,
+                )
+    print(f"{len(results)} of {len(points)} points held")
+    if chosen.table is not None:
+        begun = chosen.table.read_text(encoding="utf-8").split(BEGIN)[0] if chosen.table.exists() else ""
+        chosen.table.write_text(f"{begun}{BEGIN}\n\n{table(results)}\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+BEGIN = "<!-- written by make torture -->"
+
+if __name__ == "__main__":
+    sys.exit(main())

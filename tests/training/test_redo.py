@@ -1,0 +1,100 @@
+"""Steps trained again after a trainer's death: the same weights, moments and counts, to the bit."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.commands import SaveCheckpoint, ScoreBatch, TrainStep
+from engine.errors import EngineError
+from engine.events import BatchScored, CheckpointSaved, Event, StepTrained
+from engine.hosts.scores import checked_scores
+from engine.hosts.trainer import TrainerHost
+from engine.local.stores import LocalTrajectories, LocalWeights
+from engine.roles import Batch
+from engine.training import checkpoint
+from engine.training.scorer import ModelScorer
+from engine.training.settings import TrainerSettings
+from engine.training.trainer import ModelTrainer
+
+STEPS, SAVED = 4, 2
+SETTINGS = TrainerSettings(
+    learning_rate=1e-2, policy_mini_batch_size=2, lr_warmup_steps=5, weight_decay=0.1, kl_loss_coef=0.1,
+    old_policy="proximal",
+)  # fmt: skip
+
+
+class Bench:
+    """A trainer in its host, over a store that outlives it."""
+
+    def __init__(self, trainer: ModelTrainer, store: LocalTrajectories, apart: tuple[str, ...], saves: Path) -> None:
+        self.answers: asyncio.Queue[Event] = asyncio.Queue()
+        self.reported: list[int] = []
+        self.trainer = trainer
+        self.own = [task for task in SETTINGS.scoring_tasks if task not in apart]
+        self.host = TrainerHost(
+            trainer=trainer,
+            trajectories=store,
+            weights=LocalWeights(),
+            emit=self.answers.put_nowait,
+            report=lambda step, figures: self.reported.append(step),
+            checkpoints=saves,
+            own_tasks=self.own,
+            scored_apart=apart,
+        )
+
+    async def step(self, batch: Batch) -> None:
+        """As the scheduler orders it."""
+        groups = tuple(group.group for group in batch.groups)
+        for task in self.own:
+            self.host.carry_out(ScoreBatch(step=batch.step, attempt=1, task=task, groups=groups, cause=0))
+            assert isinstance(await self.answers.get(), BatchScored)
+        self.host.carry_out(
+            TrainStep(step=batch.step, attempt=1, groups=groups, staleness=tuple(batch.staleness), cause=0)
+        )
+        assert isinstance(await self.answers.get(), StepTrained)
+
+
+@pytest.mark.parametrize("apart", [(), ("ref_logprobs",)], ids=["scored by the trainer", "scored apart"])
+def test_steps_trained_again_are_the_same_to_the_bit(
+    model_path: str, batch: Callable[..., Batch], tmp_path: Path, apart: tuple[str, ...]
+) -> None:
+    async def scene() -> None:
+        store = LocalTrajectories()
+        straight = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
+        batches = [batch(step) for step in range(STEPS)]
+        scorer = ModelScorer(model_path, SETTINGS, apart) if apart else None
+        for each in batches:
+            ids = [group.group for group in each.groups]
+            for group in each.groups:
+                await store.put(group, 1)
+            if scorer is not None:
+                scores = checked_scores(each.groups, scorer.score(each, "ref_logprobs"))
+                await store.put_scores(each.step, "ref_logprobs", ids, scores)
+            await straight.step(each)
+            if each.step + 1 == SAVED:
+                straight.host.carry_out(SaveCheckpoint(steps=SAVED, cause=0))
+                assert isinstance(await straight.answers.get(), CheckpointSaved)
+        again = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
+        again.trainer.load(str(tmp_path / f"step-{SAVED:06d}"))
+        updates = [
+            await again.host.redo(b.step, [g.group for g in b.groups], b.staleness, reports=b.step == STEPS - 1)
+            for b in batches[SAVED:]
+        ]
+        assert updates == [2] * (STEPS - SAVED) and again.reported == [STEPS - 1], "what was reported is not again"
+        assert again.trainer.optimizer_steps == straight.trainer.optimizer_steps == 2 * STEPS
+        held = [
+            {**t.weights(), **checkpoint.optimizer_tensors(t.model, t.optimizer)}
+            for t in (straight.trainer, again.trainer)
+        ]
+        assert held[0].keys() == held[1].keys()
+        assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
+        await store.discard([batches[-1].groups[0].group])
+        with pytest.raises(EngineError, match=r"train step 3 cannot be trained again: .*does not hold groups"):
+            await again.host.redo(3, [g.group for g in batches[-1].groups], batches[-1].staleness, reports=False)
+        for bench in (straight, again):
+            await bench.host.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
