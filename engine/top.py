@@ -86,7 +86,7 @@ def ask(address: str, shown: str) -> Status:
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole picture: the live view of the run, and its machines below."""
-    room = height - 21 - bool(status.silence)
+    room = height - 20 - bool(status.silence) - len(_going_on(status))
     return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
 
 
@@ -102,26 +102,29 @@ def _machines(status: Status) -> RenderableType:
     limit = status.admission_limit.replace("_", " ")
     running = f"{status.running} of K = {status.max_concurrent_groups} groups run; what limits the next: "
     grid.add_row("admission", Text(running).append(limit, style="cyan"))
-    grid.add_row("going on", _going_on(status))
+    for name, said in _going_on(status).items():
+        grid.add_row(name, said)
     return Panel(grid, title="machines", title_align="left", padding=(0, 1))
 
 
-def _going_on(status: Status) -> Text:
-    """What a resume would go on from, what was changed, and for how long nothing has been heard."""
-    parts = []
-    if status.draining:
-        parts.append(Text(f"comes to rest for {clock(status.draining_s)}", style="yellow"))
+def _going_on(status: Status) -> dict[str, Text]:
+    """What a resume would go on from; where there is any: a drain, for how long nothing was heard, what was changed."""
+    rows: dict[str, Text] = {}
     if status.checkpoint_every:
         behind = status.step - status.checkpoint_steps
-        said = f"checkpoint at {status.checkpoint_steps}, {behind} steps ago ({clock(status.checkpoint_age_s)})"
-        parts.append(Text(said, style="yellow" if behind > 2 * status.checkpoint_every else ""))
-    else:
-        parts.append(Text("no checkpoints"))
+        said = (
+            f"holds {status.checkpoint_steps} steps, {behind} fewer than trained; {clock(status.checkpoint_age_s)} old"
+        )
+        rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
+    if status.draining:
+        rows["rest"] = Text(f"the run has been coming to rest for {clock(status.draining_s)}", style="yellow")
     if status.silent_s >= SILENCE_S:
-        parts.append(Text(f"silent for {clock(status.silent_s)}"))
-    parts += [Text(f"{how} {times}×") for how, times in status.recoveries.items()]
-    parts += [Text(f"{name.rpartition('.')[2]} = {value}") for name, value in status.settings.items()]
-    return Text("; ").join(parts)
+        rows["silence"] = Text(f"nothing has been heard for {clock(status.silent_s)}")
+    changes = [f"{how} {times}×" for how, times in status.recoveries.items()]
+    changes += [f"{name.rpartition('.')[2]} = {value}" for name, value in status.settings.items()]
+    if changes:
+        rows["changed"] = Text("; ".join(changes))
+    return rows
 
 
 def _counts(counts: dict[str, int]) -> Text:

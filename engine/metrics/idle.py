@@ -283,6 +283,8 @@ class IdleTime:
         """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
+        if self._state.live.draining:
+            return "draining"
         if self.busy < self._most:
             return self.rollout_cause
         if self._leaving:

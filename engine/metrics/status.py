@@ -242,7 +242,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     if cause == "starting":
         return "the run is starting"
     if cause == "draining":
-        return "the run comes to rest: its last checkpoint, then it ends"
+        return "the run comes to rest: no further step"
     if cause == "waiting_for_replicas":
         return f"step {step} waits for a replica: none is alive"
     if cause == "no_prompts":
