@@ -42,8 +42,8 @@ class Around:
     events_waiting: Callable[[], int] | None = None
     record: Callable[[], tuple[int, int]] | None = None
     """(bytes written, bytes the operating system does not have yet) of the schedule record."""
-    store: Callable[[], tuple[int, int]] | None = None
-    """(groups, bytes) in the trajectory store."""
+    store: Callable[[], tuple[int, int, int]] | None = None
+    """(groups, bytes, bytes on disk) of the trajectory store."""
     directory: Path | None = None
     """The run's directory, whose disk is watched."""
 
@@ -212,6 +212,7 @@ class Exporter(Collector):
             store = around.store
             read[names.STORE_GROUPS.name] = lambda: _one(store()[0])
             read[names.STORE_BYTES.name] = lambda: _one(store()[1])
+            read[names.STORE_DISK_BYTES.name] = lambda: _one(store()[2])
         if around.record is not None:
             record = around.record
             read[names.RECORD_BYTES.name] = lambda: _one(record()[0])

@@ -233,6 +233,12 @@ STORE_GROUPS = _gauge("engine_trajectory_store_groups", "groups", "Groups in the
 STORE_BYTES = _gauge(
     "engine_trajectory_store_bytes", "bytes", "Bytes of the groups in the trajectory store.", where="Ray"
 )
+STORE_DISK_BYTES = _gauge(
+    "engine_trajectory_store_disk_bytes",
+    "bytes",
+    "Bytes of the trajectory store on disk, groups that are discarded and not yet cleared away included.",
+    where="Ray",
+)
 RECORD_BYTES = _counter(
     "engine_record_bytes_total", "bytes", "Bytes of the schedule record that were written.", where="run directory"
 )
@@ -334,7 +340,8 @@ METRICS: tuple[Metric, ...] = (
     TOKENS_TRAINED, RESPONSE_TOKENS, GROUP_SECONDS, TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION,
     REPLICA_STATE, REPLICA_SLOTS, REPLICA_TOKENS, REPLICA_GROUPS, REPLICA_RESUMED, REPLICA_PAUSE, SYNC_SECONDS,
     ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, RETRIES, BUDGET, STALE_ECHOES, EVENTS,
-    EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
+    EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES,
+    STORE_DISK_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
     ACCURACY, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS,
     SILENCE, RECOVERIES, REQUESTS_TAKEN, DRAINING, PARKED, POLICY_ERRORS, REPLICAS_WANTED, REPLICA_SLOW, BATCHES_KEPT,
     CHECKPOINT_AGE, CHECKPOINT_STEPS, CHECKPOINT_EVERY, UPTIME,

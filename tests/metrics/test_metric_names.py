@@ -53,7 +53,11 @@ def half_way(**others: Any) -> Clockwork:
 
 def everything(directory: Path) -> Around:
     return Around(
-        now=lambda: 77.0, events_waiting=lambda: 3, record=lambda: (10, 2), store=lambda: (4, 99), directory=directory
+        now=lambda: 77.0,
+        events_waiting=lambda: 3,
+        record=lambda: (10, 2),
+        store=lambda: (4, 99, 120),
+        directory=directory,
     )
 
 
