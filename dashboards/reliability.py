@@ -64,8 +64,8 @@ def reliability() -> Dashboard:
     made = made.with_panel(
         graph(
             "Trajectory store",
-            "Rises and falls with the groups in flight and the steps since the newest checkpoint; growth without end is "
-            "a leak. On disk: up to twice as much, what is discarded and not yet cleared away included.",
+            "Rises and falls with the groups in flight and the steps since the newest checkpoint; growth without end "
+            "is a leak. On disk: up to twice as much, what is discarded and not yet cleared away included.",
             "bytes",
             {"held": of(names.STORE_BYTES), "on disk": of(names.STORE_DISK_BYTES)},
         )
