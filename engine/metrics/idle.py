@@ -18,6 +18,7 @@ from engine.commands import (
 from engine.events import Event, ReplicaPaused, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
 from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
 from engine.states.replica import Replica
@@ -116,6 +117,9 @@ class IdleTime:
         self._measuring = 0
         """Slots that groups could have and a validation has."""
         self._full = False
+        self._known: tuple[Limits, int, Version] | None = None
+        """What the next four were worked out from."""
+        self._batch = self._workers = self._last = self._places = self._batched = 0
         for replica in state.fleet.replicas.values():
             self.replica_changed(replica)
 
@@ -177,18 +181,18 @@ class IdleTime:
         if busy != before:
             at = self.at
             self._now = (at, busy, seconds + before * (at - since))
-        if busy < self._most:
-            held = running + count[PARKED] + ready + self._batched
-            if held >= self._last:
-                cause = "run_ending"
-            elif running >= self._workers:
-                cause = "worker_bound"
-            elif held >= self._places:
-                cause = "staleness_bound"
-            else:
-                cause = ""
-            if cause != self.rollout_cause:
-                self.measure()
+        if busy < self._most and self._bound(count) != self.rollout_cause:
+            self.measure()
+
+    def _bound(self, count: list[int]) -> str:
+        """Which bound keeps the next group from starting on a replica that is ready; empty where none does."""
+        running = count[RUNNING]
+        held = running + count[PARKED] + count[READY] + self._batched
+        if held >= self._last:
+            return "run_ending"
+        if running >= self._workers:
+            return "worker_bound"
+        return "staleness_bound" if held >= self._places else ""
 
     def measure(self, *, groups: bool = True) -> None:
         """Find the split that holds from the newest event on. `groups`: some may have left replicas that are not ready,
@@ -209,12 +213,16 @@ class IdleTime:
 
     def _remember(self, state: State) -> None:
         """Figures that no change of groups alone changes."""
-        limits = state.limits
+        limits, steps = state.limits, state.steps_batched
+        self._full = state.ledger.ready >= limits.train_batch_size
+        known = (limits, steps, self._newest_there())
+        if known == self._known:
+            return
+        self._known = known
         self._batch, self._workers = limits.train_batch_size, limits.max_concurrent_groups
-        self._full = state.ledger.ready >= self._batch
-        self._batched = self._batch * state.steps_batched
+        self._batched = self._batch * steps
         self._last = NEVER if limits.max_steps is None else limits.max_steps * self._batch
-        self._places = state.places(self._newest_there()) if state.started and not state.live.draining else NEVER
+        self._places = state.places(known[2])
 
     def _note(self, busy: int) -> None:
         """The split as it is now, where it is not the one before."""
@@ -294,17 +302,14 @@ class IdleTime:
         return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
 
     def _why_slots_are_free(self) -> str:
-        state, ledger, limits = self._state, self._state.ledger, self._state.limits
+        state, ledger = self._state, self._state.ledger
         if not state.started:
             return "starting"
         if state.live.draining:
             return "draining"
-        if limits.max_steps is not None and state.held >= limits.max_steps * limits.train_batch_size:
-            return "run_ending"
-        if ledger.count[RUNNING] >= limits.max_concurrent_groups:
-            return "worker_bound"
-        if state.places(self._newest_there()) <= state.held:
-            return "staleness_bound"
+        bound = self._bound(ledger.count)
+        if bound:
+            return bound
         if ledger.waiting:
             return "other"
         if ledger.parked:
