@@ -90,15 +90,15 @@ def _parser() -> argparse.ArgumentParser:
         help="go on with the newest unfinished run of this configuration, if there is one",
     )
     run.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
-    run.set_defaults(run=running.run)
+    run.set_defaults(run=running.run, force_from=None)
 
     resume = commands.add_parser("resume", help="go on with a run that ended before its time")
     resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     resume.add_argument(
-        "--force-from", metavar="CHECKPOINT", help="go back to this one, such as step-000020; newer ones are put aside"
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change, or a live setting"
     )
     resume.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change, or a live setting"
+        "--force-from", metavar="CHECKPOINT", help="go back to this one, such as step-000020; newer ones are put aside"
     )
     resume.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
     resume.set_defaults(run=running.resume)

@@ -38,7 +38,7 @@ class Way:
     settings: Sequence[tuple[str, str]] = ()
     """Of the scheduler, that a resumed run is to have from now on."""
     force_from: str | None = None
-    """The checkpoint that a resumed run goes back to."""
+    """The checkpoint that it goes back to."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,8 +98,7 @@ def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace,
 
     RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
     config, settings = resumed(path, read(directory.schedule).header.config, arguments.set)
-    forced = getattr(arguments, "force_from", None)  # `engine run --resume auto` goes on from the newest
-    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
+    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from)
     return _train(config, directory, interrupts, way)
 
 

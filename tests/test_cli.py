@@ -359,6 +359,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             *,
             progress: Callable[[float, str], None],
             resume: bool,
+            force_from: str | None,
             settings: tuple[tuple[str, str], ...],
         ) -> FakeHandle:
             if resume:
@@ -372,7 +373,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             progress(1.0, "model ready")
             header = Header(
                 run=run_dir.name,
-                limits=dataclasses.replace(config.limits(), validation=None).to_plain(),
+                limits=dataclasses.replace(config.limits(), validation=None, keeps_batches=False).to_plain(),
                 policies={},
                 config=config.model_dump(mode="json"),
             )

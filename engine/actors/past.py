@@ -52,7 +52,7 @@ class Past:
             )
             told += [f"{len(self.missing)} groups are not in the store and begin again"] if self.missing else []
         told += [f"{len(event.consumed)} groups are trained on again"] if event.consumed else []
-        cut = (f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn)
+        cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
         return "; ".join([*told, *cut, *self.damaged])
 
     @property
@@ -117,7 +117,7 @@ def _taken_up(
             _put_aside(path)
     open_steps = set(recovered.scheduler.state.steps)
     damaged: list[str] = []
-    rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, open_steps, validations, damaged.append)
+    rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, damaged.append, open_steps, validations)
     told = {row["step"] for row in rows if "step" in row}
     redo = [
         Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in told)
@@ -128,14 +128,12 @@ def _taken_up(
         optimizer_steps=sum(
             int(n)
             for row in rows
-            if isinstance(n := row.get("optimizer_steps"), int | float) and row.get("step", steps) < steps
+            if row.get("step", steps) < steps and isinstance(n := row.get("optimizer_steps"), int | float)
         ),
         checkpoint=None if checkpoint is None else str(checkpoint),
         redo=tuple(redo),
     )
-    return Past(
-        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, damaged=tuple(damaged)
-    )
+    return Past(recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged))
 
 
 def _missing_of(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tuple[GroupId, ...] | None, Torn | None]:

@@ -46,18 +46,18 @@ def launch(
     *,
     progress: Progress | None = None,
     resume: bool = False,
-    settings: Sequence[tuple[str, str]] = (),
     force_from: str | None = None,
+    settings: Sequence[tuple[str, str]] = (),
 ) -> "RunHandle":
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
-    holds, under `settings` of the scheduler as (path, value), from the checkpoint `force_from` if that is given.
+    holds, from the checkpoint `force_from` if that is given, under `settings` of the scheduler as (path, value).
 
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
     plan = plan_of(config, Path(run_dir), progress)
-    return start(dataclasses.replace(plan, resume=resume, settings=tuple(settings), force_from=force_from))
+    return start(dataclasses.replace(plan, resume=resume, force_from=force_from, settings=tuple(settings)))
 
 
 def start(plan: Plan) -> "RunHandle":
@@ -193,7 +193,7 @@ class RunHandle:
         self._begun_again += 1
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
         self._launched.end()
-        again = dataclasses.replace(self._plan, resume=True, settings=(), force_from=None)
+        again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
         self._launched = Launched.of(again)
         self._seen = 0
         return True

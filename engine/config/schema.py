@@ -170,9 +170,6 @@ class DurabilitySection(Section):
         le=10_000_000,
         description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
     )
-    drain_s: float | None = Field(
-        None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
-    )
     trajectories: Literal["disk", "memory"] = Field(
         "disk", description="Where they are kept: in the run's directory, so that a resume loses none, or in memory."
     )
@@ -182,6 +179,9 @@ class DurabilitySection(Section):
     segment_mb: int = Field(64, ge=1, le=1024, description="Size at which a segment of trajectories is closed, in MiB.")
     max_bytes: int | None = Field(
         None, ge=1 << 20, le=1 << 60, description="Of all trajectories on disk; null: as many as the disk has room for."
+    )
+    drain_s: float | None = Field(
+        None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
     )
     snapshot_every: int = Field(
         100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."

@@ -80,12 +80,9 @@ class RunMetrics:
     """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
 
     def __init__(
-        self,
-        scheduler: HasState,
-        transitions: Transitions,
-        journal: TakesRows | None = None,
+        self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None,
         rows: StepRows | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`rows`: those that an earlier life of the run left unfinished."""
         self.state = scheduler.state
         self.transitions = transitions
@@ -120,8 +117,7 @@ class RunMetrics:
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
         self.going_on = GoingOn(self.state)
-        self.steps = StepRows(self._emit) if rows is None else rows
-        self.steps.emit = self._emit
+        self.steps = StepRows(self._emit) if rows is None else rows.written_to(self._emit)
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()

@@ -77,9 +77,9 @@ def keep_rows(
 def cut_rows(
     path: Path,
     steps: int,
+    complain: Callable[[str], None] = log.warning,
     unfinished: Container[int] = (),
     validations: Container[int] | None = None,
-    complain: Callable[[str], None] = log.warning,
 ) -> list[dict[str, Any]]:
     """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
     are to be written again, and so are those of `unfinished` steps and of validations other than `validations`."""
@@ -87,7 +87,7 @@ def cut_rows(
     def stays(row: dict[str, Any]) -> bool:
         if "validation" in row and validations is not None and row["validation"] not in validations:
             return False
-        return row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished
+        return bool(row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished)
 
     return keep_rows(path, stays, complain)
 

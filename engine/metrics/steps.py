@@ -8,7 +8,7 @@ finished, or at the end.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from engine.commands import Command, TrainStep
 from engine.events import Event, RunResumed
@@ -42,11 +42,16 @@ class StepRows:
     def __init__(self, emit: Callable[[Row], None], recent: int = 32) -> None:
         self.recent: deque[Row] = deque(maxlen=recent)
         """The newest rows, oldest first."""
-        self.emit = emit
+        self._emit = emit
         self._open: dict[StepId, _Open] = {}
         self._reported: dict[StepId, Row] = {}
         self._collecting_since = 0.0
         self._counts: dict[str, int] = {}
+
+    def written_to(self, emit: Callable[[Row], None]) -> Self:
+        """The same, from now on written there."""
+        self._emit = emit
+        return self
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
         """A batch is ordered to be trained. A repeat of the order changes nothing: a batch never changes."""
@@ -121,7 +126,7 @@ class StepRows:
         if seconds:
             row["trainer_seconds"] = seconds
         self.recent.append(row)
-        self.emit(row)
+        self._emit(row)
 
 
 class StepTransitions(Protocol):

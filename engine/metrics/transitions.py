@@ -121,7 +121,7 @@ class Transitions:
         return sum(n for (name, _, target), n in self.count.items() if name == machine and target == state)
 
     def group_counts(self) -> dict[str, int]:
-        """Of groups that were aborted, resumed and filtered so far, as the rows of steps have them."""
+        """How often groups were aborted, resumed and filtered, as a step's row has it."""
         return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
 
     def net(self, machine: str, state: str) -> int:

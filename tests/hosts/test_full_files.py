@@ -81,7 +81,7 @@ def test_rows_of_what_the_record_does_not_know_to_have_ended_are_cut(tmp_path: P
     for row in ({"step": 0}, {"validation": 0, "steps": 0}, {"step": 1}, {"validation": 1, "steps": 1}, {"step": 2}):
         journal.write(row)
     journal.close()
-    assert cut_rows(path, 2, {1}, {0}) == [{"step": 0}, {"validation": 0, "steps": 0}]
+    assert cut_rows(path, 2, unfinished={1}, validations={0}) == [{"step": 0}, {"validation": 0, "steps": 0}]
 
 
 def test_rows_say_so_and_only_whole_ones_stay(disk: SmallDisk) -> None:
@@ -93,5 +93,7 @@ def test_rows_say_so_and_only_whole_ones_stay(disk: SmallDisk) -> None:
     with pytest.raises(StorageFull):
         cut_rows(path, taken)
     disk.grow(256)
-    assert [row["step"] for row in cut_rows(path, taken, {3})] == [step for step in range(taken) if step != 3]
+    assert [row["step"] for row in cut_rows(path, taken, unfinished={3})] == [
+        step for step in range(taken) if step != 3
+    ]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == taken - 1

@@ -145,6 +145,7 @@ def plan(run_dir: Path, point: Point, dies_at: int | None) -> Plan:
     limits = Limits(
         train_batch_size=point.batch, max_staleness_steps=point.staleness, max_steps=point.steps,
         max_concurrent_groups=point.batch * (point.staleness + 1), checkpoint_every=point.checkpoint_every,
+        keeps_batches=point.seed % 3 > 0,  # a third branches
         scoring_tasks=("ref_logprobs",) if apart else (), pools=pools if apart else (),
     )  # fmt: skip
     return Plan(
@@ -152,7 +153,8 @@ def plan(run_dir: Path, point: Point, dies_at: int | None) -> Plan:
         make_rollout=lambda replica: Rollout(generator=Sampler()), make_trainer=Chain, restore_trainer=restore,
         make_prompts=lambda: prompts(point, dies_at, run_dir / f"sprung-{dies_at}"),
         make_scorer=(lambda tasks: Reference()) if apart else None,
-        run_dir=run_dir, resume=(run_dir / "schedule" / "00000000.seg").exists(), snapshot_every=60,
+        trajectories="disk" if point.seed % 3 else "memory", run_dir=run_dir, snapshot_every=60,
+        resume=(run_dir / "schedule" / "00000000.seg").exists(),
     )  # fmt: skip
 
 

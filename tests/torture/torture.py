@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -198,6 +199,7 @@ def main() -> int:
     points += [(seed, "actor") for seed in range(chosen.first, chosen.first + chosen.actors)]
     if chosen.seed is not None:
         points = [(chosen.seed, chosen.mode or TREE)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that whatever runs is ended with this
     results, failed = [], 0
     for seed, mode in points:
         with tempfile.TemporaryDirectory(prefix="torture-") as directory:
