@@ -369,20 +369,25 @@ def test_decisions_of_a_policy_in_error_are_told() -> None:
 
 
 def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
-    world = clockwork(steps=None, mode="abort").run(lambda world: world.scheduler.state.steps_trained == 2)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100, sync_mode="abort"
+    )
+    world = Clockwork(limits).run(lambda world: world.scheduler.state.steps_trained == 2)
     world.driver.deliver(fact.DrainRequested(reason="a user asked"))
     status = world.metrics.status(world.at + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
     assert status.rollout_now.startswith("the run comes to rest")
     assert world.metrics.going_on.requests["drain"] == 1
-    world.run(lambda world: all(r.state == "drained" for r in world.scheduler.state.fleet.replicas.values()))
-    at_rest = world.metrics.idle.rollout_idle_s["draining"]
-    world.after(2.0, fact.StopRequested(reason="now"))
-    world.run(lambda world: world.scheduler.state.outcome is not None)
+    state, idle = world.scheduler.state, world.metrics.idle
+    world.run()  # all there is to hear, but for the checkpoint
+    assert {replica.state for replica in state.fleet.replicas.values()} == {"drained"} and state.outcome is None
+    slots, trainer = idle.rollout_idle_s["draining"], idle.trainer_idle_s["draining"]
+    world.after(2.0, fact.CheckpointSaved(steps=state.steps_trained))
+    world.run()
     assert world.metrics.status().outcome == "stopped"
-    idle = world.metrics.idle
+    assert idle.rollout_idle_s["draining"] == pytest.approx(slots + 2.0 * 4)
+    assert idle.trainer_idle_s["draining"] == pytest.approx(trainer + 2.0)
     assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.at * 4)
-    assert idle.rollout_idle_s["draining"] >= at_rest
 
 
 def test_replicas_that_are_wanted_and_settings_are_told_as_they_are_now() -> None:
@@ -472,29 +477,40 @@ def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
 def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
     world = clockwork(steps=12, replicas=3, slots=3, workers=6, stale=2, generation_s=lambda group: 0.5 + group % 4)
     last = dict.fromkeys(ROLLOUT_IDLE_CAUSES, 0.0)
+    busy_s, busy, since = 0.0, 0, 0.0
 
     def look(world: Clockwork) -> bool:
+        nonlocal busy_s, busy, since
         idle = world.metrics.idle
         for cause, seconds in idle.rollout_idle_s.items():
             assert seconds >= last[cause] - 1e-12, cause
             last[cause] = seconds
-        slots = idle.rollout_busy_s + sum(idle.rollout_idle_s.values())
-        assert slots == pytest.approx(idle.at * 9)
+        busy_s, since = busy_s + busy * (idle.at - since), idle.at
+        replicas = world.scheduler.state.fleet.replicas.values()
+        busy = sum(len(replica.groups) for replica in replicas if replica.state not in ("paused", "installing"))
+        assert idle.rollout_busy_s == pytest.approx(busy_s)
+        assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
         return False
 
     world.run(look)
+    assert busy_s > 20
 
 
 def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
-    world = clockwork(steps=None, batch=4, stale=2, workers=12, generation_s=lambda group: 0.5 + (group * 7) % 5)
+    """More are in a batch than are looked at behind the oldest."""
+    world = clockwork(
+        steps=None, batch=80, stale=2, workers=240, slots=120, generation_s=lambda group: 0.5 + (group * 7) % 5
+    )
     own, oldest = registry(world.metrics), []
 
     def look(world: Clockwork) -> bool:
+        if world.metrics.events.total() % 7:
+            return False
         groups = [g for g in world.scheduler.state.groups.values() if g.state not in ("queued", "batched")]
         wanted = world.at - min((g.started_at for g in groups), default=world.at)
         oldest.append(wanted)
         assert own.get_sample_value("engine_oldest_group_age_seconds") == pytest.approx(wanted)
-        return world.scheduler.state.steps_trained == 20
+        return world.scheduler.state.steps_trained >= 5
 
     world.run(look)
     assert max(oldest) > 2

@@ -195,7 +195,12 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     world.driver.deliver(fact.CheckpointSaved(steps=2))
     world.scheduler.state.fleet.replicas[1].slow = True
     after = shown()
-    for text in ("max_concurrent_groups = 11", "coming to rest for 0:12", "draining", "what limits the next: draining"):
+    for text in (
+        "changed   max_concurrent_groups = 11",
+        "coming to rest for 0:12",
+        "draining",
+        "what limits the next: draining",
+    ):
         assert text in after, text
 
 
