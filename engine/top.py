@@ -35,7 +35,7 @@ LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
 BAR_WIDTH = 24
 SILENCE_S = 5.0
-"""Silence that is shorter than this is not told."""
+"""Silence that is shorter than this is not told; one that has lasted is told by the run itself."""
 HELD, FREE = "█", "░"
 
 
@@ -118,7 +118,7 @@ def _going_on(status: Status) -> dict[str, Text]:
         rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
     if status.draining:
         rows["rest"] = Text(f"the run has been coming to rest for {clock(status.draining_s)}", style="yellow")
-    if status.silent_s >= SILENCE_S:
+    if status.silent_s >= SILENCE_S and not status.silence:
         rows["silence"] = Text(f"nothing has been heard for {clock(status.silent_s)}")
     changes = [f"{how} {times}×" for how, times in status.recoveries.items()]
     changes += [f"{name.rpartition('.')[2]} = {value}" for name, value in status.settings.items()]
