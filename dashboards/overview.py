@@ -84,7 +84,7 @@ def overview() -> Dashboard:
     made = made.with_panel(
         graph(
             "Idle share of the rollout, by cause",
-            "Low. staleness_bound: the trainer is the bottleneck; weight_sync: pauses; pool: the trainer has the machines; "
+            "Low. staleness_bound: the trainer is the bottleneck; weight_sync: pauses; pool: the trainer has them; "
             "draining: replicas are let go, or the run comes to rest; no_prompts: the data are used up.",
             "percentunit",
             {"{{cause}}": share_by_cause(names.ROLLOUT_BUSY, names.ROLLOUT_IDLE)},
