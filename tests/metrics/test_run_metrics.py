@@ -15,7 +15,7 @@ from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
 from engine.metrics.journal import Journal
-from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.states.limits import Limits, Pool, ValidationLimits
@@ -322,7 +322,7 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     before = rows_of(path)
     assert any("validation" in row for row in before)
     transitions = Transitions()
-    recovered = recover(read(recorder), transitions)
+    recovered = recover(read(recorder), transitions.changed)
     metrics = RunMetrics(recovered.scheduler, transitions, Journal(path))
     metrics.close()
     assert rows_of(path) == before
@@ -344,7 +344,7 @@ def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
 
     def look(event: fact.Event, commands: tuple[Command, ...]) -> None:
         observed(event, commands)
-        counts = world.metrics.groups_by_state()
+        counts = world.metrics.groups.by_state()
         in_state.append(counts["checking"])
         live.append(sum(counts.values()) - len(world.scheduler.state.groups))
 
