@@ -199,8 +199,10 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     state, attempts = recovered.scheduler.state, store.attempts
     missing = []
     for group in state.groups.values():
-        phase, whole = PHASES[group.state], group.state in state.stages.by_name
-        if phase is Phase.READY or whole:
+        phase = PHASES[group.state]
+        if group.state in state.stages.by_name:  # each order of its work is an attempt, and stores nothing until done
+            there = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
+        elif phase is Phase.READY:
             there = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
             there = phase not in (Phase.RUNNING, Phase.PARKED) or not group.kept or group.id in attempts

@@ -20,7 +20,8 @@ from engine.states.group import PHASES
 from engine.states.machine import Phase
 from engine.states.state import State
 from engine.trajectory import Prompt, TrajectoryGroup
-from tests.core.test_recovery import busy
+from tests.core.states_of_our_own import CHECKING, WEIGHING
+from tests.core.test_recovery import busy, world
 
 SAVED, TRAINED = 2, 3
 NOBODYS = 39
@@ -156,3 +157,19 @@ def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does
 def test_in_memory_nothing_is_kept(scene: Scene) -> None:
     scene.fill()
     assert not scene.past(trajectories="memory").event(replicas=1).kept
+
+
+def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -> None:
+    made = world(added_states=(WEIGHING, CHECKING))
+    while not made.scheduler.state.stages.out:
+        assert made.act()
+    (group,) = [id for stage in made.scheduler.state.stages.by_name.values() for id in stage.working]
+    run_dir = tmp_path / "run"
+    (run_dir / "schedule").mkdir(parents=True)
+    (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
+    store = DurableStore(run_dir / "trajectories")
+    store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
+    store.close()
+    past = past_of(plan(run_dir), Transitions())
+    past.lock.release()
+    assert past.missing is not None and group not in past.missing
