@@ -81,8 +81,8 @@ def segment_numbers(directory: Path) -> list[int]:
     return [int(stem) for stem in stems]
 
 
-def fsync_directory(path: Path) -> None:
-    """Bring to the disk which files there are."""
+def fsync(path: Path) -> None:
+    """Bring a file to the disk, or which files a directory has."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -228,3 +228,24 @@ def test_over_its_bound_a_store_clears_away_then_says_what_to_do_and_keeps_what_
     again = DurableStore(tmp_path, StorePolicy(segment_bytes=256), fresh=False)
     assert set(again.attempts) == set(kept)
     again.close()
+
+
+def test_what_a_killed_process_left_is_brought_to_the_disk_before_another_segment_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could tear it then, and nothing may be torn but the last segment."""
+    store = DurableStore(tmp_path)
+    store.put(1, 1, b"a")
+    store.close()
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    store = DurableStore(tmp_path, fresh=False)
+    store.put(2, 1, b"b")
+    assert synced == [tmp_path / "00000000.seg", tmp_path]
+    store.close()
