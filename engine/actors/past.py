@@ -187,9 +187,12 @@ def _holds_batches(store: DurableStore, recovered: Recovered, steps: StepId) -> 
 
 
 def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
-    """Let go of what the processes were to let go of when they ended."""
+    """Let go of what the processes were to let go of when they ended, and of attempts that a power cut has taken from
+    the record: those to come would not replace them."""
     state = recovered.scheduler.state
-    wanted = {*state.groups, *chain.from_iterable(state.kept.by_step.values())}
+    kept = {*chain.from_iterable(state.kept.by_step.values())}
+    last = {group.id: group.attempt for group in state.groups.values()}
+    wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
     store.discard([group for group in store.attempts if group not in wanted])
     store.flush()
 

@@ -173,3 +173,16 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     past = past_of(plan(run_dir), Transitions())
     past.lock.release()
     assert past.missing is not None and group not in past.missing
+
+
+def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
+    """A power cut may take more of the record than of the store: the next attempt would not replace a later one."""
+    scene.fill()
+    running = scene.running[0]
+    store = DurableStore(scene.directory, fresh=False)
+    store.put(running, scene.state.groups[running].attempt + 2, pack_group(group_of(running)))
+    store.put(scene.ready, scene.state.groups[scene.ready].attempt + 1, pack_group(group_of(scene.ready)))
+    store.close()
+    past = scene.past()
+    assert past.missing == (scene.ready,)
+    assert scene.held() == {*scene.trained, *scene.formed}
