@@ -1,7 +1,16 @@
 """What a drain, a request or a changed setting meets halfway: timers that were set, replicas on their way, by hand."""
 
 from engine.commands import FinishRun, ParkGroup, SetTimer, StopReplica, TrainStep
-from engine.events import BatchScored, DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, TimerFired
+from engine.events import (
+    BatchScored,
+    DrainRequested,
+    ReplicaLeaves,
+    ReplicasWanted,
+    RunResumed,
+    SettingChanged,
+    StepFailed,
+    TimerFired,
+)
 from engine.states.limits import Pool
 from tests.core.test_leaving import paused, small
 
@@ -54,3 +63,16 @@ def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> 
     run.abort(0)
     assert run.state.groups[0].infrastructure_failures == 1
     assert run.state.last_failure == "an attempt took longer than it might"
+
+
+def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() -> None:
+    run = small(replicas=1, infrastructure_attempts=2)
+    run.finish(0, 1)
+    for attempt in (1, 2):
+        run.tell(StepFailed(step=0, attempt=attempt, reason="no memory"))
+    assert run.ordered(FinishRun)[-1].outcome == "failed"
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    last = run.ordered(TrainStep)[-1]
+    run.tell(StepFailed(step=0, attempt=last.attempt, reason="a passing fault"))
+    assert len(run.ordered(FinishRun)) == 1 and run.ordered(TrainStep)[-1].attempt == last.attempt + 1
