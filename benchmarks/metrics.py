@@ -38,7 +38,10 @@ class Run:
         self.batch = max(1, live // 4)
         limits = Limits(train_batch_size=self.batch, max_staleness_steps=3, max_concurrent_groups=live)
         transitions = Transitions() if metrics else None
-        self.scheduler, self.echo = Scheduler(limits, observe=transitions), Echo()
+        self.scheduler, self.echo = (
+            Scheduler(limits, observe=None if transitions is None else transitions.changed),
+            Echo(),
+        )
         header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(self.scheduler.policies.names))
         self.recorder = Recorder(directory, header)
         self.metrics = None if transitions is None else RunMetrics(self.scheduler, transitions)

@@ -84,8 +84,8 @@ def overview() -> Dashboard:
     made = made.with_panel(
         graph(
             "Idle share of the rollout, by cause",
-            "Low. staleness_bound: the trainer is the bottleneck; weight_sync: pauses; no_prompts: the data are used "
-            "up.",
+            "Low. staleness_bound: the trainer is the bottleneck; weight_sync: pauses; pool: the trainer has them; "
+            "draining: replicas are let go, or the run comes to rest; no_prompts: the data are used up.",
             "percentunit",
             {"{{cause}}": share_by_cause(names.ROLLOUT_BUSY, names.ROLLOUT_IDLE)},
             stacked=True,
@@ -96,7 +96,8 @@ def overview() -> Dashboard:
         graph(
             "Idle share of the trainer, by cause",
             "Low. waiting_for_groups: the rollout is the bottleneck; waiting_for_stragglers: a few long responses hold "
-            "the step.",
+            "the step; pool: replicas are going to sleep; waiting_for_weight_sync: replicas have to have the newest "
+            "weights first.",
             "percentunit",
             {"{{cause}}": share_by_cause(names.TRAINER_BUSY, names.TRAINER_IDLE)},
             stacked=True,

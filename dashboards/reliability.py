@@ -59,13 +59,15 @@ def reliability() -> Dashboard:
             steps=True,
         )
     )
+    made = _going_on(made.with_row(row("Stops, returns and changes")))
     made = made.with_row(row("Storage"))
     made = made.with_panel(
         graph(
             "Trajectory store",
-            "Rises and falls with the groups in flight; growth without end is a leak.",
+            "Rises and falls with the groups in flight and the steps since the newest checkpoint; growth without end "
+            "is a leak. On disk: up to twice as much, what is discarded and not yet cleared away included.",
             "bytes",
-            {"held": of(names.STORE_BYTES)},
+            {"held": of(names.STORE_BYTES), "on disk": of(names.STORE_DISK_BYTES)},
         )
     )
     made = made.with_panel(
@@ -94,6 +96,75 @@ def reliability() -> Dashboard:
     )
 
 
+def _going_on(made: Dashboard) -> Dashboard:
+    made = made.with_panel(
+        graph(
+            "Recoveries, by kind",
+            "0, or as many as you caused. resumed: new processes, nothing lost; branched: from a checkpoint, what came "
+            "after it is done again; scheduler: its process came back beside the living actors.",
+            "suffix: times",
+            {"{{kind}}": of(names.RECOVERIES)},
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Replicas wanted and there",
+            "One line. Fewer there than wanted for minutes: machines are missing; the alert EngineReplicasMissing "
+            "watches it.",
+            "suffix: replicas",
+            {
+                "wanted": of(names.REPLICAS_WANTED),
+                "there": f"sum ({of(names.REPLICAS, state='~[^lj].*')})",
+                "draining or drained": f"sum ({of(names.REPLICAS, state='~drain.*')})",
+            },
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Requests of users, by kind",
+            "Whatever you asked for: stops, drains, other replicas, other settings. Each is a step up.",
+            "suffix: requests",
+            {"{{request}}": of(names.REQUESTS_TAKEN)},
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Running groups that were parked, by reason",
+            "0, or rare. timeout: attempts took longer than rollout.group_timeout_s, and cost one; moved: a faster "
+            "replica took over what a slow one had, at no cost.",
+            "suffix: groups",
+            {"{{reason}}": of(names.PARKED)},
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Train steps that no checkpoint contains",
+            "A saw that falls to 0 every so many steps as checkpoints are apart. What a crash now would have to train "
+            "again; the alert EngineNoCheckpoint watches it.",
+            "suffix: steps",
+            {
+                "since the newest checkpoint": f"{of(names.STEPS)} - {of(names.CHECKPOINT_STEPS)}",
+                "batches kept": of(names.BATCHES_KEPT),
+                "from one checkpoint to the next": of(names.CHECKPOINT_EVERY),
+            },
+            steps=True,
+        )
+    )
+    return made.with_panel(
+        graph(
+            "Coming to rest, age of the checkpoint",
+            "Coming to rest is 0, or short: a drained run ends by itself once its batch is trained. The checkpoint's "
+            "age is a saw.",
+            "s",
+            {"coming to rest": of(names.DRAINING), "age of the newest checkpoint": of(names.CHECKPOINT_AGE)},
+        )
+    )
+
+
 def _at_a_glance() -> list:
     return [
         glance(
@@ -106,7 +177,12 @@ def _at_a_glance() -> list:
         ),
         glance("Groups failed", "Since the run began. 0.", "none", of(names.GROUPS_ENDED, state="failed"), steps=BAD),
         glance("Replicas lost now", "0.", "none", of(names.REPLICAS, state="lost"), steps=BAD),
-        glance("Record written", "Grows with the events.", "bytes", of(names.RECORD_BYTES)),
+        glance(
+            "Newest checkpoint",
+            "Its age. About the time that trainer.checkpoint_every steps take.",
+            "s",
+            of(names.CHECKPOINT_AGE),
+        ),
         glance("Trajectories held", "Bounded by the groups in flight.", "bytes", of(names.STORE_BYTES)),
         glance(
             "Disk free",

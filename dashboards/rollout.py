@@ -26,7 +26,8 @@ def rollout() -> Dashboard:
     made = made.with_panel(
         timeline(
             "State of each replica",
-            "ready, with short gaps while weights are swapped. lost: see the Reliability board.",
+            "ready, with short gaps while weights are swapped. draining, drained: let go, or the run comes to rest; "
+            "asleep: its pool trains; lost: see the Reliability board.",
             of(names.REPLICA_STATE),
             "replica {{replica}} {{state}}",
         )
@@ -45,6 +46,28 @@ def rollout() -> Dashboard:
             "About the same on like machines. Counted when a group is whole, so it comes in steps.",
             "suffix: tokens/s",
             {"replica {{replica}}": rate(names.REPLICA_TOKENS, by="replica")},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Slow replicas",
+            "0. 1 marks a replica whose tokens take longer than those of the others by more than "
+            "rollout.straggler_factor: a machine that throttles, or a neighbour. The alert EngineReplicaSlow watches "
+            "it.",
+            "bool_yes_no",
+            {"replica {{replica}}": of(names.REPLICA_SLOW)},
+            high=1.0,
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Slots whose replica is not rollout's now",
+            "pool: the trainer has the machines the slots stand on, as it does by turns in shared pools; draining: the "
+            "replica is let go, or the run comes to rest; weight_sync: pauses.",
+            "suffix: slots",
+            {"{{cause}}": rate(names.ROLLOUT_IDLE, by="cause", cause="~pool|draining|weight_sync")},
+            stacked=True,
         )
     )
     made = made.with_row(row("Groups cut short"))

@@ -55,11 +55,15 @@ def scheduler() -> Dashboard:
     )
     made = made.with_panel(
         graph(
-            "Age of the oldest group, time since the last step",
-            "Both follow the length of a step. A group that grows old alone is a straggler; both growing: nothing "
-            "moves.",
+            "Age of the oldest group, time since the last step and the last event",
+            "The first two follow the length of a step. A group that grows old alone is a straggler; both growing: "
+            "nothing moves. Nothing heard for as long: whatever the run waits for does not answer.",
             "s",
-            {"oldest group": of(names.OLDEST_GROUP_AGE), "last train step": of(names.STEP_AGE)},
+            {
+                "oldest group": of(names.OLDEST_GROUP_AGE),
+                "last train step": of(names.STEP_AGE),
+                "nothing heard for": of(names.SILENCE),
+            },
         )
     )
     made = made.with_row(row("Events and decisions"))
@@ -90,6 +94,23 @@ def scheduler() -> Dashboard:
             "A few events for each group. Many GroupFailed, SyncFailed or StepFailed: see the Reliability board.",
             "suffix: events/s",
             {"{{event}}": rate(names.EVENTS, by="event")},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Decisions taken in place of a policy",
+            "0. Each is a policy of yours that raised or broke a law, with policies.on_error: builtin.",
+            "suffix: decisions",
+            {"built-in": of(names.POLICY_ERRORS)},
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Changes of shared pools a second",
+            "Two or three for each task that takes turns in a pool; 0 where nothing is shared.",
+            "suffix: /s",
+            {"{{from}} to {{to}}": f"{rate(names.TRANSITIONS, by='from, to', machine='pool')} or vector(0)"},
         )
     )
     return made.with_panel(

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.errors import ConfigError
-from engine.live import panel
+from engine.live import clock, panel
 from engine.metrics.endpoint import FILE, address_of
 from engine.metrics.status import Status, status_of
 from engine.rundir import RunDirectory, open_run
@@ -34,6 +34,8 @@ LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
 BAR_WIDTH = 24
+SILENCE_S = 5.0
+"""Silence that is shorter than this is not told; one that has lasted is told by the run itself."""
 HELD, FREE = "█", "░"
 
 
@@ -84,7 +86,7 @@ def ask(address: str, shown: str) -> Status:
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole picture: the live view of the run, and its machines below."""
-    room = height - 20 - bool(status.silence)
+    room = height - 20 - bool(status.silence) - len(_going_on(status))
     return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
 
 
@@ -100,7 +102,29 @@ def _machines(status: Status) -> RenderableType:
     limit = status.admission_limit.replace("_", " ")
     running = f"{status.running} of K = {status.max_concurrent_groups} groups run; what limits the next: "
     grid.add_row("admission", Text(running).append(limit, style="cyan"))
+    for name, said in _going_on(status).items():
+        grid.add_row(name, said)
     return Panel(grid, title="machines", title_align="left", padding=(0, 1))
+
+
+def _going_on(status: Status) -> dict[str, Text]:
+    """What a resume would go on from; where there is any: a drain, for how long nothing was heard, what was changed."""
+    rows: dict[str, Text] = {}
+    if status.checkpoint_every:
+        behind = status.step - status.checkpoint_steps
+        said = (
+            f"holds {status.checkpoint_steps} steps, {behind} fewer than trained; {clock(status.checkpoint_age_s)} old"
+        )
+        rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
+    if status.draining:
+        rows["rest"] = Text(f"the run has been coming to rest for {clock(status.draining_s)}", style="yellow")
+    if status.silent_s >= SILENCE_S and not status.silence:
+        rows["silence"] = Text(f"nothing has been heard for {clock(status.silent_s)}")
+    changes = [f"{how} {times}×" for how, times in status.recoveries.items()]
+    changes += [f"{name.rpartition('.')[2]} = {value}" for name, value in status.settings.items()]
+    if changes:
+        rows["changed"] = Text("; ".join(changes))
+    return rows
 
 
 def _counts(counts: dict[str, int]) -> Text:
@@ -120,11 +144,15 @@ def _replicas(status: Status, shown: int) -> RenderableType:
         state = status.replica_states.get(id, "")
         full = round(BAR_WIDTH * held / slots) if slots else 0
         bar = Text(HELD * full, style="green").append(FREE * (BAR_WIDTH - full), style="dim")
+        if id in status.replicas_slow:
+            state = "slow" if state == "ready" else state
         style = "" if state == "ready" else "yellow"
         version = f"v{status.replica_versions.get(id, 0)}"
         table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}")
     more = len(status.replica_slots) - shown
     notes = [f"{more} more"] if more > 0 else []
+    there = len(status.replica_slots)
+    notes += [f"{there} of {status.replicas_wanted} wanted"] if there != status.replicas_wanted else []
     notes += [f"{status.replicas_lost} lost"] if status.replicas_lost else []
     title = "replicas" + (f" ({', '.join(notes)})" if notes else "")
     return Panel(table, title=title, title_align="left", padding=(0, 1))

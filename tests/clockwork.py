@@ -36,6 +36,8 @@ class Clockwork:
     replicas: int = 2
     slots: int = 2
     generation_s: Callable[[int], float] = lambda group: 1.0
+    fails: Callable[[int], bool] = lambda group: False
+    """Whether the attempts of a group fail, for its data."""
     training_s: float = 0.5
     publishing_s: float = 0.25
     install_s: float = 0.125
@@ -54,7 +56,7 @@ class Clockwork:
 
     def __post_init__(self) -> None:
         transitions = Transitions()
-        self.scheduler = Scheduler(self.limits, observe=transitions)
+        self.scheduler = Scheduler(self.limits, observe=transitions.changed)
         journal = None if self.journal is None else Journal(self.journal)
         self.metrics = RunMetrics(self.scheduler, transitions, journal)
         self.driver = Driver(self.scheduler, self, self.recorder or NoRecord(), self, observe=self.metrics.observe)
@@ -132,6 +134,10 @@ class Clockwork:
             self.after(0.0, fact.GroupAborted(**attempt, tokens=0, oldest_version=-1, newest_version=-1))
 
     def generated(self, command: order.StartGroup | order.ResumeGroup) -> Event:
+        if self.fails(command.group):
+            attempt = {"group": command.group, "attempt": command.attempt}
+            place = {"replica": command.replica, "incarnation": command.incarnation}
+            return fact.GroupFailed(**attempt, **place, cause="data", reason="no reward")
         version = self.versions[command.replica]
         return fact.GroupGenerated(
             group=command.group,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine import policies, rundir
-from engine.cli import _next_commands, main
+from engine.cli import main
 from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added, registry
+from engine.running import _next_commands
 from engine.schedule import Header, Recorder
 from engine.simulation.proof import prove, scaled_down
 from engine.states.limits import AddedState, Limits, ValidationLimits

@@ -31,11 +31,11 @@ class StoreWatch:
     def __init__(self, store: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._store = store
         self._loop = loop
-        self._known = (0, 0)
+        self._known = (0, 0, 0)
         self._asked = False
 
-    def __call__(self) -> tuple[int, int]:
-        """(groups, bytes). From any thread; never waits."""
+    def __call__(self) -> tuple[int, int, int]:
+        """(groups, bytes, bytes on disk). From any thread; never waits."""
         if not self._asked:
             self._asked = True
             try:
@@ -47,7 +47,7 @@ class StoreWatch:
     async def _ask(self) -> None:
         try:
             stats = await self._store.stats.remote()
-            self._known = (stats.groups, stats.bytes)
+            self._known = (stats.groups, stats.bytes, stats.disk_bytes)
         except Exception as error:
             log.debug("the trajectory store does not say what it holds: %s", error)
         finally:

@@ -81,7 +81,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
         rows = ReplayedRows(transitions)
         recovered = recover(
             record,
-            transitions,
+            transitions.changed,
             books=transitions,
             replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
         )

@@ -122,7 +122,7 @@ class SchedulerActor:
         plan = self._plan
         policies = PolicySet.from_names(plan.policies)
         self._scheduler = (
-            Scheduler(plan.limits, policies, observe=self._transitions)
+            Scheduler(plan.limits, policies, observe=self._transitions.changed)
             if earlier is None
             else earlier.recovered.scheduler
         )

@@ -151,7 +151,7 @@ class Books:
         header = Header(run=name, limits=limits.to_plain(), policies=dict(policies.names), code=__version__)
         self.recorder = MemoryRecorder(header) if directory is None else Recorder(directory / "schedule", header)
         self._transitions = Transitions()
-        self.scheduler = Scheduler(limits, policies, observe=self._transitions)
+        self.scheduler = Scheduler(limits, policies, observe=self._transitions.changed)
         journal = Journal(directory / "metrics.jsonl") if directory else None
         self.metrics = RunMetrics(self.scheduler, self._transitions, journal)
         self._said: list[dict[str, Any]] = []

@@ -13,9 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from engine.commands import Command, TrainStep
+from engine.commands import Command, ParkGroup, StartGroup, TrainStep
 from engine.events import (
     CheckpointFailed,
+    CheckpointSaved,
+    DrainRequested,
     Event,
     GroupAborted,
     GroupFailed,
@@ -25,25 +27,29 @@ from engine.events import (
     ReplicaLost,
     RowsFailed,
     RowsMeasured,
+    RunResumed,
+    SchedulerRecovered,
     StateFailed,
     StepFailed,
     SyncFailed,
     WeightsInstalled,
+    WeightsStaged,
 )
 from engine.ids import StepId
+from engine.metrics.generated import BATCH, GeneratedGroups
+from engine.metrics.going_on import GoingOn
+from engine.metrics.groups import GroupCounts
 from engine.metrics.histogram import Histogram
-from engine.metrics.idle import IdleTime
-from engine.metrics.names import (
+from engine.metrics.idle import IdleTime, only_syncs
+from engine.metrics.labels import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
-    GROUP_BUCKETS,
-    LIVE_GROUP_STATES,
     LIVE_VALIDATION_STATES,
     PHASE_BUCKETS,
+    REQUESTS,
     RETRY_CAUSES,
     STALENESS_BUCKETS,
     STEP_PHASES,
-    TOKEN_BUCKETS,
     VALIDATION_BUCKETS,
 )
 from engine.metrics.replicas import Replicas
@@ -53,8 +59,7 @@ from engine.metrics.transitions import Transitions
 from engine.states.state import State
 from engine.states.validation import VALIDATION
 
-TOKEN_RATE_WINDOW_S = 15.0
-TOKEN_SAMPLE_S = 0.25
+__all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
 
 
 class HasState(Protocol):
@@ -82,16 +87,14 @@ class RunMetrics:
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
-        self.events: Counter[str] = Counter()
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
         self.failed_group: dict[str, int] = {}
         """The group that last cost an attempt, by cause."""
         self.last_failure = ""
         """What failed last and why."""
         self.replicas = Replicas()
+        self.generated = GeneratedGroups(self.replicas)
         self.staleness = Histogram(STALENESS_BUCKETS)
-        self.response_tokens = Histogram(TOKEN_BUCKETS)
-        self.group_s = Histogram(GROUP_BUCKETS)
         self.phase_s = {phase: Histogram(PHASE_BUCKETS) for phase in STEP_PHASES}
         self.decision_s = Histogram(DECISION_BUCKETS)
         self.figures: dict[str, float] = {}
@@ -100,10 +103,7 @@ class RunMetrics:
         """When a train step was last finished."""
         self.step_staleness: tuple[int, ...] = ()
         """Of the groups of the newest trained step."""
-        self.tokens_generated = 0
         self.tokens_trained = 0
-        self.at = 0.0
-        """Time of the newest event, seconds since the run began."""
         self.since: dict[tuple[str, int], float] = {}
         """When replicas, steps under way and the newest checkpoint came to where they are; see `states.waiting`."""
         self.silence = (-1, "")
@@ -116,18 +116,18 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
+        self.going_on = GoingOn(self.state)
         self.steps = StepRows(self._emit, transitions.group_counts()) if rows is None else rows.written_to(self._emit)
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()
         transitions.replicas.clear()
         self._journal = journal
+        self._events: Counter[type[Event]] = Counter()
+        """All but those that are in `generated`."""
         self._stale_before = self.state.stale_echoes
-        self._drawn_before = self.state.ledger.drawn
-        self._live = (*LIVE_GROUP_STATES, *self.state.stages.by_name)
-        self._groups_before = self._group_counts()
+        self.groups = GroupCounts(self.state, transitions)
         self._finished_at: deque[float] = deque(maxlen=11)
-        self._token_samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=256)
         self._counted = self._counters()
 
     def _counters(self) -> dict[type[Event], Callable[[Any], None]]:
@@ -146,6 +146,10 @@ class RunMetrics:
             RowsMeasured: self._rows_measured,
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
+            CheckpointSaved: self.going_on.checkpoint_saved,
+            DrainRequested: self.going_on.drain_requested,
+            RunResumed: self._run_resumed,
+            SchedulerRecovered: lambda event: self.going_on.recovered(),
         }
 
     def go_on(self) -> None:
@@ -161,29 +165,54 @@ class RunMetrics:
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
         """Count an event that the scheduler has handled, and what it ordered."""
-        self.at = event.at
-        self.idle.advance(event.at)
-        kind = type(event)
-        self.events[kind.__name__] += 1
-        counted = self._counted.get(kind)
+        idle = self.idle
+        idle.at = event.at
+        if type(event) is not GroupGenerated or self.transitions.others_changed:
+            self._observe_all(event, commands)
+            return
+        for command in commands:
+            if type(command) is not StartGroup:
+                self._observe_all(event, commands)
+                return
+        if self.state.stale_echoes != self._stale_before:
+            self._observe_all(event, commands)
+            return
+        self._group_generated(event)  # nearly every event: one group is there, others start
+        idle.group_changed()
+
+    def _observe_all(self, event: Event, commands: Sequence[Command]) -> None:
+        """Whatever an event may be about."""
+        kind, transitions = type(event), self.transitions
+        counted, quiet = self._counted.get(kind), kind is WeightsStaged and not commands
         stale = self.state.stale_echoes != self._stale_before
         self._stale_before = self.state.stale_echoes
+        if stale or kind is not GroupGenerated:
+            self._events[kind] += 1
+            if kind in REQUESTS:
+                self.going_on.requested(kind)
         if counted is not None and not stale:
             counted(event)
-        if self.transitions.steps:
-            self._steps_changed(event.at)
-        if self.transitions.validations:
-            self._validations_ended()
+        transitions.released = None
+        if transitions.others_changed:
+            transitions.others_changed = quiet = False
+            if transitions.steps:
+                self._steps_changed(event.at)
+            if transitions.validations:
+                self._validations_ended()
         for command in commands:
             if type(command) is TrainStep:
                 self._batch_ordered(command)
-            else:
+            elif type(command) is ParkGroup:
+                self.going_on.park_ordered(command)
+            elif type(command) is not StartGroup:
                 self.replicas.ordered(command, event.at)
-        if self.transitions.replicas:
-            self.since.update(dict.fromkeys((("replica", id) for id in self.transitions.replicas), event.at))
-            self.transitions.replicas.clear()
-            self.idle.replicas_changed()
-        self.idle.measure()
+        if transitions.replicas:
+            self.since.update(dict.fromkeys((("replica", id) for id in transitions.replicas), event.at))
+            for replica in transitions.replicas.values():
+                self.idle.replica_changed(replica)
+            transitions.replicas.clear()
+        if not quiet:
+            self.idle.measure(groups=not only_syncs(kind, commands))
         if self.state.outcome is not None:
             self.steps.flush()
 
@@ -207,6 +236,33 @@ class RunMetrics:
 
     # what is read out
 
+    def catch_up(self) -> None:
+        """Count what was only set down. Called before figures are read, from any thread."""
+        self.generated.catch_up()
+
+    @property
+    def at(self) -> float:
+        """Time of the newest event, seconds since the run began."""
+        return self.idle.at
+
+    @at.setter
+    def at(self, at: float) -> None:
+        self.idle.at = at
+
+    @property
+    def tokens_generated(self) -> int:
+        self.catch_up()
+        return self.generated.tokens
+
+    @property
+    def events(self) -> Counter[str]:
+        """Events handled, by kind."""
+        self.catch_up()
+        counts = Counter({kind.__name__: count for kind, count in list(self._events.items())})
+        if self.generated.groups:
+            counts[GroupGenerated.__name__] += self.generated.groups
+        return counts
+
     @property
     def changes(self) -> int:
         """Events so far that were no echoes of what is over."""
@@ -215,13 +271,6 @@ class RunMetrics:
     def status(self, now: float | None = None) -> Status:
         """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
         return describe(self, self.at if now is None else max(now, self.at))
-
-    def groups_by_state(self) -> dict[str, int]:
-        """Groups that have not ended, by state. Safe to call from another thread: reads counters, never the records."""
-        drawn = self.state.ledger.drawn - self._drawn_before
-        counts = {state: self._groups_before[state] + self.transitions.net("group", state) for state in self._live}
-        counts["queued"] += drawn
-        return {state: max(0, count) for state, count in counts.items()}
 
     def reported(self) -> list[Row]:
         """Rows of the validations that came to their report, oldest first."""
@@ -235,12 +284,8 @@ class RunMetrics:
 
     def tokens_per_s(self, now: float) -> float:
         """Response tokens of generated groups per second, over the newest seconds; 0 before the first."""
-        samples = self._token_samples
-        while len(samples) > 2 and samples[1][0] < now - TOKEN_RATE_WINDOW_S:
-            samples.popleft()
-        if now <= samples[0][0]:
-            return 0.0
-        return (self.tokens_generated - samples[0][1]) / (now - samples[0][0])
+        self.catch_up()
+        return self.generated.tokens_per_s(now)
 
     def eta_s(self, now: float) -> float | None:
         """Seconds to the last step at the pace of the newest ones; None where the last step or the pace is unknown."""
@@ -254,20 +299,15 @@ class RunMetrics:
 
     # counting
 
-    def _group_counts(self) -> dict[str, int]:
-        """By state at this moment, less what `transitions` has counted already."""
-        counts = Counter(group.state for group in self.state.groups.values())
-        return {state: counts[state] - self.transitions.net("group", state) for state in self._live}
+    def _run_resumed(self, event: RunResumed) -> None:
+        self.going_on.resumed(event)
+        self.groups.resumed(event)
 
     def _group_generated(self, event: GroupGenerated) -> None:
-        self.tokens_generated += event.tokens
-        self.replicas.generated(event)
-        self.response_tokens.observe(event.tokens / max(1, event.live), event.group)
-        group = self.state.groups.get(event.group)
-        if group is not None:
-            self.group_s.observe(event.at - group.started_at, event.group)
-        if event.at - self._token_samples[-1][0] >= TOKEN_SAMPLE_S:
-            self._token_samples.append((event.at, self.tokens_generated))
+        group, waiting = self.state.groups.get(event.group), self.generated.waiting
+        waiting.append((event, None if group is None else group.started_at))
+        if len(waiting) >= BATCH:
+            self.generated.catch_up(blocking=False)
 
     def _group_failed(self, event: GroupFailed) -> None:
         cause = "group_data" if event.cause == "data" else "group_infrastructure"
@@ -335,8 +375,7 @@ class RunMetrics:
 
     def _step_trained(self, step: StepId) -> None:
         groups, staleness, tokens = self.steps.batch(step)
-        for group, steps_behind in zip(groups, staleness, strict=True):
-            self.staleness.observe(steps_behind, group)
+        self.staleness.observe_all(staleness, groups)
         self.step_staleness = staleness or self.step_staleness
         self.tokens_trained += tokens
 

@@ -8,7 +8,6 @@ same however many groups live, and never walks what the scheduler is changing. I
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -18,7 +17,9 @@ from prometheus_client.registry import Collector
 
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
+from engine.metrics.groups import OldestGroup
 from engine.metrics.histogram import Histogram
+from engine.metrics.labels import ADMISSION_LIMITS, REPLICA_GROUP_ENDS
 from engine.metrics.names import METRICS, Metric
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -41,8 +42,8 @@ class Around:
     events_waiting: Callable[[], int] | None = None
     record: Callable[[], tuple[int, int]] | None = None
     """(bytes written, bytes the operating system does not have yet) of the schedule record."""
-    store: Callable[[], tuple[int, int]] | None = None
-    """(groups, bytes) in the trajectory store."""
+    store: Callable[[], tuple[int, int, int]] | None = None
+    """(groups, bytes, bytes on disk) of the trajectory store."""
     directory: Path | None = None
     """The run's directory, whose disk is watched."""
 
@@ -53,9 +54,11 @@ class Exporter(Collector):
     def __init__(self, metrics: RunMetrics, around: Around | None = None) -> None:
         self._metrics = metrics
         self._around = around or Around()
-        self._read = self._of_the_scheduler() | self._of_replicas() | self._of_its_surroundings()
+        self._oldest = OldestGroup(metrics.state)
+        self._read = self._of_the_scheduler() | self._of_going_on() | self._of_replicas() | self._of_its_surroundings()
 
     def collect(self) -> Iterator[Family]:
+        self._metrics.catch_up()
         for metric in METRICS:
             if metric.kind == "histogram":
                 yield self._histogram(metric)
@@ -91,8 +94,8 @@ class Exporter(Collector):
         m = self._metrics
         alone = {
             names.STALENESS.name: m.staleness,
-            names.RESPONSE_TOKENS.name: m.response_tokens,
-            names.GROUP_SECONDS.name: m.group_s,
+            names.RESPONSE_TOKENS.name: m.generated.response_tokens,
+            names.GROUP_SECONDS.name: m.generated.seconds,
             names.DECISION_SECONDS.name: m.decision_s,
             names.VALIDATION_SECONDS.name: m.validation_s,
         }
@@ -106,11 +109,11 @@ class Exporter(Collector):
     def _of_the_scheduler(self) -> dict[str, Read]:
         m, state, idle = self._metrics, self._metrics.state, self._metrics.idle
         return {
-            names.GROUPS.name: lambda: _labelled(m.groups_by_state()),
+            names.GROUPS.name: lambda: _labelled(m.groups.by_state()),
             names.GROUPS_ENDED.name: lambda: [((s,), m.transitions.entered("group", s)) for s in names.GROUP.terminal],
             names.GROUPS_RUNNING.name: lambda: _one(state.ledger.running),
             names.CAPACITY.name: lambda: _labelled(dict(zip(("workers", "staleness"), idle.capacity, strict=True))),
-            names.ADMISSION_LIMIT.name: lambda: _one_hot(names.ADMISSION_LIMITS, idle.admission_limit),
+            names.ADMISSION_LIMIT.name: lambda: _one_hot(ADMISSION_LIMITS, idle.admission_limit),
             names.MAX_STALENESS.name: lambda: _one(state.limits.max_staleness_steps),
             names.MAX_GROUPS.name: lambda: _one(state.limits.max_concurrent_groups),
             names.BATCH_SIZE.name: lambda: _one(state.limits.train_batch_size),
@@ -147,9 +150,25 @@ class Exporter(Collector):
             names.UPTIME.name: lambda: _one(self._now()),
         }
 
+    def _of_going_on(self) -> dict[str, Read]:
+        m, state, live = self._metrics, self._metrics.state, self._metrics.going_on
+        return {
+            names.SILENCE.name: lambda: _one(max(0.0, self._now() - m.at)),
+            names.RECOVERIES.name: lambda: _labelled(live.recoveries),
+            names.REQUESTS_TAKEN.name: lambda: _labelled(live.requests),
+            names.DRAINING.name: lambda: _one(live.draining_s(self._now())),
+            names.PARKED.name: lambda: _labelled(live.parked),
+            names.POLICY_ERRORS.name: lambda: _one(state.policy_errors),
+            names.REPLICAS_WANTED.name: lambda: _one(live.replicas_wanted),
+            names.BATCHES_KEPT.name: lambda: _one(len(state.kept.by_step)),
+            names.CHECKPOINT_AGE.name: lambda: _one(max(0.0, self._now() - live.checkpoint_at)),
+            names.CHECKPOINT_STEPS.name: lambda: _one(live.checkpoint_steps),
+            names.CHECKPOINT_EVERY.name: lambda: _one(state.limits.checkpoint_every),
+        }
+
     def _of_replicas(self) -> dict[str, Read]:
         states, fleet, figures = names.REPLICA.states, self._metrics.state.fleet, self._metrics.replicas.of
-        modes, ends = names.SYNC_MODES, names.REPLICA_GROUP_ENDS
+        modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
 
         def alive() -> list[tuple[str, int, int, int]]:
             """(replica, version, slots held, slots) of those that are not lost."""
@@ -165,6 +184,9 @@ class Exporter(Collector):
             names.REPLICA_WEIGHTS_VERSION.name: lambda: [((id,), version) for id, version, _, _ in alive()],
             names.REPLICA_STATE.name: lambda: [
                 ((str(r.id), state), r.state == state) for r in list(fleet.replicas.values()) for state in states
+            ],
+            names.REPLICA_SLOW.name: lambda: [
+                ((str(r.id),), r.slow) for r in list(fleet.replicas.values()) if r.state != "lost"
             ],
             names.REPLICA_SLOTS.name: lambda: [
                 ((id, state), held if state == "held" else max(0, slots - held))
@@ -190,6 +212,7 @@ class Exporter(Collector):
             store = around.store
             read[names.STORE_GROUPS.name] = lambda: _one(store()[0])
             read[names.STORE_BYTES.name] = lambda: _one(store()[1])
+            read[names.STORE_DISK_BYTES.name] = lambda: _one(store()[2])
         if around.record is not None:
             record = around.record
             read[names.RECORD_BYTES.name] = lambda: _one(record()[0])
@@ -208,12 +231,8 @@ class Exporter(Collector):
         return [((), max(0, deadline - state.steps_batched)) for deadline in list(state.deadlines.by_deadline())[:1]]
 
     def _oldest_group_age(self) -> Samples:
-        """Groups are kept in the order drawn, in which they are started: the oldest is among the first few, behind
-        those that are being trained on."""
-        state = self._metrics.state
-        first = list(islice(state.groups.values(), 2 * state.limits.train_batch_size + 64))
-        started = [group.started_at for group in first if group.state not in ("queued", "batched")]
-        return _one(max(0.0, self._now() - min(started)) if started else 0.0)
+        started_at = self._oldest.started_at(self._metrics.going_on.recoveries["branched"])
+        return _one(0.0 if started_at is None else max(0.0, self._now() - started_at))
 
 
 def registry(metrics: RunMetrics, around: Around | None = None) -> CollectorRegistry:

@@ -5,6 +5,7 @@ text.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 
 class Histogram:
@@ -34,6 +35,23 @@ class Histogram:
             self.smallest = value
         if self.largest is None or value > self.largest:
             self.largest = value
+
+    def observe_all(self, values: Sequence[float], whose: Sequence[int]) -> None:
+        """Count many values, oldest first; the same as one by one, and quicker."""
+        if not values:
+            return
+        bounds, counts, newest = self.bounds, self.counts, dict[int, int]()
+        for place, value in enumerate(values):
+            bucket = bisect_left(bounds, value)
+            counts[bucket] += 1
+            newest[bucket] = place
+        for bucket, place in newest.items():
+            self.examples[bucket] = (values[place], whose[place])
+        self.count += len(values)
+        self.total += sum(values)
+        least, most = min(values), max(values)
+        self.smallest = least if self.smallest is None else min(self.smallest, least)
+        self.largest = most if self.largest is None else max(self.largest, most)
 
     @property
     def mean(self) -> float | None:

@@ -1,28 +1,96 @@
 """Where the time of slots and trainer goes: busy, or idle and by which cause.
 
 Kept by `collector.RunMetrics`. Between two events nothing changes, so the split found after one event holds until the
-next; adding it up is exact and costs O(1) an event, O(replicas not ready) while weights are being swapped.
+next; only where it changes is something added up, which is exact and costs O(1), and nothing after most events.
 """
 
-from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from collections.abc import Sequence
+
+from engine.commands import (
+    Command,
+    InstallWeights,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+)
+from engine.events import Event, ReplicaPaused, WeightsInstalled, WeightsStaged
+from engine.ids import ReplicaId, Version
+from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from engine.states.limits import Limits
+from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
 from engine.states.replica import Replica
 from engine.states.state import State
 
 FROZEN_STATES = ("paused", "installing")
 """A replica in these samples nothing, whatever it holds."""
+NOT_THERE = ("lost", "joining")
+RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
+NEVER = 1 << 62
+"""More groups than any run has."""
+NONE = (0, 0, 0, 0)
+SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
+SYNC_ORDERS = (StartGroup, ResumeGroup, StageWeights, PauseReplica, InstallWeights, ResumeReplica)
+
+
+Split = tuple[int, tuple[tuple[str, int], ...], str, str | None, str]
+"""Slots that are busy, or idle by the cause named third; (cause, slots) of the others; what the trainer does; why it
+does nothing where that is None."""
+NOTHING: Split = (0, (), "starting", None, "starting")
+
+
+def only_syncs(kind: type[Event], commands: Sequence[Command]) -> bool:
+    """Whether an event and the answer to it took no group off a replica that is not ready."""
+    return kind in SYNC_EVENTS and all([type(command) in SYNC_ORDERS for command in commands])
+
+
+class Period:
+    """A time in which only the number of busy slots changes; with the sums up to its begin. Never changed."""
+
+    __slots__ = ("at", "busy_s", "idle_s", "split", "trainer_busy_s", "trainer_idle_s")
+
+    def __init__(self, at: float, split: Split, before: "Period | None" = None, busy_s: float = 0.0) -> None:
+        """`before`: what ends at `at`, and how many slot seconds were busy by then."""
+        self.at = at
+        self.split = split
+        self.busy_s = busy_s
+        if before is None:
+            self.idle_s = dict.fromkeys(ROLLOUT_IDLE_CAUSES, 0.0)
+            self.trainer_busy_s = dict.fromkeys(TRAINER_TASKS, 0.0)
+            self.trainer_idle_s = dict.fromkeys(TRAINER_IDLE_CAUSES, 0.0)
+            return
+        self.idle_s, self.trainer_busy_s = before.idle_s, before.trainer_busy_s
+        self.trainer_idle_s = before.trainer_idle_s
+        seconds = at - before.at
+        if seconds <= 0:
+            return
+        most, away, cause, task, trainer_cause = before.split
+        free_s = most * seconds - (busy_s - before.busy_s)
+        if away or free_s > 0:
+            self.idle_s = self.idle_s.copy()
+            for name, slots in away:
+                self.idle_s[name] += slots * seconds
+            self.idle_s[cause] += max(0.0, free_s)
+        if task is not None:
+            self.trainer_busy_s = self.trainer_busy_s.copy()
+            self.trainer_busy_s[task] += seconds
+        else:
+            self.trainer_idle_s = self.trainer_idle_s.copy()
+            self.trainer_idle_s[trainer_cause] += seconds
 
 
 class IdleTime:
-    """Seconds by cause, summed up to the newest event; `measure` says what holds from it on."""
+    """Seconds by cause, up to the newest event; `measure` finds what holds from it on.
+
+    What it says may be read from any thread: `at`, `_now` and `_period` are written, and read, in this order, so that
+    no sum ever goes back.
+    """
 
     def __init__(self, state: State) -> None:
-        self.rollout_busy_s = 0.0
-        self.rollout_idle_s = dict.fromkeys(ROLLOUT_IDLE_CAUSES, 0.0)
-        self.trainer_busy_s = dict.fromkeys(TRAINER_TASKS, 0.0)
-        self.trainer_idle_s = dict.fromkeys(TRAINER_IDLE_CAUSES, 0.0)
-        self.busy = 0
-        """Slots generating now."""
+        self.at = 0.0
+        """Time of the newest event, seconds since the run began."""
         self.frozen = 0
         """Slots whose group stands still while weights are swapped."""
         self.slots = 0
@@ -31,62 +99,172 @@ class IdleTime:
         """Why the free slots of ready replicas are free, where there are any."""
         self.trainer_task: str | None = None
         self.trainer_cause = "starting"
-        self._at: float | None = None
+        self._now = (0.0, 0, 0.0)
+        """(since when, so many slots are busy, their slot seconds before)."""
+        self._period: Period | None = None
+        """None before the first event: the time before it is nobody's."""
         self._state = state
-        self._not_ready: list[Replica] = []
-        self._ready_slots = 0
-        self._swapping = 0
-        self._asleep = 0
-        self._newest = 0
-        self.replicas_changed()
+        self._slots_of: dict[ReplicaId, int] = {}
+        """Of those alive."""
+        self._not_ready: dict[ReplicaId, Replica] = {}
+        """Alive, and in a state in which no group starts."""
+        self._ready: dict[ReplicaId, Version] = {}
+        """Versions of the others."""
+        self._counted: dict[ReplicaId, tuple[int, int, int, int]] = {}
+        """Of each that is not ready: slots frozen with a group, swapping, asleep and leaving."""
+        self._swapping = self._asleep = self._leaving = 0
+        self._most = 0
+        self._measuring = 0
+        """Slots that groups could have and a validation has."""
+        self._full = False
+        self._known: tuple[Limits, int, Version] | None = None
+        """What the next four were worked out from."""
+        self._batch = self._workers = self._last = self._places = self._batched = 0
+        for replica in state.fleet.replicas.values():
+            self.replica_changed(replica)
 
-    def replicas_changed(self) -> None:
-        """To be called after any replica changed its state, slots or version."""
-        living = [r for r in self._state.fleet.rollouts() if r.state not in ("lost", "joining")]
-        ready = [r for r in living if r.state == "ready"]
-        self._not_ready = [r for r in living if r.state != "ready"]
-        self._ready_slots = sum(r.slots for r in ready)
-        self.slots = sum(r.slots for r in living)
-        self._newest = max((r.version for r in ready), default=max((r.version for r in living), default=0))
-
-    def advance(self, at: float) -> None:
-        """Add the time since the last event to what held since then."""
-        seconds = 0.0 if self._at is None else at - self._at
-        self._at = at
-        if seconds <= 0:
+    def replica_changed(self, replica: Replica) -> None:
+        """To be called after a replica changed its state, slots or version."""
+        if replica.validator:
             return
-        self.rollout_busy_s += self.busy * seconds
-        if self._swapping:
-            self.rollout_idle_s["weight_sync"] += self._swapping * seconds
-        if self._asleep:
-            self.rollout_idle_s["pool"] += self._asleep * seconds
-        free = self.slots - self.busy - self._swapping - self._asleep
-        if free > 0:
-            self.rollout_idle_s[self.rollout_cause] += free * seconds
-        if self.trainer_task is not None:
-            self.trainer_busy_s[self.trainer_task] += seconds
+        self.slots -= self._slots_of.pop(replica.id, 0)
+        if self._not_ready.pop(replica.id, None) is not None:
+            self._count_away(replica, 0)
+        self._ready.pop(replica.id, None)
+        if replica.state in NOT_THERE:
+            return
+        self._slots_of[replica.id] = replica.slots
+        self.slots += replica.slots
+        if replica.state == "ready":
+            self._ready[replica.id] = replica.version
         else:
-            self.trainer_idle_s[self.trainer_cause] += seconds
+            self._not_ready[replica.id] = replica
+            self._count_away(replica, len(replica.groups))
 
-    def measure(self) -> None:
-        """Find the split that holds from now on."""
-        busy, self.frozen, self._swapping, self._asleep = self._state.ledger.running, 0, 0, 0
-        if self._state.validations.out and not self._state.limits.validators():
-            busy += self._state.validations.out
-        for replica in self._not_ready:
-            held = len(replica.groups)
+    def _count_away(self, replica: Replica, held: int) -> None:
+        """What the slots of a replica that is not ready do; nothing where it is ready, or not there."""
+        before = self._counted.pop(replica.id, NONE)
+        now = NONE
+        if replica.id in self._not_ready:
+            free = replica.slots - held
             if replica.state in FROZEN_STATES:
-                busy -= held
-                self.frozen += held
-                self._swapping += replica.slots
+                now = (held, replica.slots, 0, 0)
             elif replica.state in ("yielding", "asleep"):
-                self._asleep += replica.slots - held
+                now = (0, 0, free, 0)
+            elif replica.state in ("draining", "drained"):
+                now = (0, 0, 0, free)
             else:
-                self._swapping += replica.slots - held
-        self.busy = busy
-        if busy + self._swapping + self._asleep < self.slots:
+                now = (0, free, 0, 0)
+            self._counted[replica.id] = now
+        if now != before:
+            self.frozen += now[0] - before[0]
+            self._swapping += now[1] - before[1]
+            self._asleep += now[2] - before[2]
+            self._leaving += now[3] - before[3]
+
+    @property
+    def busy(self) -> int:
+        """Slots generating now."""
+        return self._now[1]
+
+    def group_changed(self) -> None:
+        """To be called after an event that changed groups only, and none of those parked: mostly only so many slots are
+        busy as before, or one fewer."""
+        state = self._state
+        count = state.ledger.count
+        running, ready = count[RUNNING], count[READY]
+        if self._not_ready or state.exhausted or (ready >= self._batch) is not self._full:
+            self.measure()
+            return
+        since, before, seconds = self._now
+        busy = running + self._measuring
+        if busy != before:
+            at = self.at
+            self._now = (at, busy, seconds + before * (at - since))
+        if busy < self._most and self._bound(count) != self.rollout_cause:
+            self.measure()
+
+    def _bound(self, count: list[int]) -> str:
+        """Which bound keeps the next group from starting on a replica that is ready; empty where none does."""
+        running = count[RUNNING]
+        held = running + count[PARKED] + count[READY] + self._batched
+        if held >= self._last:
+            return "run_ending"
+        if running >= self._workers:
+            return "worker_bound"
+        return "staleness_bound" if held >= self._places else ""
+
+    def measure(self, *, groups: bool = True) -> None:
+        """Find the split that holds from the newest event on. `groups`: some may have left replicas that are not ready,
+        of which `replica_changed` was not told."""
+        state = self._state
+        self._remember(state)
+        beside = bool(state.validations.out) and not state.limits.validators()
+        self._measuring = state.validations.out if beside else 0
+        if groups and self._not_ready:
+            for replica in self._not_ready.values():
+                self._count_away(replica, len(replica.groups))
+        busy = state.ledger.running + self._measuring - self.frozen
+        self._most = self.slots - self._swapping - self._asleep - self._leaving
+        if busy < self._most:
             self.rollout_cause = self._why_slots_are_free()
         self._measure_trainer()
+        self._note(busy)
+
+    def _remember(self, state: State) -> None:
+        """Figures that no change of groups alone changes."""
+        limits, steps = state.limits, state.steps_batched
+        self._full = state.ledger.ready >= limits.train_batch_size
+        known = (limits, steps, self._newest_there())
+        if known == self._known:
+            return
+        self._known = known
+        self._batch, self._workers = limits.train_batch_size, limits.max_concurrent_groups
+        self._batched = self._batch * steps
+        self._last = NEVER if limits.max_steps is None else limits.max_steps * self._batch
+        self._places = state.places(known[2])
+
+    def _note(self, busy: int) -> None:
+        """The split as it is now, where it is not the one before."""
+        since, before, seconds = self._now
+        at = self.at
+        seconds += before * (at - since)
+        self._now = (at, busy, seconds)
+        period = self._period
+        away: tuple[tuple[str, int], ...] = ()
+        if self._not_ready:
+            found = (("weight_sync", self._swapping), ("pool", self._asleep), ("draining", self._leaving))
+            away = tuple([part for part in found if part[1] > 0])
+        split = (self._most, away, self.rollout_cause, self.trainer_task, self.trainer_cause)
+        if period is None or period.split != split:
+            self._period = Period(at, split, period, seconds if period is not None else 0.0)
+
+    @property
+    def sums(self) -> Period:
+        """What it adds up to, up to the newest event."""
+        at = self.at  # first: see the class
+        since, busy, seconds = self._now
+        period = self._period
+        if period is None:
+            return Period(at, NOTHING)
+        at = max(at, since)
+        return period if period.at >= at else Period(at, period.split, period, seconds + busy * (at - since))
+
+    @property
+    def rollout_busy_s(self) -> float:
+        return self.sums.busy_s
+
+    @property
+    def rollout_idle_s(self) -> dict[str, float]:
+        return self.sums.idle_s
+
+    @property
+    def trainer_busy_s(self) -> dict[str, float]:
+        return self.sums.trainer_busy_s
+
+    @property
+    def trainer_idle_s(self) -> dict[str, float]:
+        return self.sums.trainer_idle_s
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -94,7 +272,13 @@ class IdleTime:
         version."""
         state = self._state
         workers = state.limits.max_concurrent_groups - state.ledger.running
-        return max(0, workers), max(0, state.places(self._newest) - state.held)
+        return max(0, workers), max(0, state.places(self._newest_there()) - state.held)
+
+    def _newest_there(self) -> Version:
+        """The newest version on a replica that groups can start on; where there is none, on one alive."""
+        if self._ready:
+            return max(self._ready.values())
+        return max([replica.version for replica in self._not_ready.values()], default=0)
 
     @property
     def split(self) -> dict[str, int]:
@@ -107,24 +291,25 @@ class IdleTime:
         """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
-        free = self.slots - self.busy - self._swapping - self._asleep
-        if free > 0:
+        if self._state.live.draining:
+            return "draining"
+        if self.busy < self._most:
             return self.rollout_cause
+        if self._leaving:
+            return "draining"
         if self._asleep:
             return "pool"
         return "weight_sync" if self._swapping else "slots_full" if self.slots else self.rollout_cause
 
     def _why_slots_are_free(self) -> str:
-        state, ledger, limits = self._state, self._state.ledger, self._state.limits
+        state, ledger = self._state, self._state.ledger
         if not state.started:
             return "starting"
-        if limits.max_steps is not None and state.held >= limits.max_steps * limits.train_batch_size:
-            return "run_ending"
-        workers, staleness = self.capacity
-        if not workers:
-            return "worker_bound"
-        if not staleness:
-            return "staleness_bound"
+        if state.live.draining:
+            return "draining"
+        bound = self._bound(ledger.count)
+        if bound:
+            return bound
         if ledger.waiting:
             return "other"
         if ledger.parked:
@@ -141,6 +326,8 @@ class IdleTime:
             self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
         elif state.publishing or (step is not None and step.state == "trained"):
             self.trainer_cause = "publishing"
+        elif state.live.draining and step is None:
+            self.trainer_cause = "draining"
         elif not state.started:
             self.trainer_cause = "starting"
         elif not self.slots:
@@ -155,10 +342,12 @@ class IdleTime:
     @property
     def rollout_idle_share(self) -> float:
         """Slot time not spent generating, as a share of all slot time; 0 while there was none."""
-        idle = sum(self.rollout_idle_s.values())
-        return idle / (idle + self.rollout_busy_s) if idle else 0.0
+        sums = self.sums
+        idle = sum(sums.idle_s.values())
+        return idle / (idle + sums.busy_s) if idle else 0.0
 
     @property
     def trainer_idle_share(self) -> float:
-        idle, busy = sum(self.trainer_idle_s.values()), sum(self.trainer_busy_s.values())
+        sums = self.sums
+        idle, busy = sum(sums.trainer_idle_s.values()), sum(sums.trainer_busy_s.values())
         return idle / (idle + busy) if idle else 0.0

@@ -1,13 +1,29 @@
 """Every name the engine exports to Prometheus: the one place to look one up, and the only one to add one.
 
 Read by the exporter, by the generator of `docs/METRICS.md`, by the boards and alerts of `dashboards/` and by the tests
-that compare them. Base units, `engine_` in front, `_total` behind counters. Label values are listed here where they are
-a closed set, and exported from the start with 0, so that a rate has a beginning. No label ever holds the id of a group,
-a step or a version: those go up for as long as a run lasts, and the number of series must not.
+that compare them. Base units, `engine_` in front, `_total` behind counters. Where label values are a closed
+set they are in `labels.py`, and exported from the start with 0, so that a rate has a beginning. No label ever holds the
+id of a group, a step or a version: those go up for as long as a run lasts, and the number of series must not.
 """
 
 from dataclasses import dataclass, field
 
+from engine.metrics.labels import (
+    ADMISSION_LIMITS,
+    FIGURES_KEPT,
+    LIVE_GROUP_STATES,
+    LIVE_VALIDATION_STATES,
+    MACHINES,
+    PARKED_REASONS,
+    RECOVERY_KINDS,
+    REPLICA_GROUP_ENDS,
+    REQUESTS,
+    RETRY_CAUSES,
+    ROLLOUT_IDLE_CAUSES,
+    STEP_PHASES,
+    TRAINER_IDLE_CAUSES,
+    TRAINER_TASKS,
+)
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
 from engine.states.replica import REPLICA
@@ -47,73 +63,6 @@ def _counter(name: str, unit: str, help: str, labels: Labels | None = None, wher
 def _histogram(name: str, unit: str, help: str, labels: Labels | None = None, where: str = "") -> Metric:
     return Metric(name=name, kind="histogram", unit=unit, help=help, labels=labels or {}, where=where)
 
-
-# -- closed sets -------------------------------------------------------------------------------------------------------
-
-ROLLOUT_IDLE_CAUSES = (
-    "weight_sync",
-    "pool",
-    "worker_bound",
-    "staleness_bound",
-    "no_prompts",
-    "waiting_for_prompts",
-    "waiting_for_weights",
-    "run_ending",
-    "starting",
-    "other",
-)
-"""Why a slot of a living replica generates nothing: its replica takes weights; its pool is not rollout's now; K is
-reached; the staleness bound is reached; the prompts are used up; prompts are being drawn; the groups that
-could run need newer weights than the replica has; the run needs no more groups; the run is starting; anything else."""
-
-ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
-"""What keeps the next group from starting: every slot is busy; no replica is up; else why slots are free."""
-
-TRAINER_IDLE_CAUSES = (
-    "waiting_for_groups",
-    "waiting_for_stragglers",
-    "publishing",
-    "pool",
-    "waiting_for_weight_sync",
-    "waiting_for_replicas",
-    "no_prompts",
-    "starting",
-)
-"""Why no train step is being scored or trained: fewer groups are ready than a batch takes; enough are, but a deadline
-binds and its groups are still being generated; weights are being published; replicas in its pool are not asleep yet; a
-replica has not got the newest weights, for which `train_after_sync` waits; no replica is alive; the prompts are used
-up; the run is starting."""
-
-TRAINER_TASKS = ("scoring", "training")
-STEP_PHASES = ("collecting", "scoring", "training", "publishing")
-
-RETRY_CAUSES = (
-    "group_infrastructure",
-    "group_data",
-    "replica_lost",
-    "weight_sync",
-    "train_step",
-    "publish",
-    "checkpoint",
-    "validation",
-)
-
-LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
-LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
-REPLICA_GROUP_ENDS = ("generated", "aborted", "failed")
-MACHINES = ("group", "step", "replica", "version", "validation", "pool")
-
-STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
-VALIDATION_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-SYNC_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-PHASE_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
-GROUP_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0)
-TOKEN_BUCKETS = tuple(float(1 << power) for power in range(3, 18))
-DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
-FIGURES_KEPT = 128
-"""Different figures of the trainer that become series, at most: the first ones named."""
-
-# -- names -------------------------------------------------------------------------------------------------------------
 
 GROUPS = _gauge("engine_groups", "groups", "Prompt groups that have not ended, by state.", {"state": LIVE_GROUP_STATES})
 GROUPS_ENDED = _counter(
@@ -284,6 +233,12 @@ STORE_GROUPS = _gauge("engine_trajectory_store_groups", "groups", "Groups in the
 STORE_BYTES = _gauge(
     "engine_trajectory_store_bytes", "bytes", "Bytes of the groups in the trajectory store.", where="Ray"
 )
+STORE_DISK_BYTES = _gauge(
+    "engine_trajectory_store_disk_bytes",
+    "bytes",
+    "Bytes of the trajectory store on disk, groups that are discarded and not yet cleared away included.",
+    where="Ray",
+)
 RECORD_BYTES = _counter(
     "engine_record_bytes_total", "bytes", "Bytes of the schedule record that were written.", where="run directory"
 )
@@ -321,6 +276,63 @@ VALIDATION_ROWS = _counter("engine_validation_rows_total", "rows", "Held-out row
 VALIDATION_SECONDS = _histogram(
     "engine_validation_seconds", "seconds", "Time from a version that is to be validated to its report."
 )
+SILENCE = _gauge(
+    "engine_silence_seconds",
+    "seconds",
+    "Time since anything was last reported to the scheduler: how long it has waited for what it waits for.",
+)
+RECOVERIES = _counter(
+    "engine_recoveries_total",
+    "times",
+    "Times the run went on, since the scheduler's process began: resumed with all it had, branched at a checkpoint, or "
+    "with a new process of the scheduler.",
+    {"kind": RECOVERY_KINDS},
+)
+REQUESTS_TAKEN = _counter(
+    "engine_requests_total",
+    "requests",
+    "What users asked of the running run: to stop, to drain, other replicas, another setting.",
+    {"request": tuple(REQUESTS.values())},
+)
+DRAINING = _gauge(
+    "engine_draining_seconds", "seconds", "How long the run has been coming to rest; 0 where nobody asked it to."
+)
+PARKED = _counter(
+    "engine_groups_parked_total",
+    "groups",
+    "Running groups that were ordered to be parked: their attempt took too long, or a faster replica takes them over.",
+    {"reason": PARKED_REASONS},
+)
+POLICY_ERRORS = _counter(
+    "engine_policy_errors_total",
+    "decisions",
+    "Decisions of built-in policies in place of one that raised or broke a law.",
+)
+REPLICAS_WANTED = _gauge(
+    "engine_replicas_wanted",
+    "replicas",
+    "Replicas that there should be: as a user asked for, else those that are not gone for good.",
+)
+REPLICA_SLOW = _gauge(
+    "engine_replica_slow",
+    "0 or 1",
+    "1 for a replica that is slower than the others by more than may be.",
+    {"replica": ()},
+)
+BATCHES_KEPT = _gauge(
+    "engine_batches_kept_steps",
+    "train steps",
+    "Steps whose batches are kept, since no checkpoint contains them: those that a resume would train again.",
+)
+CHECKPOINT_AGE = _gauge(
+    "engine_checkpoint_age_seconds", "seconds", "Time since a checkpoint was last complete, or since the run went on."
+)
+CHECKPOINT_STEPS = _gauge(
+    "engine_checkpoint_steps", "train steps", "Train steps in the newest complete checkpoint; 0 before the first."
+)
+CHECKPOINT_EVERY = _gauge(
+    "engine_checkpoint_every_steps", "train steps", "Train steps from one checkpoint to the next; 0: none is written."
+)
 UPTIME = _gauge("engine_uptime_seconds", "seconds", "Time since the run began.")
 
 METRICS: tuple[Metric, ...] = (
@@ -329,7 +341,9 @@ METRICS: tuple[Metric, ...] = (
     TOKENS_TRAINED, RESPONSE_TOKENS, GROUP_SECONDS, TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION,
     REPLICA_STATE, REPLICA_SLOTS, REPLICA_TOKENS, REPLICA_GROUPS, REPLICA_RESUMED, REPLICA_PAUSE, SYNC_SECONDS,
     ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, RETRIES, BUDGET, STALE_ECHOES, EVENTS,
-    EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
+    EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES,
+    STORE_DISK_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
     ACCURACY, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS,
-    UPTIME,
+    SILENCE, RECOVERIES, REQUESTS_TAKEN, DRAINING, PARKED, POLICY_ERRORS, REPLICAS_WANTED, REPLICA_SLOW, BATCHES_KEPT,
+    CHECKPOINT_AGE, CHECKPOINT_STEPS, CHECKPOINT_EVERY, UPTIME,
 )  # fmt: skip

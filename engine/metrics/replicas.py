@@ -4,10 +4,10 @@ A replica keeps its figures when it is lost and comes back: the number of series
 """
 
 from engine.commands import Command, PauseReplica, ResumeGroup, ResumeReplica
-from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, SyncFailed, WeightsInstalled
+from engine.events import GroupAborted, GroupFailed, ReplicaLost, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId
 from engine.metrics.histogram import Histogram
-from engine.metrics.names import REPLICA_GROUP_ENDS, SYNC_BUCKETS
+from engine.metrics.labels import REPLICA_GROUP_ENDS, SYNC_BUCKETS
 from engine.states.limits import SYNC_MODES
 
 
@@ -35,10 +35,10 @@ class Replicas:
         """From here on it has figures, all 0 at first."""
         self._figures(replica)
 
-    def generated(self, event: GroupGenerated) -> None:
-        figures = self._figures(event.replica)
-        figures.tokens += event.tokens
-        figures.ended["generated"] += 1
+    def generated(self, replica: ReplicaId, groups: int, tokens: int) -> None:
+        figures = self._figures(replica)
+        figures.tokens += tokens
+        figures.ended["generated"] += groups
 
     def aborted(self, event: GroupAborted) -> None:
         self._figures(event.replica).ended["aborted"] += 1

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ QUEUED_ROWS = 1000
 """Rows that wait for a slow sink, at most; further ones are lost to it."""
 GOODBYE_S = 8.0
 """How long the sinks together may take to write what waits, at the end of a run."""
+
+MLFLOW_RUN = "mlflow_run.txt"
+"""In the run's directory: the id that MLflow gave it."""
 
 Row = Mapping[str, Any]
 
@@ -83,7 +86,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, by default in `mlruns/` beside the runs."""
+    """A run of MLflow, by default in `mlruns/` beside the runs; the same one when a run is resumed."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         uri = options.get("uri") or (directory.resolve().parent / "mlruns").as_uri()
@@ -97,10 +100,31 @@ class MLflow:
         name = options.get("experiment") or "step-engine"
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
-        self._id = self._client.create_run(experiment, run_name=run).info.run_id
-        params = [Param(key, str(value)[:500]) for key, value in leaves(config).items()]
+        noted = directory / MLFLOW_RUN
+        self._id, known_params = self._go_on_with(noted) or self._begin(noted, experiment, run)
+        given = {key: str(value)[:500] for key, value in leaves(config).items()}
+        params = [Param(key, value) for key, value in given.items() if key not in known_params]  # they never change
         for first in range(0, len(params), 100):
             self._client.log_batch(self._id, params=params[first : first + 100])
+
+    def _go_on_with(self, noted: Path) -> tuple[str, Container[str]] | None:
+        """The run of an earlier life, and its parameters; None where there is none, or it was deleted."""
+        from mlflow.exceptions import MlflowException
+
+        if not noted.exists():
+            return None
+        try:
+            earlier = self._client.get_run(noted.read_text(encoding="utf-8").strip())
+            self._client.update_run(earlier.info.run_id, status="RUNNING")
+        except MlflowException as error:
+            log.warning("MLflow has not got the run of before any more, and begins another: %s", error)
+            return None
+        return earlier.info.run_id, earlier.data.params
+
+    def _begin(self, noted: Path, experiment: str, run: str) -> tuple[str, Container[str]]:
+        id: str = self._client.create_run(experiment, run_name=run).info.run_id
+        noted.write_text(id + "\n", encoding="utf-8")
+        return id, ()
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         now = round(time.time() * 1000)

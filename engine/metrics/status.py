@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.metrics.journal import plain
-from engine.states.group import GROUP
 
 if TYPE_CHECKING:
     from engine.metrics.collector import RunMetrics
@@ -89,6 +88,24 @@ class Status:
     """What is measured on held-out prompts, or what that waits for; empty where nothing is."""
     validations: tuple[dict[str, Any], ...]
     """Rows of the newest validations that ended, oldest first."""
+    draining_s: float
+    """How long the run has been coming to rest; 0 where nobody asked it to."""
+    draining: str
+    """Why it comes to rest; empty while it does not."""
+    replicas_wanted: int
+    replicas_slow: tuple[ReplicaId, ...]
+    """Slower than the others by more than may be."""
+    silent_s: float
+    """Time since anything was last reported to the scheduler."""
+    checkpoint_steps: int
+    """Train steps in the newest complete checkpoint."""
+    checkpoint_age_s: float
+    checkpoint_every: int
+    """Train steps from one checkpoint to the next; 0: none is written."""
+    recoveries: dict[str, int]
+    """Times the run went on, by how, where it did."""
+    settings: dict[str, str]
+    """What was set while the run went on, by name."""
     events: int
     recent: tuple[dict[str, Any], ...]
     """The newest lines of `metrics.jsonl`, oldest first."""
@@ -119,7 +136,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
     """The snapshot of a run at `now` seconds since it began."""
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
     replicas = sorted((r for r in state.fleet.replicas.values() if r.state != "lost"), key=lambda r: r.id)
-    rewards, limits = metrics.rewards, state.limits
+    rewards, limits, live = metrics.rewards, state.limits, metrics.going_on
     return Status(
         outcome=state.outcome.outcome if state.outcome else None,
         reason=state.outcome.reason if state.outcome else "",
@@ -147,11 +164,11 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         replica_states={r.id: r.state for r in replicas},
         replica_slots={r.id: (len(r.groups), r.slots) for r in replicas},
         replicas_lost=len(state.fleet.replicas) - len(replicas),
-        groups_live=metrics.groups_by_state(),
+        groups_live=metrics.groups.by_state(),
         step_phase=next((s.state for s in list(state.steps.values()) if s.state != "finished"), "finished"),
         versions_kept=len(state.versions),
         admission_limit=idle.admission_limit,
-        groups_ended={state: metrics.transitions.entered("group", state) for state in GROUP.terminal},
+        groups_ended=metrics.groups.ended(),
         failures={
             cause: count for cause, count in {**metrics.retries, "policy": metrics.state.policy_errors}.items() if count
         },
@@ -167,6 +184,16 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         rollout_now=_rollout_now(metrics),
         validation_now=_validation_now(state),
         validations=tuple(metrics.validations[-SPARK_STEPS:]),
+        draining_s=live.draining_s(now),
+        draining=state.live.draining,
+        replicas_wanted=live.replicas_wanted,
+        replicas_slow=tuple(live.slow),
+        silent_s=max(0.0, now - metrics.at),
+        checkpoint_steps=live.checkpoint_steps,
+        checkpoint_age_s=max(0.0, now - live.checkpoint_at),
+        checkpoint_every=limits.checkpoint_every,
+        recoveries={kind: times for kind, times in live.recoveries.items() if times},
+        settings=dict(state.live.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
         silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and state.outcome is None else "",
@@ -188,7 +215,7 @@ def status_of(answer: Mapping[str, Any]) -> Status:
     values: dict[str, Any] = {field.name: answer[field.name] for field in fields(Status) if field.name in answer}
     for name in ("replica_versions", "replica_states", "replica_slots"):
         values[name] = {int(id): value for id, value in values.get(name, {}).items()}
-    for name in ("rewards", "accuracies", "recent"):
+    for name in ("rewards", "accuracies", "recent", "replicas_slow"):
         values[name] = tuple(values.get(name, ()))
     return Status(**values)
 
@@ -214,6 +241,8 @@ def _trainer_now(metrics: RunMetrics) -> str:
         return f"step {formed.id} waits for {waits_for}"
     if cause == "starting":
         return "the run is starting"
+    if cause == "draining":
+        return "the run comes to rest: no further step"
     if cause == "waiting_for_replicas":
         return f"step {step} waits for a replica: none is alive"
     if cause == "no_prompts":
@@ -233,6 +262,8 @@ def _rollout_now(metrics: RunMetrics) -> str:
     if syncing:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
+    if state.live.draining:
+        return f"the run comes to rest: {_groups(state.ledger.running)} to be parked"
     free = idle.slots - idle.busy
     if not idle.slots:
         return "no replica is up"
@@ -249,6 +280,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         "waiting_for_prompts": "prompts are being drawn",
         "waiting_for_weights": "what could go on needs newer weights",
         "starting": "the run is starting",
+        "draining": "the run comes to rest",
         "other": "the policies hold them",
     }[idle.rollout_cause]
     return f"{free} of {idle.slots} slots free: {why}"

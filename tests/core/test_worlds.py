@@ -58,7 +58,8 @@ def test_every_world_keeps_every_law_and_ends(
         spread=spread, faults=ROUGH if rough else Faults(), prefix_every_tokens=prefixes,
     )  # fmt: skip
     outcome = World(setting, PolicySet.from_names(names)).run()
-    assert outcome.outcome == "finished" or rough, outcome
+    may_fail = rough or limits.group_timeout_s is not None  # a group may take longer than that, each time
+    assert outcome.outcome == "finished" or may_fail, outcome
     assert outcome.reason
 
 

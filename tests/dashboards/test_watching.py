@@ -17,7 +17,6 @@ from prometheus_server import ALERTS, BOARDS, Prometheus, hurried, needs_prometh
 from dashboards.rollout import VLLM
 from engine.actors.run import RunHandle, launch
 from engine.config.loading import parse_config
-from engine.errors import EngineError
 from engine.metrics.endpoint import FILE, FOLDER
 from engine.tasks.quickstart import Quickstart, prepare
 
@@ -166,14 +165,23 @@ def test_a_fault_drill_shows_on_the_boards_and_fires_its_alert(watched: Watched,
         steps = prometheus.value("engine_train_steps_total")
         prometheus.until(f"engine_train_steps_total > {steps}")
 
-        # the scheduler is killed: nothing answers any more where the run said that it would
+        # the scheduler stands still: nothing answers where the run said that it would
         alerts.forget("EngineScrapeGone")
+        with stopped(process_of("SchedulerActor")):
+            fired = alerts.wait("EngineScrapeGone", 60)
+            assert fired is not None and fired["run"] == RUN
+            assert (watched.directory / FILE).exists()
+
+        # the scheduler is killed: another takes up the run, and says so
         os.kill(process_of("SchedulerActor").pid, signal.SIGKILL)
-        fired = alerts.wait("EngineScrapeGone", 60)
-        assert fired is not None and fired["run"] == RUN
-        assert (watched.directory / FILE).exists()
-        with pytest.raises(EngineError):
-            watched.handle.wait()
+        prometheus.until('engine_recoveries_total{kind="scheduler"} == 1')
+        steps = prometheus.value("max (engine_train_steps_total)")
+        prometheus.until(f"engine_train_steps_total > {steps} and on (run) engine_step_age_seconds < 4")
+
+        # the run is asked to come to rest: it ends, and is not missed
+        watched.handle.drain("the drill is over")
+        assert watched.handle.wait().outcome == "stopped"
+        assert not (watched.directory / FILE).exists()
 
 
 def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from clockwork import Clockwork, clockwork
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine import events as fact
 from engine.errors import ConfigError
 from engine.metrics.document import markdown
 from engine.metrics.export import Around, registry
@@ -52,7 +53,11 @@ def half_way(**others: Any) -> Clockwork:
 
 def everything(directory: Path) -> Around:
     return Around(
-        now=lambda: 77.0, events_waiting=lambda: 3, record=lambda: (10, 2), store=lambda: (4, 99), directory=directory
+        now=lambda: 77.0,
+        events_waiting=lambda: 3,
+        record=lambda: (10, 2),
+        store=lambda: (4, 99, 120),
+        directory=directory,
     )
 
 
@@ -196,3 +201,25 @@ def test_every_name_on_the_page_exists() -> None:
     known = {metric.name for metric in METRICS}
     mentioned = set(re.findall(r"\bengine_[a-z_]+", markdown()))
     assert mentioned <= known, mentioned - known
+
+
+def test_the_number_of_series_stays_however_often_replicas_come_back_and_settings_change() -> None:
+    def series(world: Clockwork) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+        families = registry(world.metrics).collect()
+        return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
+
+    def live(world: Clockwork, lives: range) -> None:
+        for life in lives:
+            world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=life, returns=True, reason="killed"))
+            world.driver.deliver(fact.ReplicaJoined(replica=1, incarnation=life + 1, slots=2, version=0))
+            setting, value = "scheduler.max_concurrent_groups", str(3 + life % 2)
+            world.driver.deliver(fact.SettingChanged(setting=setting, value=value))
+            after = world.scheduler.state.steps_trained + 2
+            world.run(lambda world, after=after: world.scheduler.state.steps_trained >= after)
+
+    world = clockwork(steps=None, mode="abort", generation_s=lambda group: 1.0 + group % 3)
+    world.run(lambda world: world.scheduler.state.steps_trained == 4)
+    live(world, range(1, 12))
+    early = series(world)
+    live(world, range(12, 60))
+    assert series(world) == early

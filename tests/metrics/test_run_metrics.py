@@ -15,7 +15,7 @@ from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
 from engine.metrics.journal import Journal
-from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
 from engine.metrics.steps import ReplayedRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
@@ -324,7 +324,7 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     before = rows_of(path)
     assert any("validation" in row for row in before)
     transitions = Transitions()
-    recovered = recover(read(recorder), transitions)
+    recovered = recover(read(recorder), transitions.changed)
     metrics = RunMetrics(recovered.scheduler, transitions, Journal(path))
     metrics.close()
     assert rows_of(path) == before
@@ -339,7 +339,7 @@ def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> N
     scheduler = Scheduler(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1))
     replayed.watch(fact.RunStarted(), (), scheduler.state)
     metrics = RunMetrics(scheduler, transitions, rows=replayed.rows if kept else None)
-    transitions.count["group", "resumed", "aborted"] = 1
+    transitions.take(([("group", "generating", "aborted", 8)], []))
     for state in ("scoring", "finished"):
         metrics.steps.changed(0, state, 1.0)
     metrics.steps.finished(0, 1, 1.0, transitions.group_counts())
@@ -362,7 +362,7 @@ def test_groups_in_added_states_are_counted_and_their_failures_told() -> None:
 
     def look(event: fact.Event, commands: tuple[Command, ...]) -> None:
         observed(event, commands)
-        counts = world.metrics.groups_by_state()
+        counts = world.metrics.groups.by_state()
         in_state.append(counts["checking"])
         live.append(sum(counts.values()) - len(world.scheduler.state.groups))
 

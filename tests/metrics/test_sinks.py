@@ -14,7 +14,7 @@ from clockwork import clockwork
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.metrics.journal import Journal
-from engine.metrics.sinks import QUEUED_ROWS, Books, Sink, check_sinks, figures_at, figures_of, open_books
+from engine.metrics.sinks import MLFLOW_RUN, QUEUED_ROWS, Books, Sink, check_sinks, figures_at, figures_of, open_books
 from engine.states.limits import ValidationLimits
 
 RUN = "20260101-000000-sunk"
@@ -109,6 +109,61 @@ def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
         points = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.step)
         assert [point.step for point in points] == [0, 1, 2, 3]
         assert [point.value for point in points] == pytest.approx([figures_of(row)[name] for row in rows])
+
+
+# -- a run that is resumed ---------------------------------------------------------------------------------------------
+
+
+def two_lives(directory: Path, chosen: dict[str, Any]) -> None:
+    """Steps 0 and 1, then in another life of the run, with another setting, 2 and 3."""
+    directory.mkdir(parents=True)
+    for steps, config in (((0, 1), CONFIG), ((2, 3), {**CONFIG, "seed": 8})):
+        books = open_books(directory, config, chosen)
+        for step in steps:
+            books.write({"step": step, "loss": 1.0 / (1 + step)})
+        books.close()
+        for sink in books.sinks:
+            sink.wait(90)
+        assert [sink.lost for sink in books.sinks] == [0]
+
+
+def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    two_lives(tmp_path / RUN, {"mlflow": {}})
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("step-engine").experiment_id])
+    assert run.info.status == "FINISHED"
+    points = sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss"))
+    assert points == [(step, 1.0 / (1 + step)) for step in range(4)]
+
+    client.delete_run(run.info.run_id)
+    (tmp_path / RUN / MLFLOW_RUN).write_text("0" * 32)
+    books = open_books(tmp_path / RUN, CONFIG, {"mlflow": {}})
+    books.write({"step": 4, "loss": 0.1})
+    books.close()
+    books.sinks[0].wait(90)
+    assert books.sinks[0].lost == 0, "it begins another where the one of before is gone"
+
+
+def test_tensorboard_goes_on_in_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    two_lives(tmp_path / RUN, {"tensorboard": {}})
+    read = EventAccumulator(str(tmp_path / RUN / "tensorboard"))
+    read.Reload()
+    assert [point.step for point in read.Tensors("loss")] == [0, 1, 2, 3]
+
+
+def test_weights_and_biases_has_both_lives_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    two_lives(tmp_path / RUN, {"wandb": {}})
+    found = list((tmp_path / RUN / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [path.name for path in found] == [f"run-{RUN}.wandb"] * 2
 
 
 # -- what is wrong with a sink is not the run's affair -----------------------------------------------------------------

@@ -20,11 +20,13 @@ from clockwork import Clockwork, clockwork
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
+from engine import events as fact
 from engine.cli import main
 from engine.metrics.endpoint import FILE, announce, withdraw
 from engine.metrics.export import registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.status import plain_status, status_of
+from engine.states.limits import Limits
 from engine.top import screen
 
 COLUMNS, ROWS = 80, 30
@@ -167,6 +169,51 @@ def test_everything_fits_eighty_columns(served: Served) -> None:
     text = "\n".join(lines)
     for word in ("generating ", "consumed 12", "groups ready for the next", "published", "staleness", "█"):
         assert word in text, word
+
+
+def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2, straggler_factor=2.0
+    )
+    world = Clockwork(limits, replicas=3, slots=4)
+    world.run(lambda world: world.scheduler.state.steps_trained == 6 and world.scheduler.state.ledger.running > 0)
+
+    def shown() -> str:
+        console = Console(width=COLUMNS, record=True, file=io.StringIO())
+        status = status_of(plain_status(world.metrics, world.at + 12.0))
+        console.print(screen(status, "Step Engine  runs/latest", height=ROWS))
+        lines = console.export_text().splitlines()
+        assert len(lines) <= ROWS and max(map(len, lines)) <= COLUMNS
+        return "\n".join(lines)
+
+    before = shown()
+    assert "holds 0 steps, 6 fewer than trained" in before and "nothing has been heard for 0:12" in before
+    assert "changed" not in before and "rest" not in before
+    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
+    world.driver.deliver(fact.ReplicasWanted(replicas=5))
+    world.driver.deliver(fact.DrainRequested(reason="asked to"))
+    world.driver.deliver(fact.CheckpointSaved(steps=2))
+    world.scheduler.state.fleet.replicas[1].slow = True
+    after = shown()
+    for text in (
+        "changed   max_concurrent_groups = 11",
+        "coming to rest for 0:12",
+        "draining",
+        "what limits the next: draining",
+    ):
+        assert text in after, text
+
+
+def test_a_slow_replica_and_missing_ones_are_marked() -> None:
+    world = clockwork(steps=None, replicas=2).run(lambda world: world.scheduler.state.steps_trained == 2)
+    world.scheduler.state.fleet.replicas[1].slow = True
+    world.driver.deliver(fact.ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    status = world.metrics.status()
+    assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 2, 1)
+    console = Console(width=COLUMNS, record=True, file=io.StringIO())
+    console.print(screen(status_of(plain_status(world.metrics, world.at)), "Step Engine  runs/latest"))
+    text = console.export_text()
+    assert "1 of 2 wanted, 1 lost" in text and re.search(r"1\s+slow\s+v\d", text)
 
 
 def test_the_status_survives_the_way(served: Served) -> None:

@@ -1,0 +1,66 @@
+"""What interrupts a run or changes it, and what it could go on from: recoveries, requests, checkpoints.
+
+Kept by `collector.RunMetrics` from events and orders, O(1) each.
+"""
+
+from engine.commands import ParkGroup
+from engine.events import CheckpointSaved, DrainRequested, Event, RunResumed
+from engine.metrics.labels import PARKED_REASONS, RECOVERY_KINDS, REQUESTS
+from engine.states.state import State
+
+
+class GoingOn:
+    """Counts since this process took the run up, but for what the state says."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0)
+        self.requests = dict.fromkeys(REQUESTS.values(), 0)
+        self.parked = dict.fromkeys(PARKED_REASONS, 0)
+        """Running groups that were ordered to be parked, by why."""
+        self.checkpoint_at = 0.0
+        """When a checkpoint was last complete, or the run went on."""
+        pending = state.checkpoint_pending
+        self.checkpoint_steps = min(state.kept.by_step, default=0) if pending else state.checkpoint_ordered
+        """Train steps in the newest complete checkpoint, as far as a replayed state tells."""
+        self.draining_since: float | None = None
+
+    def requested(self, kind: type[Event]) -> None:
+        self.requests[REQUESTS[kind]] += 1
+
+    def resumed(self, event: RunResumed) -> None:
+        self.recoveries["resumed" if event.kept else "branched"] += 1
+        self.checkpoint_at, self.draining_since = event.at, None
+        if not event.kept:
+            self.checkpoint_steps = event.steps
+
+    def recovered(self) -> None:
+        self.recoveries["scheduler"] += 1
+
+    def drain_requested(self, event: DrainRequested) -> None:
+        if self.draining_since is None:
+            self.draining_since = event.at
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self.checkpoint_at, self.checkpoint_steps = event.at, event.steps
+
+    def park_ordered(self, command: ParkGroup) -> None:
+        group = self._state.groups.get(command.group)
+        self.parked["moved" if group is not None and group.moving else "timeout"] += 1
+
+    def draining_s(self, now: float) -> float:
+        """How long the run has been coming to rest; 0 where nobody asked it to."""
+        return max(0.0, now - self.draining_since) if self._state.live.draining and self.draining_since else 0.0
+
+    @property
+    def replicas_wanted(self) -> int:
+        """Replicas that there should be: as the user wants, else those that are not gone for good."""
+        wanted = self._state.live.wanted
+        if wanted is not None:
+            return wanted
+        return sum(replica.state != "lost" or replica.returns for replica in self._state.fleet.rollouts())
+
+    @property
+    def slow(self) -> list[int]:
+        """Replicas that are slower than the others by more than may be."""
+        return [r.id for r in list(self._state.fleet.replicas.values()) if r.slow and r.state != "lost"]
