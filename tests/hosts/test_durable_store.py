@@ -249,3 +249,15 @@ def test_what_a_killed_process_left_is_brought_to_the_disk_before_another_segmen
     store.put(2, 1, b"b")
     assert synced == [tmp_path / "00000000.seg", tmp_path]
     store.close()
+
+
+def test_tokens_that_look_like_entries_do_not_keep_a_torn_end_from_being_cut(tmp_path: Path) -> None:
+    store = DurableStore(tmp_path)
+    store.put(1, 1, b"a")
+    store.put(2, 1, (404).to_bytes(4, "little") * 70_000)
+    store.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    store = DurableStore(tmp_path, fresh=False)
+    assert store.torn is not None and store.get([1]) == [b"a"] and set(store.attempts) == {1}
+    store.close()
