@@ -4,6 +4,7 @@ That nothing is unpickled is a house rule (`test_house.py`); the control endpoin
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import threading
@@ -68,6 +69,17 @@ def test_the_sums_of_a_checkpoint_name_nothing_outside_it(tmp_path: Path, name: 
     (checkpoint / SUMS).write_text(f"{'0' * 64}  {name}\n")
     with pytest.raises(ConfigError, match="which lies elsewhere"):
         verify_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("left", ["", f"{'0' * 64}  config.json\n"])
+def test_sums_that_were_cut_short_vouch_for_nothing(tmp_path: Path, left: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"altered")
+    if left:
+        (tmp_path / "config.json").write_bytes(b"{}")
+        left = left.replace("0" * 64, hashlib.sha256(b"{}").hexdigest())
+    (tmp_path / SUMS).write_text(left)
+    with pytest.raises(ConfigError, match=rf"model\.safetensors.* {SUMS} does not name it"):
+        verify_checkpoint(tmp_path)
 
 
 def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:

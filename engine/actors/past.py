@@ -189,9 +189,12 @@ def _holds_batches(store: DurableStore, recovered: Recovered, steps: StepId) -> 
 
 
 def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
-    """Let go of what the processes were to let go of when they ended."""
+    """Let go of what the processes were to let go of when they ended, and of attempts that a power cut has taken from
+    the record: those to come would not replace them."""
     state = recovered.scheduler.state
-    wanted = {*state.groups, *chain.from_iterable(state.kept.by_step.values())}
+    kept = {*chain.from_iterable(state.kept.by_step.values())}
+    last = {group.id: group.attempt for group in state.groups.values()}
+    wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
     store.discard([group for group in store.attempts if group not in wanted])
     store.flush()
 
@@ -201,8 +204,10 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     state, attempts = recovered.scheduler.state, store.attempts
     missing = []
     for group in state.groups.values():
-        phase, whole = PHASES[group.state], group.state in state.stages.by_name
-        if phase is Phase.READY or whole:
+        phase = PHASES[group.state]
+        if group.state in state.stages.by_name:  # each order of its work is an attempt, and stores nothing until done
+            there = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
+        elif phase is Phase.READY:
             there = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
             there = phase not in (Phase.RUNNING, Phase.PARKED) or not group.kept or group.id in attempts

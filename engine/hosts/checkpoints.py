@@ -68,12 +68,13 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Raises: `ConfigError` naming the first file that is missing or is not what was written."""
+    """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be."""
     try:
         lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         law = f"its {SUMS} cannot be read: {error.strerror or error}"
         raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one") from None
+    unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS}
     for line in lines:
         digest, _, name = line.partition("  ")
         path = directory / name
@@ -85,6 +86,10 @@ def verify_checkpoint(directory: Path) -> None:
         if _digest(path) != digest:
             law = f"is not what was written: its SHA-256 is not that in {SUMS}"
             raise ConfigError("checkpoint", str(path), law, "another checkpoint, without this one")
+        unknown.discard(path)
+    if unknown:
+        law = f"is not what was written: {SUMS} does not name it"
+        raise ConfigError("checkpoint", str(min(unknown)), law, "another checkpoint, without this one")
 
 
 def _write_sums(directory: Path) -> None:

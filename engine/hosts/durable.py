@@ -25,7 +25,7 @@ from engine.hosts.segments import (
     SCORES,
     Entry,
     Torn,
-    fsync_directory,
+    fsync,
     packed_entry,
     preamble,
     read_entry,
@@ -144,7 +144,9 @@ class DurableStore:
             if group in self._groups and (attempt is None or self._groups[group][0] <= attempt)
         ]
         if gone:
-            self._append(packed_entry(DISCARD, gone))
+            if self._failure is not None:
+                raise self._failure
+            self._write(packed_entry(DISCARD, gone))  # whatever the bound: it is what makes room
             for group in gone:
                 self._forget(group)
             self._compact()
@@ -272,7 +274,7 @@ class DurableStore:
         try:
             self._file = segment_path(self.directory, number).open("xb", buffering=0)
             if self.policy.fsync == "always":
-                fsync_directory(self.directory)
+                fsync(self.directory)
         except OSError as error:
             raise self._give_up(error) from None
         self._next += 1
@@ -282,17 +284,20 @@ class DurableStore:
         return self._segments[number]
 
     def _close_segment(self) -> None:
-        """Bring the open segment to the disk: else a power cut could tear one that another one follows."""
-        if self._file is None:
+        """Bring the last segment to the disk, also what an earlier process left: else a power cut could tear one that
+        another one follows."""
+        last = next(reversed(self._segments), None)
+        if last is None:
             return
         self.flush()
         try:
-            os.fsync(self._file.fileno())
-            fsync_directory(self.directory)
+            fsync(segment_path(self.directory, last))
+            fsync(self.directory)
         except OSError as error:
             raise self._give_up(error) from None
-        self._file.close()
-        self._file = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _give_up(self, error: OSError) -> EngineError:
         """Take nothing more: behind what was written by halves nothing may stand."""
@@ -373,7 +378,7 @@ class DurableStore:
         try:
             if keys and self._file is not None:
                 os.fsync(self._file.fileno())
-                fsync_directory(self.directory)
+                fsync(self.directory)
             segment_path(self.directory, number).unlink()
         except OSError as error:
             raise self._give_up(error) from None

@@ -36,8 +36,8 @@ SUFFIX = ".seg"
 PUT, SCORES, DISCARD = 1, 2, 3
 ENTRY_STARTS = (b"\x94\x01", b"\x94\x02", b"\x94\x03")
 """How payloads begin: where to look for a whole entry behind a damaged one."""
-LOOKED_AT = 1 << 16
-"""Candidates examined behind damage; more than any real tail has."""
+LOOKED_AT = 1 << 33
+"""Bytes whose checksums are worked out behind damage; more than any real tail takes."""
 
 
 class Entry(NamedTuple):
@@ -81,8 +81,8 @@ def segment_numbers(directory: Path) -> list[int]:
     return [int(stem) for stem in stems]
 
 
-def fsync_directory(path: Path) -> None:
-    """Bring to the disk which files there are."""
+def fsync(path: Path) -> None:
+    """Bring a file to the disk, or which files a directory has."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -204,10 +204,9 @@ def _holds_whole_entry(rest: bytes) -> bool:
         at = rest.find(start, FRAME_BYTES + 1)
         while at >= 0:
             length, checksum = _FRAME.unpack_from(rest, at - FRAME_BYTES)
-            looked += 1
-            if looked > LOOKED_AT:
-                return True
-            if length and length <= len(rest) - at and crc32(view[at : at + length]) == checksum:
-                return True
+            if 0 < length <= len(rest) - at:
+                looked += length
+                if looked > LOOKED_AT or crc32(view[at : at + length]) == checksum:
+                    return True
             at = rest.find(start, at + 1)
     return False

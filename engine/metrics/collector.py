@@ -117,7 +117,7 @@ class RunMetrics:
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
         self.going_on = GoingOn(self.state)
-        self.steps = StepRows(self._emit) if rows is None else rows.written_to(self._emit)
+        self.steps = StepRows(self._emit, transitions.group_counts()) if rows is None else rows.written_to(self._emit)
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
         transitions.steps.clear()

@@ -39,14 +39,17 @@ class _Open:
 class StepRows:
     """Rows of the steps under way; finished ones go to `emit` in order of steps."""
 
-    def __init__(self, emit: Callable[[Row], None], recent: int = 32) -> None:
+    def __init__(
+        self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = 32
+    ) -> None:  # fmt: skip
+        """`counts`: as `finished` takes them, of what no row from now on is to count."""
         self.recent: deque[Row] = deque(maxlen=recent)
         """The newest rows, oldest first."""
         self._emit = emit
         self._open: dict[StepId, _Open] = {}
         self._reported: dict[StepId, Row] = {}
         self._collecting_since = 0.0
-        self._counts: dict[str, int] = {}
+        self._counts = dict(counts or {})
 
     def written_to(self, emit: Callable[[Row], None]) -> Self:
         """The same, from now on written there."""
@@ -143,9 +146,12 @@ class ReplayedRows:
     def __init__(self, transitions: StepTransitions) -> None:
         self.rows = StepRows(lambda row: None)
         self.transitions = transitions
+        self._begun = False
 
     def watch(self, event: Event, commands: Sequence[Command], state: State) -> None:
         """To be told of every event that is replayed, in order."""
+        if not self._begun:
+            self._begin()
         for step, entered in self.transitions.steps:
             self.rows.changed(step, entered, event.at)
             if entered == "finished":
@@ -153,8 +159,11 @@ class ReplayedRows:
                 self.rows.flush()  # it is written already
         self.transitions.steps.clear()
         if isinstance(event, RunResumed) and not event.kept:
-            self.rows = StepRows(lambda row: None)
+            self._begin()
         for command in commands:
             if type(command) is TrainStep:
                 groups = [state.groups[id] for id in command.groups if id in state.groups]
                 self.rows.formed(command.step, groups, command.staleness)
+
+    def _begin(self) -> None:
+        self.rows, self._begun = StepRows(lambda row: None, self.transitions.group_counts()), True

@@ -188,8 +188,9 @@ class Recorder:
 
     def _begin_segment(self) -> None:
         try:
+            if self._number >= 0:
+                _fsync(self.path)  # else a power cut could tear a segment that another one follows
             if self._file is not None:
-                os.fsync(self._file.fileno())  # else a power cut could tear a segment that another one follows
                 self._file.close()
             self._number += 1
             self._closed_bytes, self._offset = self._closed_bytes + self._offset, 0
@@ -198,7 +199,7 @@ class Recorder:
             self._held_bytes += len(head)
             self._file = self.path.open("xb", buffering=0)
             if self.fsync:
-                _fsync_directory(self.directory)
+                _fsync(self.directory)
         except OSError as error:
             raise self._give_up(error) from None
 
@@ -273,7 +274,7 @@ def _expected(event: Event, position: int) -> Event:
     return event
 
 
-def _fsync_directory(path: Path) -> None:
+def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -102,7 +102,7 @@ class Recovered:
 
     def batches(self, steps: int) -> list[Batch]:
         """What was trained after so many train steps, in order, in the line of weights that the record ends with."""
-        return self._since(steps).batches(steps)
+        return self._since(steps).batches(steps) if steps < self.scheduler.state.steps_trained else []
 
     def _since(self, steps: int) -> Ended:
         """What has ended, from so many train steps on; where no snapshot says it, the whole record does."""

@@ -12,7 +12,7 @@ from engine.states.replica import Replica
 from engine.states.state import State
 
 PARKING_S = 60.0
-"""How long a replica may take to park a group, at most; where attempts may take less, no longer than these."""
+"""How long a replica may take to park a group; its host cancels one that is not given up long before."""
 
 
 class AttemptTiming:
@@ -60,14 +60,10 @@ class AttemptTiming:
                         ParkGroup(group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
                                   cause=self.orders.cause)
                     )  # fmt: skip
-                elif late_s >= self._patience:
-                    reason = f"it is hung: group {id} was to be parked, and was not within {self._patience:g} s"
+                elif late_s >= PARKING_S:
+                    reason = f"it is hung: group {id} was to be parked, and was not within {PARKING_S:g} s"
                     self.rollout.stop_replica(replica, reason)
                     break
-
-    @property
-    def _patience(self) -> float:
-        return min(self.state.limits.group_timeout_s or PARKING_S, PARKING_S)
 
     def _due(self, replica: Replica) -> float | None:
         """When something on a replica will have taken too long; groups are in the order in which they began there."""
@@ -77,7 +73,7 @@ class AttemptTiming:
         due: float | None = None
         for id in replica.groups:
             group = self.state.groups[id]
-            at = group.seated_at + timeout + (self._patience if group.parking else 0.0)
+            at = group.seated_at + timeout + (PARKING_S if group.parking else 0.0)
             due = at if due is None else min(due, at)
             if not group.parking:
                 break

@@ -52,8 +52,8 @@ class LeavingScheduling:
         for replica in state.fleet.rollouts():
             if replica.id >= wanted:
                 self.let_go(replica)
-            elif self.live.leaving.get(replica.id, ("", True)) != ("", True):
-                del self.live.leaving[replica.id]
+            elif replica.id in self.live.leaving and not self.live.leaving[replica.id][1]:
+                del self.live.leaving[replica.id]  # but one that is taken away leaves, however many are wanted
         for id in range(wanted):
             there = state.fleet.replicas.get(id) or self.sync.first_seen(id)
             if there.returns or there.state not in ("lost", "joining"):

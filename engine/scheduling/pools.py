@@ -105,8 +105,9 @@ class PoolScheduling:
     def _synced(self) -> bool:
         """Whether training need not wait for replicas to have the newest weights."""
         state = self.state
+        exempt = (*NOT_SYNCED, "asleep") if state.live.draining else NOT_SYNCED
         return not state.limits.train_after_sync or all(
-            replica.version == state.latest_version or replica.state in NOT_SYNCED or replica.held >= 0
+            replica.version == state.latest_version or replica.state in exempt or replica.held >= 0
             for replica in state.fleet.rollouts()
         )
 

@@ -89,6 +89,8 @@ def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, traini
         state.touch(group)
     for step in state.formed_steps:
         training.begin_again(step)
+        if step.failures >= state.limits.infrastructure_attempts:
+            step.failures = 0  # it ended the run, which goes on once the cause is gone
     state.steps[state.steps_batched].timer = None
     for lease in state.pools.leases:
         if lease.task:

@@ -114,7 +114,8 @@ class RolloutScheduling:
         too_long, moves = group.parking, group.moving
         self.state.unseat(group)
         if too_long:
-            told = f"an attempt took longer than {self.state.limits.group_timeout_s:g} s"
+            limit = self.state.limits.group_timeout_s  # None where it was lifted since the order
+            told = "an attempt took longer than " + ("it might" if limit is None else f"{limit:g} s")
             self.park_after_failure(group, "infrastructure", told)
             return
         if moves:

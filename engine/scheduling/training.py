@@ -179,6 +179,8 @@ class TrainingScheduling:
             state.stale_echoes += 1
             return
         step.timer = None
+        if state.live.draining:
+            return  # nobody works on them: they are late for no fault of theirs
         stragglers = self.stragglers()
         if not stragglers:
             return

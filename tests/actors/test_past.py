@@ -20,7 +20,8 @@ from engine.states.group import PHASES
 from engine.states.machine import Phase
 from engine.states.state import State
 from engine.trajectory import Prompt, TrajectoryGroup
-from tests.core.test_recovery import busy
+from tests.core.states_of_our_own import CHECKING, WEIGHING
+from tests.core.test_recovery import busy, world
 
 SAVED, TRAINED = 2, 3
 NOBODYS = 39
@@ -163,3 +164,32 @@ def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Sc
     scene.fill()
     assert not scene.past(trajectories="memory").event(replicas=1).kept
     assert not scene.directory.exists() and scene.held() == set()
+
+
+def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -> None:
+    made = world(added_states=(WEIGHING, CHECKING))
+    while not made.scheduler.state.stages.out:
+        assert made.act()
+    (group,) = [id for stage in made.scheduler.state.stages.by_name.values() for id in stage.working]
+    run_dir = tmp_path / "run"
+    (run_dir / "schedule").mkdir(parents=True)
+    (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
+    store = DurableStore(run_dir / "trajectories")
+    store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
+    store.close()
+    past = past_of(plan(run_dir), Transitions())
+    past.lock.release()
+    assert past.missing is not None and group not in past.missing
+
+
+def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
+    """A power cut may take more of the record than of the store: the next attempt would not replace a later one."""
+    scene.fill()
+    running = scene.running[0]
+    store = DurableStore(scene.directory, fresh=False)
+    store.put(running, scene.state.groups[running].attempt + 2, pack_group(group_of(running)))
+    store.put(scene.ready, scene.state.groups[scene.ready].attempt + 1, pack_group(group_of(scene.ready)))
+    store.close()
+    past = scene.past()
+    assert past.missing == (scene.ready,)
+    assert scene.held() == {*scene.trained, *scene.formed}

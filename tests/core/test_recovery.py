@@ -1,6 +1,7 @@
 """Runs whose every process ends at once and that go on from their record and their checkpoints."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -274,3 +275,17 @@ def test_stragglers_are_waited_for_anew() -> None:
     (timer,) = made.timers
     made.crash(replicas=1, kept=True)
     assert [set_again.timer for set_again in made.timers] == [timer.timer + 1]
+
+
+def test_what_no_step_needs_is_not_looked_for_in_the_whole_record(tmp_path: Path) -> None:
+    """Where there are no checkpoints a snapshot says nothing of what has ended, and the record may be long."""
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
+    made = Adversary(limits, PolicySet.from_names({}), 12, 4, 7)
+    made.join(0)
+    until_trained(made, 2)
+    path = tmp_path / "00000000.seg"
+    path.write_bytes(made.recorder.to_bytes())
+    recovered = recover(read(tmp_path))
+    assert recovered.began_at is not None
+    path.unlink()
+    assert recovered.batches(2) == []

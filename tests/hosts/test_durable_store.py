@@ -228,3 +228,47 @@ def test_over_its_bound_a_store_clears_away_then_says_what_to_do_and_keeps_what_
     again = DurableStore(tmp_path, StorePolicy(segment_bytes=256), fresh=False)
     assert set(again.attempts) == set(kept)
     again.close()
+
+
+def test_what_makes_room_is_taken_at_the_bound_itself(tmp_path: Path) -> None:
+    store = DurableStore(tmp_path, StorePolicy(segment_bytes=4096))
+    store.put(0, 1, b"x" * 80)
+    full = StorePolicy(segment_bytes=4096, max_bytes=store.stats().disk_bytes)
+    store.close()
+    store = DurableStore(tmp_path, full, fresh=False)
+    store.discard([0])
+    assert store.stats().groups == 0
+    store.close()
+
+
+def test_what_a_killed_process_left_is_brought_to_the_disk_before_another_segment_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could tear it then, and nothing may be torn but the last segment."""
+    store = DurableStore(tmp_path)
+    store.put(1, 1, b"a")
+    store.close()
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    store = DurableStore(tmp_path, fresh=False)
+    store.put(2, 1, b"b")
+    assert synced == [tmp_path / "00000000.seg", tmp_path]
+    store.close()
+
+
+def test_tokens_that_look_like_entries_do_not_keep_a_torn_end_from_being_cut(tmp_path: Path) -> None:
+    store = DurableStore(tmp_path)
+    store.put(1, 1, b"a")
+    store.put(2, 1, (404).to_bytes(4, "little") * 70_000)
+    store.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    store = DurableStore(tmp_path, fresh=False)
+    assert store.torn is not None and store.get([1]) == [b"a"] and set(store.attempts) == {1}
+    store.close()

@@ -16,8 +16,10 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
 from engine.metrics.journal import Journal
 from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.metrics.steps import ReplayedRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
+from engine.scheduler import Scheduler
 from engine.states.limits import Limits, Pool, ValidationLimits
 from tests.core.states_of_our_own import CHECKING
 
@@ -327,6 +329,22 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     metrics.close()
     assert rows_of(path) == before
     assert metrics.accuracies == world.metrics.accuracies
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_first_line_of_a_run_that_goes_on_counts_from_there(kept: bool) -> None:
+    transitions = Transitions()
+    replayed = ReplayedRows(transitions)
+    transitions.take(([("group", "generating", "aborted", 7)], []))  # what a snapshot says
+    scheduler = Scheduler(Limits(train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1))
+    replayed.watch(fact.RunStarted(), (), scheduler.state)
+    metrics = RunMetrics(scheduler, transitions, rows=replayed.rows if kept else None)
+    transitions.take(([("group", "generating", "aborted", 8)], []))
+    for state in ("scoring", "finished"):
+        metrics.steps.changed(0, state, 1.0)
+    metrics.steps.finished(0, 1, 1.0, transitions.group_counts())
+    metrics.steps.flush()
+    assert metrics.steps.recent[-1]["groups_aborted"] == 1
 
 
 # -- added states ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A record that goes on after its writer has died: the torn end is cut, the rest stays, one writer at a time."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,23 @@ def test_a_record_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
         Recorder(tmp_path, After(events=0))
     with pytest.raises(RecordError, match="holds no schedule record"):
         Recorder(tmp_path, After(events=0))
+
+
+def test_what_a_killed_writer_left_is_brought_to_the_disk_before_another_segment_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could tear it then, and nothing may be torn but the last segment."""
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.close()
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        assert not (tmp_path / "00000001.seg").exists()
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    Recorder(tmp_path, After(events=3)).close()
+    assert tmp_path / "00000000.seg" in synced

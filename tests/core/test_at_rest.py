@@ -1,0 +1,78 @@
+"""What a drain, a request or a changed setting meets halfway: timers that were set, replicas on their way, by hand."""
+
+from engine.commands import FinishRun, ParkGroup, SetTimer, StopReplica, TrainStep
+from engine.events import (
+    BatchScored,
+    DrainRequested,
+    ReplicaLeaves,
+    ReplicasWanted,
+    RunResumed,
+    SettingChanged,
+    StepFailed,
+    TimerFired,
+)
+from engine.states.limits import Pool
+from tests.core.test_leaving import paused, small
+
+
+def test_stragglers_are_not_dropped_while_a_run_drains() -> None:
+    run = small(policies={"deadline": "drop"}, deadline_timeout_s=10.0)
+    run.finish(0)
+    timer = run.ordered(SetTimer)[-1]
+    run.tell(DrainRequested(reason="maintenance"))
+    run.tell(TimerFired(timer=timer.timer), at=run.clock + 100.0)
+    paused(run, 0)
+    paused(run, 1)
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+    assert [group.state for group in run.state.groups.values() if group.attempt] == ["generated", *["aborted"] * 3]
+
+
+def test_a_batch_under_way_does_not_wait_for_weights_that_nobody_gets_while_a_run_drains() -> None:
+    pools = (Pool(tasks=("rollout", "ref_logprobs"), replicas=(0,)), Pool(tasks=("train",)))
+    run = small(replicas=1, pools=pools, scoring_tasks=("ref_logprobs",), train_after_sync=True)
+    run.finish(0, 1, 2, 3)
+    paused(run, 0)
+    run.tell(BatchScored(step=0, attempt=1, task="ref_logprobs"))
+    run.train()
+    run.publish()
+    assert len(run.state.formed_steps) == 1
+    run.tell(DrainRequested(reason="maintenance"))
+    if run.state.fleet.replicas[0].state == "yielding":
+        paused(run, 0)
+    run.tell(BatchScored(step=1, attempt=1, task="ref_logprobs"))
+    assert [order.step for order in run.ordered(TrainStep)] == [0, 1]
+    run.train()
+    run.publish()
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
+def test_a_replica_that_is_taken_away_leaves_whatever_number_is_wanted() -> None:
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicasWanted(replicas=2))
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert (stop.replica, stop.returns) == (1, True)
+
+
+def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> None:
+    run = small(group_timeout_s=100.0)
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
+    run.tell(SettingChanged(setting="rollout.group_timeout_s", value="null"))
+    run.abort(0)
+    assert run.state.groups[0].infrastructure_failures == 1
+    assert run.state.last_failure == "an attempt took longer than it might"
+
+
+def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() -> None:
+    run = small(replicas=1, infrastructure_attempts=2)
+    run.finish(0, 1)
+    for attempt in (1, 2):
+        run.tell(StepFailed(step=0, attempt=attempt, reason="no memory"))
+    assert run.ordered(FinishRun)[-1].outcome == "failed"
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    last = run.ordered(TrainStep)[-1]
+    run.tell(StepFailed(step=0, attempt=last.attempt, reason="a passing fault"))
+    assert len(run.ordered(FinishRun)) == 1 and run.ordered(TrainStep)[-1].attempt == last.attempt + 1
