@@ -20,7 +20,15 @@ from engine.actors.run import start
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
-from engine.events import GroupAborted, GroupFailed, GroupGenerated, ReplicaLost, StopRequested, WeightsInstalled
+from engine.events import (
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    ReplicaLost,
+    RunResumed,
+    StopRequested,
+    WeightsInstalled,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -94,13 +102,16 @@ def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
     assert alive(program) == []
 
 
-def test_a_run_whose_gateway_dies_ends_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plan = plan_of(configured(tmp_path, {"function": "conversing:deadly"}, replicas=1), tmp_path)
-    with start(plan) as run:
+    with start(replace(plan, restarts=1)) as run:
         assert run.wait().outcome == "stopped"
-    (stop,) = events_of(tmp_path, StopRequested)
-    assert re.match(r"the gateway is lost: GatewayActor \(process \d+\) died", stop.reason)
+    stops = events_of(tmp_path, StopRequested)
+    assert len(stops) == 2 and len(events_of(tmp_path, RunResumed)) == 1
+    assert all(re.match(r"the gateway is lost: GatewayActor \(process \d+\) died", stop.reason) for stop in stops)
     assert events_of(tmp_path, GroupFailed) == []
 
 
