@@ -128,7 +128,7 @@ class SchedulerActor:
             else earlier.recovered.scheduler
         )
         books = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
-        rows = earlier.rows if isinstance(earlier, Past) else None
+        rows = None if earlier is None else earlier.rows
         self._metrics = RunMetrics(self._scheduler, self._transitions, books, rows)
         self._recorder = recorder_of(plan, policies, earlier)
         self._clock = self._new_clock(earlier)

@@ -21,6 +21,7 @@ from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
 from engine.metrics.journal import keep_rows
+from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
@@ -48,6 +49,8 @@ class Survived:
     """With the steps that the trainer may train again."""
     updates: Mapping[StepId, int]
     """The optimizer's, in these steps."""
+    rows: StepRows
+    """Of steps that are under way."""
 
     @property
     def after(self) -> After:
@@ -83,8 +86,14 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
-        orders = OpenOrders()
-        recovered = recover(record, observe, lambda frame: orders.take(frame.event, frame.commands), books=observe)
+        orders, under_way = OpenOrders(), ReplayedRows(observe)
+        recovered = recover(
+            record,
+            observe,
+            lambda frame: orders.take(frame.event, frame.commands),
+            books=observe,
+            replayed=lambda frame, state: under_way.watch(frame.event, frame.commands, state),
+        )
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -100,7 +109,7 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
         redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
     )
     later = {step: count for step, count in updates.items() if step >= first}
-    return Survived(recovered, lock, orders.left(recovered.at), restore, later)
+    return Survived(recovered, lock, orders.left(recovered.at), restore, later, under_way.rows)
 
 
 def _recorded(row: dict[str, Any], state: State) -> bool:

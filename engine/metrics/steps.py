@@ -57,14 +57,17 @@ class StepRows:
         return self
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
-        """A batch is ordered to be trained. A repeat of the order changes nothing: a batch never changes."""
+        """A batch is ordered to be trained. A repeat of the order changes nothing: a batch never changes.
+
+        `staleness` is of each of its groups; of those that are gone nothing else is known.
+        """
         entry = self._open.get(step)
         if entry is None or "groups" in entry.fields:
             return
         entry.groups, entry.staleness = tuple(group.id for group in groups), staleness
         rewards = [group.reward_mean for group in groups]
         entry.fields.update(
-            groups=len(groups),
+            groups=len(staleness),
             reward_mean=sum(rewards) / len(rewards) if rewards else None,
             accuracy=None,
             loss=None,
