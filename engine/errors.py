@@ -49,6 +49,10 @@ class RecordError(EngineError):
         super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
 
 
+class RecordNotBegun(RecordError):
+    """A schedule record without a header: the run ended before it did anything."""
+
+
 class StorageFull(EngineError):
     """A disk, or what of it may be used, is full: the directory, the bytes that are there, and what to do."""
 

@@ -116,7 +116,16 @@ def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunD
 
 def _began(directory: "RunDirectory") -> bool:
     """Whether there is anything to go on with: a run may have ended before its record began."""
-    return any(path.suffix == ".seg" and path.stat().st_size for path in directory.schedule.iterdir())
+    from engine.errors import RecordNotBegun
+    from engine.schedule import read
+
+    if not any(path.suffix == ".seg" for path in directory.schedule.iterdir()):
+        return False
+    try:
+        read(directory.schedule)
+    except RecordNotBegun:
+        return False
+    return True
 
 
 def _finished(directory: "RunDirectory") -> bool:

@@ -22,6 +22,7 @@ from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RecordError
 from engine.metrics.status import Status
 from engine.schedule import Header, Recorder
+from engine.schedule.store import preamble
 from engine.states.group import GROUP
 from engine.states.machine import Table
 from engine.states.pool import POOL
@@ -572,6 +573,10 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
     assert cli.main(["run", config, "--resume", "auto"]) == 0
     Path("runs/20990101-000000-mine/schedule").mkdir(parents=True)  # ended before its record began
     Path("runs/20990101-000000-mine-too/schedule").mkdir(parents=True)
+    for moment, head in enumerate((b"", preamble(0, 0)[:9], preamble(0, 0), preamble(0, 0) + b"\5\0\0\0torn")):
+        begun = Path(f"runs/2099010{moment + 2}-000000-mine/schedule")
+        begun.mkdir(parents=True)
+        (begun / "00000000.seg").write_bytes(head)
     assert cli.main(["run", config, "--resume", "auto"]) == 0
     assert "a new one begins" in capsys.readouterr().out
     assert [handle.resumed for handle in handles] == [None, None]

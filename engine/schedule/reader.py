@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import RecordError
+from engine.errors import RecordError, RecordNotBegun
 from engine.ids import EventId
 from engine.schedule.frames import Handled, Header, Part, Rejected, decode_frame, decode_header, place_of_part
 from engine.schedule.packing import CodecError
@@ -61,7 +61,7 @@ class Record:
         first = next(payloads(segments, self._report_torn), None)
         if first is None:
             torn_at = self.torn.offset if self.torn else 0
-            raise RecordError(segments[0].name, torn_at, "no header: the run ended before its record began")
+            raise RecordNotBegun(segments[0].name, torn_at, "no header: the run ended before its record began")
         self._header_at = first.path, first.offset
         try:
             self.header: Header = decode_header(first.data)

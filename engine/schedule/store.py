@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
 
-from engine.errors import RecordError
+from engine.errors import RecordError, RecordNotBegun
 from engine.schedule.frames import FORMAT_VERSION, SNAPSHOT_START, check_format
 from engine.schedule.packing import MAX_PAYLOAD_BYTES, CodecError
 
@@ -173,6 +173,8 @@ class _SegmentReader:
             self.report_torn(Torn(self.path, 0, self.size))
             return False
         if short:
+            if self.last and not self.number:
+                raise RecordNotBegun(self.path, 0, "the file ends within its first bytes: no record was begun")
             raise self.error(0, "the file ends within its first bytes: no record was begun, or it was cut")
         magic, version, number, _ = _PREAMBLE.unpack_from(head)
         if magic != MAGIC:
