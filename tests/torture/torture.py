@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.commands import TrainStep
+from engine.errors import RecordError, RecordNotBegun
 from engine.events import RunResumed, StepTrained
 from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
 from engine.schedule import Handled, read
@@ -76,8 +78,6 @@ def torture(seed: int, mode: str, directory: Path) -> Result:
 
 def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
     """One life of the run: `finished`, or how it ended before that."""
-    if life and not (run_dir / "schedule" / "00000000.seg").exists():
-        life = 0  # it died before its record began: there is nothing to go on with
     command = [sys.executable, "-m", "tests.torture.chain", str(run_dir)]
     environment = {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
     with tempfile.TemporaryFile("w+") as told:
@@ -123,7 +123,15 @@ def _require_gone(mark: str) -> None:
 
 
 def _events(run_dir: Path) -> int:
-    return sum(isinstance(frame, Handled) for frame in read(run_dir / "schedule").frames(answers=False))
+    """Of its record; where it died before that began there is nothing to go on with, and another run begins."""
+    try:
+        return sum(isinstance(frame, Handled) for frame in read(run_dir / "schedule").frames(answers=False))
+    except RecordError as error:
+        begun = (run_dir / "schedule" / "00000000.seg").exists()
+        if begun and not isinstance(error, RecordNotBegun):
+            raise
+        shutil.rmtree(run_dir)
+        return 0
 
 
 def _checked(
