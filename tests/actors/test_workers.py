@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+from engine.actors.heartbeat import Pulse
 from engine.actors.wire import unpack_orders
 from engine.actors.worker_link import WorkerLink
 from engine.actors.workers import _leaves, _state_failed
@@ -25,7 +26,7 @@ def test_orders_on_groups_that_are_dropped_are_ended_and_no_longer_waited_for() 
     sent, delivered = Sent(), list[Event]()
     link = WorkerLink(
         what="the states", start=lambda incarnation: sent, restarts=0, answers=_leaves, failure=_state_failed,
-        deliver=delivered.append, spawn=_never,
+        deliver=delivered.append, spawn=_never, source="added", living=None, pulse=Pulse(0.0, 3),
     )  # fmt: skip
     enter = [EnterState(group=group, attempt=1, state="judging", cause=0) for group in (1, 2)]
     for command in enter:
