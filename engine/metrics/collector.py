@@ -322,6 +322,9 @@ class RunMetrics:
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         self.replicas.lost(event)
+        wanted = self.state.live.wanted
+        if wanted is not None and event.replica >= wanted and not event.returns:
+            return  # it was let go, as the user wished
         self._retry("replica_lost", f"replica {event.replica}: {event.reason}")
 
     def _sync_failed(self, event: SyncFailed) -> None:

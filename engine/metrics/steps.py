@@ -52,7 +52,8 @@ class StepRows:
         self._counts = dict(counts or {})
 
     def written_to(self, emit: Callable[[Row], None]) -> Self:
-        """The same, from now on written there."""
+        """The same, from now on written there; what was written before is nobody's news."""
+        self.recent.clear()
         self._emit = emit
         return self
 

@@ -16,7 +16,7 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
 from engine.metrics.journal import Journal
 from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
-from engine.metrics.steps import ReplayedRows
+from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.scheduler import Scheduler
@@ -389,3 +389,11 @@ def test_bounds_that_were_set_while_the_run_goes_on_are_those_exported() -> None
     samples = {s.name: s.value for family in registry(world.metrics).collect() for s in family.samples}
     assert samples["engine_max_staleness_steps"] == 3
     assert samples["engine_max_concurrent_groups"] == 8
+
+
+def test_rows_of_a_record_that_was_replayed_are_no_news() -> None:
+    rows = StepRows(lambda row: None)
+    rows.changed(0, "scoring", 1.0)
+    rows.finished(0, 1, 2.0, {})
+    rows.flush()
+    assert rows.recent and not rows.written_to(lambda row: None).recent
