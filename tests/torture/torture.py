@@ -18,7 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,13 @@ class Failure(Exception):
         self.kind = kind
 
 
+class Stopped(Exception):
+    """Somebody ended the torture before this point had ended."""
+
+
+STOP = threading.Event()
+
+
 @dataclass(frozen=True)
 class Result:
     """A line of the table."""
@@ -60,20 +69,30 @@ class Result:
 
 
 def torture(seed: int, mode: str, directory: Path) -> Result:
-    """Raises: `Failure`."""
+    """Raises: `Failure`, `Stopped`."""
     point, began = Point.of(seed, mode), time.monotonic()
-    run_dir, mark = directory / "run", f"{mode}-{seed}-{os.getpid()}"
+    run_dir, mark = directory / "run", _mark(seed, mode)
     killed_at: list[int] = []
     try:
         for life in range(LIVES):
+            if STOP.is_set():
+                raise Stopped
             said = _live(run_dir, point, mode, life, mark)
             if said == "finished":
                 return _checked(run_dir, point, mode, life + 1, tuple(killed_at), time.monotonic() - began, mark)
             killed_at.append(_events(run_dir))
         raise Failure("liveness", f"not finished in {LIVES} lives; the last ended {said}")
     finally:
-        for pid, _ in list(marked(mark)):
-            strike(pid)
+        _strike_all(mark)
+
+
+def _mark(seed: int, mode: str) -> str:
+    return f"{mode}-{seed}-{os.getpid()}"
+
+
+def _strike_all(mark: str) -> None:
+    for pid, _ in list(marked(mark)):
+        strike(pid)
 
 
 def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
@@ -194,6 +213,38 @@ def table(results: list[Result]) -> str:
     ])  # fmt: skip
 
 
+def one(seed: int, mode: str) -> Result | None:
+    """A line that says how the point ended, and its result; none where it failed."""
+    with tempfile.TemporaryDirectory(prefix="torture-") as directory:
+        try:
+            result = torture(seed, mode, Path(directory))
+        except Exception as error:
+            if STOP.is_set():
+                raise Stopped from error
+            kind = error if isinstance(error, Failure) else f"crash: {type(error).__name__}: {error}"
+            again = f"python -m tests.torture.torture --mode {mode} --seed {seed}"
+            print(f"{mode} {seed}: {kind}\n  again: {again}", flush=True)
+            return None
+    died = f"{result.point.victim}, {result.lives} lives, {result.redone} steps again"
+    print(f"{mode} {seed}: {died}, {result.seconds:.0f} s", flush=True)
+    return result
+
+
+def held(points: list[tuple[int, str]], jobs: int) -> list[Result | None]:
+    """Of every (seed, mode) in order; only of those that have ended, where somebody stops this before."""
+    ended: list[Result | None] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = [pool.submit(one, *point) for point in points]
+        try:
+            ended += [point.result() for point in begun]
+        except (KeyboardInterrupt, SystemExit):
+            pool.shutdown(wait=False, cancel_futures=True)
+            STOP.set()
+            for seed, mode in points:
+                _strike_all(_mark(seed, mode))
+    return ended or [point.result() for point in begun if point.done() and not (point.cancelled() or point.exception())]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trees", type=int, default=200, help="points at which the whole tree is killed")
@@ -201,35 +252,22 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--mode", choices=(TREE, "actor"))
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--jobs", type=int, default=1, help="points at a time, each a Ray of its own")
     parser.add_argument("--table", type=Path, help="write the results there")
     chosen = parser.parse_args()
     points = [(seed, TREE) for seed in range(chosen.first, chosen.first + chosen.trees)]
     points += [(seed, "actor") for seed in range(chosen.first, chosen.first + chosen.actors)]
+    points.sort(key=lambda point: (point[0] - chosen.first) / (chosen.trees if point[1] == TREE else chosen.actors))
     if chosen.seed is not None:
         points = [(chosen.seed, chosen.mode or TREE)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that whatever runs is ended with this
-    results, failed = [], 0
-    for seed, mode in points:
-        with tempfile.TemporaryDirectory(prefix="torture-") as directory:
-            try:
-                results.append(torture(seed, mode, Path(directory)))
-                r = results[-1]
-                print(
-                    f"{mode} {seed}: {r.point.victim}, {r.lives} lives, {r.redone} steps again, {r.seconds:.0f} s",
-                    flush=True,
-                )
-            except Exception as error:
-                failed += 1
-                kind = error if isinstance(error, Failure) else f"crash: {type(error).__name__}: {error}"
-                print(
-                    f"{mode} {seed}: {kind}\n  again: python -m tests.torture.torture --mode {mode} --seed {seed}",
-                    flush=True,
-                )
-    print(f"{len(results)} of {len(points)} points held")
+    looked_at = held(points, chosen.jobs)
+    results = [result for result in looked_at if result is not None]
+    print(f"{len(results)} of {len(looked_at)} points held, of {len(points)} chosen")
     if chosen.table is not None:
         begun = chosen.table.read_text(encoding="utf-8").split(BEGIN)[0] if chosen.table.exists() else ""
         chosen.table.write_text(f"{begun}{BEGIN}\n\n{table(results)}\n", encoding="utf-8")
-    return 1 if failed else 0
+    return int(len(results) < len(points))
 
 
 BEGIN = "<!-- written by make torture -->"
