@@ -100,6 +100,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         store_policy=StorePolicy(
             segment_bytes=config.durability.segment_mb << 20,
             max_bytes=config.durability.max_bytes,
+            cache_bytes=config.durability.cache_mb << 20,
             fsync=config.durability.fsync,
         ),
         heartbeat_s=config.rollout.heartbeat_s,

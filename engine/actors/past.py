@@ -13,8 +13,9 @@ from engine.actors.plan import Plan, Redo, Restore
 from engine.errors import ConfigError, RecordError
 from engine.events import RunResumed
 from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
-from engine.hosts.durable import DurableStore, clear
+from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
+from engine.hosts.segments import clear
 from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows

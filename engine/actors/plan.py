@@ -117,7 +117,7 @@ class Plan:
     """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Where the lines of `metrics.jsonl` go besides: options by name (`metrics.sinks.CLIENTS`)."""
-    snapshot_every: int = 100_000
+    snapshot_every: int = 50_000
     """Events after which the whole state goes into the record; 0: never."""
     keep_checkpoints: int = 2
     keep_checkpoints_every: int = 0

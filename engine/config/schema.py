@@ -180,11 +180,17 @@ class DurabilitySection(Section):
     max_bytes: int | None = Field(
         None, ge=1 << 20, le=1 << 60, description="Of all trajectories on disk; null: as many as the disk has room for."
     )
+    cache_mb: int = Field(
+        128,
+        ge=0,
+        le=1 << 20,
+        description="Newest trajectories that are kept in memory besides, in MiB, to be read there.",
+    )
     drain_s: float | None = Field(
         None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
     )
     snapshot_every: int = Field(
-        100_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
+        50_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
     )
 
 

@@ -12,12 +12,13 @@ the segment goes; so a kill at any moment loses nothing, and a discard never goe
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from engine.errors import FULL, EngineError, RecordError, StorageFull
+from engine.hosts.recent import Recent
 from engine.hosts.segments import (
     DISCARD,
     PREAMBLE_BYTES,
@@ -64,6 +65,8 @@ class StorePolicy:
     """A segment is closed, and brought to the disk, once it is at least this long."""
     max_bytes: int | None = None
     """Of all segments; None: as many as the disk has."""
+    cache_bytes: int = 128 << 20
+    """Of the newest groups and scores, in memory as well, so that reading them needs no disk."""
     fsync: str = "segment"
     """`always`: what is acknowledged is on the disk and outlives a power cut; `segment`: that of closed segments
     does."""
@@ -86,6 +89,7 @@ class DurableStore:
         self._groups: dict[GroupId, tuple[int, Place]] = {}
         self._scores: dict[GroupId, dict[str, tuple[StepId, Place]]] = {}
         self._segments: dict[int, _Segment] = {}
+        self._recent = Recent(self.policy.cache_bytes)
         self._kept_bytes = self._disk_bytes = 0
         self._file: BinaryIO | None = None
         self._held: list[bytes] = []
@@ -112,7 +116,7 @@ class DurableStore:
         kept = self._groups.get(group)
         if kept is not None and kept[0] > attempt:
             return False
-        self._keep_group(group, attempt, self._append(packed_entry(PUT, group, attempt, data)))
+        self._keep_group(group, attempt, self._append(PUT, group, attempt, data))
         return True
 
     def replace(self, group: GroupId, attempt: int, data: bytes, bytes: int = 0) -> bool:
@@ -130,7 +134,7 @@ class DurableStore:
     def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
         for group, data in zip(groups, packed, strict=True):
             if group in self._groups:
-                self._keep_scores(group, task, step, self._append(packed_entry(SCORES, group, [step, task], data)))
+                self._keep_scores(group, task, step, self._append(SCORES, group, [step, task], data))
 
     def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[bytes]:
         """Raises: `EngineError`, naming the groups that were not scored for that step."""
@@ -228,32 +232,40 @@ class DurableStore:
             reason = f"its torn end cannot be cut: {error.strerror or error}"
             raise RecordError(str(path), torn.offset, reason) from None
 
-    def _data(self, places: Iterable[Place]) -> list[bytes]:
-        """What lies at places, each checked again."""
-        if self._held:
+    def _data(self, places: Sequence[Place]) -> list[bytes]:
+        """What lies at places."""
+        found = {place: data for place in places if (data := self._recent.find(place)) is not None}
+        missing = [place for place in places if place not in found]
+        if missing and self._held:
             self.flush()
+        found.update(self._from_disk(missing))
+        return [found[place] for place in places]
+
+    def _from_disk(self, places: Sequence[Place]) -> Iterator[tuple[Place, bytes]]:
+        """Each is checked again."""
         opened: dict[int, tuple[int, Path]] = {}
-        found = []
         try:
             for place in places:
                 if place.segment not in opened:
                     path = segment_path(self.directory, place.segment)
                     opened[place.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
-                found.append(read_entry(*opened[place.segment], place.offset, place.bytes).data)
+                yield place, read_entry(*opened[place.segment], place.offset, place.bytes).data
         except OSError as error:
             raise RecordError(str(self.directory), 0, f"cannot be read: {error.strerror or error}") from None
         finally:
             for handle, _ in opened.values():
                 os.close(handle)
-        return found
 
     # writing
 
-    def _append(self, entry: bytes) -> Place:
+    def _append(self, kind: int, group: GroupId, mark: Any, data: bytes) -> Place:
         if self._failure is not None:
             raise self._failure
+        entry = packed_entry(kind, group, mark, data)
         self._make_room(len(entry))
-        return self._write(entry)
+        place = self._write(entry)
+        self._recent.keep(place, data)
+        return place
 
     def _write(self, entry: bytes) -> Place:
         current = self._segments.get(self._next - 1) if self._file is not None else None
@@ -329,6 +341,7 @@ class DurableStore:
 
     def _bury(self, place: Place, key: tuple[GroupId, str]) -> None:
         del self._segments[place.segment].kept[key]
+        self._recent.drop(place)
         self._kept_bytes -= place.bytes
 
     def _forget(self, group: GroupId) -> None:
@@ -385,15 +398,3 @@ class DurableStore:
         del self._segments[number]
         self._disk_bytes -= oldest.bytes
         return True
-
-
-def clear(directory: Path) -> None:
-    """Forget all that a store keeps there, whatever it is. Raises: `RecordError` where it cannot be removed."""
-    lock = RecordLock(directory, waits=True)
-    try:
-        for number in segment_numbers(directory):
-            segment_path(directory, number).unlink()
-    except OSError as error:
-        raise RecordError(str(directory), 0, f"cannot be cleared: {error.strerror or error}") from None
-    finally:
-        lock.release()

@@ -22,6 +22,7 @@ import msgpack
 
 from engine.errors import RecordError
 from engine.hosts.packed import MAX_GROUP_BYTES
+from engine.schedule.lock import RecordLock
 from engine.schedule.store import Torn, frame
 
 MAGIC = b"step-trj"
@@ -210,3 +211,15 @@ def _holds_whole_entry(rest: bytes) -> bool:
                     return True
             at = rest.find(start, at + 1)
     return False
+
+
+def clear(directory: Path) -> None:
+    """Forget all that a store keeps there, whatever it is. Raises: `RecordError` where it cannot be removed."""
+    lock = RecordLock(directory, waits=True)
+    try:
+        for number in segment_numbers(directory):
+            segment_path(directory, number).unlink()
+    except OSError as error:
+        raise RecordError(str(directory), 0, f"cannot be cleared: {error.strerror or error}") from None
+    finally:
+        lock.release()

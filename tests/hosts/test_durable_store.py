@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RecordError, StorageFull
-from engine.hosts.durable import DurableStore, StorePolicy, clear
-from engine.hosts.segments import FRAME_BYTES, PREAMBLE_BYTES, PUT, SCORES, packed_entry, preamble
+from engine.hosts.durable import DurableStore, StorePolicy
+from engine.hosts.segments import FRAME_BYTES, PREAMBLE_BYTES, PUT, SCORES, clear, packed_entry, preamble
 from engine.hosts.trajectories import TrajectoryStore
 
-SMALL = StorePolicy(segment_bytes=256)
+SMALL = StorePolicy(segment_bytes=256, cache_bytes=0)
 TASKS = ("old_logprobs", "ref_logprobs")
 Told = tuple[dict[int, tuple[int, bytes]], dict[tuple[int, str], tuple[int, bytes]]]
 
@@ -88,7 +88,8 @@ class History:
 def test_a_kill_at_any_byte_leaves_a_prefix_of_what_happened(operations: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as place:
         directory, killed = Path(place, "store"), Path(place, "killed")
-        store, history = DurableStore(directory, SMALL), History()
+        cached = replace(SMALL, cache_bytes=data.draw(st.sampled_from((0, 150, 1 << 20))))
+        store, history = DurableStore(directory, cached), History()
         on_disk: dict[Path, int] = {}
         for operation in operations:
             before = {path: path.read_bytes() for path in directory.glob("*.seg")}
@@ -164,6 +165,23 @@ def test_one_flipped_while_the_store_is_open_is_refused_as_well(tmp_path: Path) 
         file.write(b"y")
     with pytest.raises(RecordError, match=rf"at byte {PREAMBLE_BYTES}: the entry is not what was written"):
         store.get([4])
+
+
+def test_the_newest_are_read_without_the_disk_and_the_others_from_it(tmp_path: Path) -> None:
+    store = DurableStore(tmp_path, StorePolicy(cache_bytes=100))
+    for group, data in enumerate((b"a" * 60, b"b" * 60, b"c" * 30)):
+        store.put(group, 1, data)
+    store.flush()
+    assert store.get([2, 0, 1, 2]) == [b"c" * 30, b"a" * 60, b"b" * 60, b"c" * 30]
+    (path,) = tmp_path.glob("*.seg")
+    path.unlink()
+    assert store.get([1, 2]) == [b"b" * 60, b"c" * 30]
+    with pytest.raises(RecordError, match="cannot be read"):
+        store.get([0])
+    store.discard([1])
+    store.put(1, 2, b"d" * 60)
+    store.put(3, 1, b"e" * 200)  # more than there is room for
+    assert store.get([1]) == [b"d" * 60]
 
 
 def test_a_torn_end_is_cut_and_told_and_what_follows_it_is_read(tmp_path: Path) -> None:
