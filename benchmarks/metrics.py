@@ -3,7 +3,8 @@
     python benchmarks/metrics.py [--live 1000 1000000]
 
 One core, no executor: driver, scheduler, machines, laws and record as in `scheduler.py`, which this builds on. Scraped
-over HTTP by another thread, as Prometheus would. CPU time of the process, the asking side of the scrape included.
+over HTTP by another thread, as Prometheus would, alone and while the scheduler works as fast as it can. CPU time is the
+process', the asking side of the scrape included. Garbage is collected as in the scheduler's process.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from scheduler import REPLICAS, Echo, Wall, drive
 
+from engine.actors.process import collect_rarely
 from engine.driver import Driver
 from engine.events import ReplicaJoined, RunStarted
 from engine.metrics.collector import RunMetrics
@@ -28,7 +30,7 @@ from engine.schedule.recorder import Recorder
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits
 
-SCRAPES = 20
+SCRAPES, PAUSE_S = 20, 0.3
 
 
 class Run:
@@ -71,6 +73,23 @@ def scrape(url: str) -> int:
         return len(answer.read())
 
 
+def scrapes(url: str) -> tuple[list[float], list[float]]:
+    """Milliseconds of CPU, of both ends, and on the clock."""
+    busy, wall = [], []
+    for _ in range(SCRAPES):
+        began, at = time.process_time(), time.perf_counter()
+        scrape(url)
+        busy.append(1e3 * (time.process_time() - began))
+        wall.append(1e3 * (time.perf_counter() - at))
+        time.sleep(PAUSE_S)
+    return busy, wall
+
+
+def go_through(run: Run, over: threading.Event) -> None:
+    while not over.is_set():
+        drive(run.driver, run.echo, run.scheduler, 256)
+
+
 def cost(live: int, groups: int, runs: int) -> tuple[float, float, float]:
     """Microseconds a group: without metrics, with them, with them and a scrape a second. Medians of turns."""
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
@@ -103,20 +122,30 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
+    collect_rarely()
     bare, counted, scraped = cost(1_000, args.groups, args.runs)
     print(f"us/group  without {bare:.1f}  with metrics {counted:.1f}  scraped every second {scraped:.1f}", flush=True)
-    print("live groups  scrape p50 ms  max ms  bytes")
+    print("live groups  scrape, nothing else: CPU p50 ms  wall p50  max   while groups go through: wall p50  max")
     for live in args.live:
         with tempfile.TemporaryDirectory() as place:
             run = Run(live, Path(place) / "schedule", metrics=True)
             server = run.serve(Path(place))
-            times, size = [], 0
-            for _ in range(SCRAPES):
-                began = time.process_time()
-                size = scrape(server.url)
-                times.append(1e3 * (time.process_time() - began))
+            busy, idle = scrapes(server.url)
+            over = threading.Event()
+            thread = threading.Thread(target=go_through, args=(run, over))
+            thread.start()
+            _, loaded = scrapes(server.url)
+            over.set()
+            thread.join()
             server.close()
-            print(f"{live:>11} {statistics.median(times):>14.1f} {max(times):>7.1f} {size:>6}", flush=True)
+            figures = (
+                statistics.median(busy),
+                statistics.median(idle),
+                max(idle),
+                statistics.median(loaded),
+                max(loaded),
+            )
+            print(f"{live:>11} " + " ".join(f"{figure:>10.1f}" for figure in figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What every actor's process does first: find the launching program's modules, log to a file of the run, bound the
 threads of numerical libraries."""
 
+import gc
 import logging
 import os
 import sys
@@ -59,3 +60,14 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def collect_rarely() -> None:
+    """Have Python look for garbage in cycles seldom, and never again among what there is now.
+
+    For the scheduler's process: its state is up to millions of small objects, none of them in a cycle, and a look
+    through them all stops every decision: half a second for 300 000 live groups.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

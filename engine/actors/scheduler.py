@@ -24,7 +24,7 @@ from engine.actors.lasting import Living, end_living, lasting
 from engine.actors.outbox import Inbox
 from engine.actors.past import Past, past_of
 from engine.actors.placement import beside_the_run
-from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.process import PackedPlan, collect_rarely, prepare_process
 from engine.actors.record import recorder_of
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
 from engine.actors.survived import STORES, Survived, survived_of, take_hold
@@ -102,6 +102,7 @@ class SchedulerActor:
         """What takes a while and is the user's: extensions, prompts."""
         self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
+        collect_rarely()
 
     def _start_stores(self) -> None:
         """And the gateway, if there is one."""

@@ -1,0 +1,43 @@
+"""What an actor's process does first."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.actors.process import collect_rarely
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def looks() -> Iterator[list[int]]:
+    """The generation of every look for garbage."""
+    before, seen = gc.get_threshold(), list[int]()
+
+    def note(phase: str, about: dict[str, Any]) -> None:
+        if phase == "stop":
+            seen.append(about["generation"])
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def test_a_large_state_is_not_looked_through_while_it_grows_and_cycles_still_go(looks: list[int]) -> None:
+    collect_rarely()
+    looks.clear()
+    state = [[number] for number in range(600_000)]
+    assert 0 < len(looks) <= 13 and 2 not in looks
+    ring = Ring()
+    dead = weakref.ref(ring)
+    del ring
+    state += [[number] for number in range(1_200_000)]
+    assert dead() is None, "garbage in cycles is found all the same"
