@@ -379,6 +379,23 @@ def test_attempts_may_be_timed_from_some_moment_on() -> None:
     assert not run.ordered(StopReplica)
 
 
+def test_attempts_that_began_before_they_were_timed_do_not_hide_those_that_began_after() -> None:
+    """Paces are compared from some moment on, and later attempts are bounded: those under way at the first count from
+    the second."""
+    run = small(replicas=1, policies={"filter": "zero-variance"})
+    run.tell(SettingChanged(setting="rollout.straggler_factor", value="2"))
+    run.finish(0, spread=0.0)
+    assert list(run.state.fleet.replicas[0].groups) == [1, 2, 3, 4]
+    began = run.clock
+    run.keep_prefix(1, 2, 3)
+    run.tell(SettingChanged(setting="rollout.group_timeout_s", value="50"))
+    assert run.ordered(SetTimer)[-1].delay_s == began + 50.0 - run.clock
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [4]
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [4, 1, 2, 3]
+
+
 def test_a_step_is_retried_while_a_run_drains() -> None:
     run = small()
     run.finish(0, 1)
