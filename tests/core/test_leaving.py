@@ -252,6 +252,52 @@ def test_a_replica_that_is_taken_away_may_come_back() -> None:
     assert run.state.fleet.replicas[1].state == "ready"
 
 
+@pytest.mark.parametrize("order", ["notice first", "fewer first"])
+def test_who_is_taken_away_leaves_however_many_are_wanted_meanwhile(order: str) -> None:
+    run = small()
+    facts = [ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"), ReplicasWanted(replicas=1)]
+    for fact in facts if order == "notice first" else reversed(facts):
+        run.tell(fact)
+    run.tell(ReplicasWanted(replicas=2))
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert (stop.replica, stop.returns, stop.reason) == (1, True, "spot instance")
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready"
+
+
+def test_who_is_taken_away_does_not_come_back_where_fewer_are_wanted() -> None:
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicasWanted(replicas=1))
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert not stop.returns and not run.state.fleet.replicas[1].returns
+
+
+def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> None:
+    """The batch under way needs the pool; who is drained would keep it."""
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
+    run = small(pools=pools)
+    run.finish(0, 1)
+    paused(run, 0)
+    replica = run.state.fleet.replicas[1]
+    assert replica.state == "yielding"
+    run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
+    assert replica.state == "yielding"
+    run.tell(ReplicasWanted(replicas=1))
+    run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
+    assert replica.state == "draining"
+    run.tell(ReplicasWanted(replicas=2))
+    run.tell(DrainRequested(reason="maintenance"))
+    paused(run, 1)
+    assert replica.state == "yielding" and run.ordered(PauseReplica)[-1].mode == "sleep"
+    paused(run, 1)
+    run.train()
+    run.publish()
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
 def test_a_replica_that_dies_on_its_way_out_is_not_let_go_twice() -> None:
     run = small()
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
