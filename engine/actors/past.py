@@ -24,6 +24,7 @@ from engine.schedule.lock import RecordLock
 from engine.schedule.store import Torn
 from engine.states.group import PHASES
 from engine.states.machine import Phase
+from engine.states.waiting import are
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class Past:
         told = [f"resumed from {source}, after {self.recovered.events} events"]
         if self.missing is not None:
             told += (
-                [f"{len(self.restore.redo)} steps are trained again from their batches"] if self.restore.redo else []
+                [f"{are(len(self.restore.redo), 'step')} trained again from what was recorded"]
+                if self.restore.redo
+                else []
             )
-            told += [f"{len(self.missing)} groups are not in the store and begin again"] if self.missing else []
-        told += [f"{len(event.consumed)} groups are trained on again"] if event.consumed else []
+            told += [f"{are(len(self.missing), 'group')} not in the store, to begin again"] if self.missing else []
+        told += [f"{are(len(event.consumed), 'group')} trained on again"] if event.consumed else []
         cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
         return "; ".join([*told, *cut, *self.damaged])
 

@@ -93,7 +93,7 @@ def test_where_all_is_there_the_steps_since_the_checkpoint_are_trained_again(sce
     assert (redo.step, redo.groups, len(redo.staleness)) == (SAVED, scene.trained, 2)
     assert redo.reports, "what the trainer said of it was not written down"
     assert scene.held() == {*scene.trained, *scene.formed, scene.ready}, "what nobody wants any more is let go"
-    assert "1 steps are trained again" in str(past)
+    assert "1 step is trained again" in str(past)
 
 
 def test_a_step_whose_row_is_there_is_not_reported_again_unless_it_is_under_way(scene: Scene) -> None:
