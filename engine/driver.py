@@ -4,6 +4,7 @@ Used unchanged over Ray, in one process, in simulation and in benchmarks. It hol
 machines; it must never let a command leave before its frame is written.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from engine.schedule.frames import encode_snapshot
 from engine.schedule.packing import CodecError
 from engine.schedule.snapshots import Books, snapshot
 from engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 NEVER = float("inf")
 REASON_LENGTH = 1000
@@ -109,10 +112,11 @@ class Driver:
 
     def _write_snapshot(self) -> None:
         """Its cost grows with the live groups, and so do the events until the next. A state that has no plain form goes
-        without: a run must not end for what only makes its recovery quicker."""
+        without, and the log says so: a run must not end for what only makes its recovery quicker."""
         try:
             payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
-        except CodecError:
+        except CodecError as error:
+            log.warning("no snapshot is written any more, so a resume replays all that follows: %s", error)
             self._next_snapshot = NEVER
             return
         self.recorder.snapshot(payloads)

@@ -45,6 +45,7 @@ class Clockwork:
     reports: bool = True
     journal: Path | None = None
     recorder: Recorder | None = None
+    snapshot_every: int = 0
     at: float = 0.0
     drawn: int = 0
     prompts: int = 10_000
@@ -59,7 +60,10 @@ class Clockwork:
         self.scheduler = Scheduler(self.limits, observe=transitions.changed)
         journal = None if self.journal is None else Journal(self.journal)
         self.metrics = RunMetrics(self.scheduler, transitions, journal)
-        self.driver = Driver(self.scheduler, self, self.recorder or NoRecord(), self, observe=self.metrics.observe)
+        self.driver = Driver(
+            self.scheduler, self, self.recorder or NoRecord(), self, self.metrics.observe,
+            snapshot_every=self.snapshot_every, books=transitions,
+        )  # fmt: skip
         for id in range(self.replicas):
             self.versions[id] = 0
             self.after(0.0, fact.ReplicaJoined(replica=id, incarnation=1, slots=self.slots, version=0))

@@ -20,7 +20,7 @@ from engine.events import Event, StopRequested
 from engine.hosts.reasons import clean
 from engine.metrics.collector import RunMetrics
 from engine.metrics.silence import Silence
-from engine.states.waiting import waits
+from engine.states.waiting import are, waits
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Control:
 
     def carry_out(self, asked: Operation) -> dict[str, Any]:
         """What was decided. Raises: `ConfigError` for the law it breaks, `EngineError` where the run cannot go on."""
-        events = decide(asked, self._driver.scheduler, self._plan.most_replicas)
+        events = decide(asked, self._driver.scheduler, self._plan.most_replicas, self._plan.reward_timeout_s)
         if not isinstance(asked, Look):
             log.info("told to %s", clean(str(asked)))
         if isinstance(asked, Stop) or (isinstance(asked, Drain) and asked.replica is None):
@@ -101,7 +101,7 @@ class Control:
         if isinstance(asked, Set):
             return "set: " + ", ".join(f"{one.setting} = {one.value}" for one in asked.settings)
         if isinstance(asked, Scale):
-            return f"{asked.replicas} replicas are wanted{self._beside(asked.replicas)}"
+            return f"{are(asked.replicas, 'replica')} wanted{self._beside(asked.replicas)}"
         if asked.replica is not None:
             return f"replica {asked.replica} leaves: it gets no more groups, those it has go on elsewhere"
         bound = "" if self._plan.drain_s is None else f", for {self._plan.drain_s:g} s at most"

@@ -315,15 +315,8 @@ class Fleet:
             raise
         except Exception as error:
             log.exception("replica %d could not be started again", replica)
-            if link is not None:
-                link.end()
-                self._links.pop(replica, None)
             story = f"{reason}; it could not be started again: {failure_reason(error)}"
-            if self._may_restart(replica):
-                self.spawn(self._return(replica, before, story))
-            else:
-                self._starting.discard(replica)
-                self._deliver(ReplicaLost(replica=replica, incarnation=before, returns=False, reason=story))
+            self._start_over(replica, before, story, link)
             return
         self._starting.discard(replica)
         if self._closed:
@@ -332,6 +325,24 @@ class Fleet:
         self._links[replica] = link
         link.actor.join.remote()
         self.spawn(self._watch(link))
+
+    def _start_over(self, replica: ReplicaId, before: Incarnation, reason: str, link: ReplicaLink | None) -> None:
+        """Have another life follow one that ended before it was up: `link`, or none where not even that could be made.
+        Of one that an earlier process of the scheduler began, the scheduler may have heard that it joined."""
+        heard = link is not None and self._links.get(replica) is link
+        if link is not None:
+            before = self._last[replica] = link.incarnation
+            link.end()
+        if heard:
+            del self._links[replica]
+            self._ordered.pop(replica, None)
+        returns = self._may_restart(replica)
+        if returns:
+            self.spawn(self._return(replica, before, reason))
+        else:
+            self._starting.discard(replica)
+        if heard or not returns:
+            self._deliver(ReplicaLost(replica=replica, incarnation=before, returns=returns, reason=reason))
 
     async def _say_if_it_waits(self, replica: ReplicaId) -> None:
         """Ray starts an actor as soon as the cluster has room, be that now or when a node is added."""

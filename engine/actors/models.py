@@ -76,6 +76,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         make_trainer=partial(make_trainer, inputs.model, with_reference(settings), limits.scored_apart),
         make_work=partial(make_work, config, inputs),
         state_timeout_s=config.scheduler.state_timeout_s,
+        reward_timeout_s=config.reward.timeout_s,
         make_scorer=partial(make_scorer, inputs.model, with_reference(settings)),
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, stop_ids_of),

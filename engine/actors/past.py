@@ -16,7 +16,7 @@ from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
 from engine.hosts.segments import clear
-from engine.ids import GroupId, StepId
+from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
@@ -25,6 +25,7 @@ from engine.schedule.lock import RecordLock
 from engine.schedule.store import Torn
 from engine.states.group import PHASES
 from engine.states.machine import Phase
+from engine.states.waiting import are
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ class Past:
         told = [f"resumed from {source}, after {self.recovered.events} events"]
         if self.missing is not None:
             told += (
-                [f"{len(self.restore.redo)} steps are trained again from their batches"] if self.restore.redo else []
+                [f"{are(len(self.restore.redo), 'step')} trained again from what was recorded"]
+                if self.restore.redo
+                else []
             )
-            told += [f"{len(self.missing)} groups are not in the store and begin again"] if self.missing else []
-        told += [f"{len(event.consumed)} groups are trained on again"] if event.consumed else []
+            told += [f"{are(len(self.missing), 'group')} not in the store, to begin again"] if self.missing else []
+        told += [f"{are(len(event.consumed), 'group')} trained on again"] if event.consumed else []
         cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
         return "; ".join([*told, *cut, *self.damaged])
 
@@ -186,7 +189,12 @@ def _holds_batches(store: DurableStore, recovered: Recovered, steps: StepId) -> 
         apart = [(group, task) for group in batch.groups for task in state.limits.scored_apart]
         if not all(store.is_scored(group, task, batch.step) for group, task in apart):
             return False
-    return all(_is_whole(store, group) for formed in state.formed_steps for group in formed.groups)
+    attempts = store.attempts
+    return all(
+        attempts.get(group) == state.groups[group].attempt and _is_whole(store, group)
+        for formed in state.formed_steps
+        for group in formed.groups
+    )
 
 
 def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
@@ -211,7 +219,8 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
         elif phase is Phase.READY:
             there = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
         else:
-            there = phase not in (Phase.RUNNING, Phase.PARKED) or not group.kept or group.id in attempts
+            goes_on = phase in (Phase.RUNNING, Phase.PARKED) and group.kept
+            there = not goes_on or _is_known(store, group.id, state.latest_version)
         if not there:
             missing.append(group.id)
     return tuple(missing)
@@ -221,6 +230,14 @@ def _is_whole(store: DurableStore, group: GroupId) -> bool:
     """A power cut may leave the prefixes that an attempt stored before its end."""
     packed = store.partial(group)
     return packed is not None and unpack_group(packed).finished
+
+
+def _is_known(store: DurableStore, group: GroupId, latest: Version) -> bool:
+    """Whether prefixes are there that a group can go on from. A power cut may take the publication of a version from
+    the record and leave what was sampled under it: weights to come will have its number."""
+    packed = store.partial(group)
+    versions = None if packed is None else unpack_group(packed).versions()
+    return packed is not None and (versions is None or versions[1] <= latest)
 
 
 def _put_aside(path: Path) -> None:

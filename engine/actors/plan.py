@@ -87,6 +87,8 @@ class Plan:
     """Makes what is done in an added state whose policy has no `work` of its own; None: groups only pass."""
     state_timeout_s: float | None = None
     """How long the work on one group may take; in the state `rewarding` it is each call of the reward that is timed."""
+    reward_timeout_s: float = 0.0
+    """How long one call of the reward may take: `rollout.group_timeout_s` is not set to less while the run goes on."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
     resume: bool = False

@@ -142,6 +142,8 @@ class RunHandle:
         self._plan = plan
         self._launched = launched
         self._owns_ray = owns_ray
+        self._relaunch = ""
+        """Why the run is to begin again, as an update said: a scheduler that is started again as it ends knows not."""
         self._begun_again = 0
         self._step = -1
         """Train steps when it last began again."""
@@ -168,8 +170,9 @@ class RunHandle:
                 raise raised(error) from unwrapped(error)
             self._seen = update.number
             self.told |= update.told
+            self._relaunch = update.relaunch or self._relaunch
             step = update.status.step
-            if update.last and update.relaunch and self._begin_again(update.relaunch, step):
+            if update.last and self._relaunch and self._begin_again(self._relaunch, step):
                 continue
             if update.last:
                 self._last = update.status
@@ -196,7 +199,7 @@ class RunHandle:
         self._launched.end()
         again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
         self._launched = Launched.of(again)
-        self._seen = 0
+        self._seen, self._relaunch = 0, ""
         return True
 
     def wait(self) -> Status:

@@ -24,6 +24,7 @@ from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added_states
+from engine.scheduling.settings import require_time_for_rewards
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
@@ -250,10 +251,7 @@ class Config(Section):
             if value is None and self.model.make is None:
                 fix = "give it, or let model.make build model, data and reward"
                 raise ConfigError(field, value, "a model of your own needs it", fix)
-        timeout = self.rollout.group_timeout_s
-        if timeout is not None and timeout <= self.reward.timeout_s:
-            law = f"an attempt's rewards alone may take reward.timeout_s = {self.reward.timeout_s:g}"
-            raise ConfigError("rollout.group_timeout_s", timeout, law, f"more than {self.reward.timeout_s:g}")
+        require_time_for_rewards(self.rollout.group_timeout_s, self.reward.timeout_s)
         refuse_validation(self.validation, self.held_out, self.rollout)
         return self
 

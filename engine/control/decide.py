@@ -11,15 +11,24 @@ from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, 
 from engine.ids import ReplicaId
 from engine.policies import PolicySet
 from engine.scheduler import Scheduler
-from engine.scheduling.settings import FIGURES, changed_limits, changed_policies, check_setting
+from engine.scheduling.settings import (
+    FIGURES,
+    changed_limits,
+    changed_policies,
+    check_setting,
+    require_time_for_rewards,
+)
 from engine.states.limits import Limits
 
 REPLICAS = "rollout.replicas"
 """Among the settings of a run that is resumed: how many replicas it has was said anew."""
 
 
-def decide(asked: Operation, scheduler: Scheduler, most_replicas: int) -> tuple[Event, ...]:
-    """Raises: `ConfigError` with the law that it would break; for a run that is over, too."""
+def decide(
+    asked: Operation, scheduler: Scheduler, most_replicas: int, reward_timeout_s: float = 0.0
+) -> tuple[Event, ...]:
+    """`reward_timeout_s`: how long one call of the reward may take. Raises: `ConfigError` with the law that it would
+    break; for a run that is over, too."""
     outcome = scheduler.state.outcome
     if isinstance(asked, Look):
         return ()
@@ -31,18 +40,23 @@ def decide(asked: Operation, scheduler: Scheduler, most_replicas: int) -> tuple[
         check_replicas(asked.replicas, scheduler.state.limits, most_replicas)
         return (ReplicasWanted(replicas=asked.replicas),)
     if isinstance(asked, Set):
-        return changes([(one.setting, one.value) for one in asked.settings], scheduler.state.limits, scheduler.policies)
+        told = [(one.setting, one.value) for one in asked.settings]
+        return changes(told, scheduler.state.limits, scheduler.policies, reward_timeout_s)
     if asked.replica is None:
         return (DrainRequested(reason=asked.reason),)
     return (_leaves(asked, asked.replica, scheduler),)
 
 
-def changes(settings: Sequence[tuple[str, str]], limits: Limits, policies: PolicySet) -> tuple[Event, ...]:
+def changes(
+    settings: Sequence[tuple[str, str]], limits: Limits, policies: PolicySet, reward_timeout_s: float = 0.0
+) -> tuple[Event, ...]:
     """The events that change settings in this order. Raises: `ConfigError` for the first that breaks a law."""
     for setting, value in settings:
         check_setting(limits, policies, setting, value)
         if setting in FIGURES:
             limits = changed_limits(limits, setting, value)
+            if setting == "rollout.group_timeout_s":
+                require_time_for_rewards(limits.group_timeout_s, reward_timeout_s)
         else:
             policies = changed_policies(policies, setting, value)
     return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)

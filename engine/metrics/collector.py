@@ -116,7 +116,7 @@ class RunMetrics:
         """A row for each validation that ended, in that order, as in `metrics.jsonl`."""
         self.validation_s = Histogram(VALIDATION_BUCKETS)
         self.rows_measured = 0
-        self.going_on = GoingOn(self.state)
+        self.going_on = GoingOn(self.state, transitions)
         self.steps = StepRows(self._emit, transitions.group_counts()) if rows is None else rows.written_to(self._emit)
         self._journal: TakesRows | None = None
         self._validations_ended()  # of a record that was replayed: known from here on, and written already
@@ -147,9 +147,9 @@ class RunMetrics:
             RowsFailed: lambda event: self._retry("validation", f"validation {event.validation}: {event.reason}"),
             CheckpointFailed: lambda event: self._retry("checkpoint", f"checkpoint {event.steps}: {event.reason}"),
             CheckpointSaved: self.going_on.checkpoint_saved,
-            DrainRequested: self.going_on.drain_requested,
+            DrainRequested: self.transitions.heard,
             RunResumed: self._run_resumed,
-            SchedulerRecovered: lambda event: self.going_on.recovered(),
+            SchedulerRecovered: self.transitions.heard,
         }
 
     def go_on(self) -> None:

@@ -4,17 +4,18 @@ Kept by `collector.RunMetrics` from events and orders, O(1) each.
 """
 
 from engine.commands import ParkGroup
-from engine.events import CheckpointSaved, DrainRequested, Event, RunResumed
-from engine.metrics.labels import PARKED_REASONS, RECOVERY_KINDS, REQUESTS
+from engine.events import CheckpointSaved, Event, RunResumed
+from engine.metrics.labels import PARKED_REASONS, REQUESTS
+from engine.metrics.transitions import Transitions
 from engine.states.state import State
 
 
 class GoingOn:
-    """Counts since this process took the run up, but for what the state says."""
+    """Counts since this process took the run up, but for what the state says and the record told `transitions`."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, transitions: Transitions) -> None:
         self._state = state
-        self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0)
+        self._transitions = transitions
         self.requests = dict.fromkeys(REQUESTS.values(), 0)
         self.parked = dict.fromkeys(PARKED_REASONS, 0)
         """Running groups that were ordered to be parked, by why."""
@@ -23,23 +24,20 @@ class GoingOn:
         pending = state.checkpoint_pending
         self.checkpoint_steps = min(state.kept.by_step, default=0) if pending else state.checkpoint_ordered
         """Train steps in the newest complete checkpoint, as far as a replayed state tells."""
-        self.draining_since: float | None = None
+
+    @property
+    def recoveries(self) -> dict[str, int]:
+        """Times the run went on, by how."""
+        return self._transitions.recoveries
 
     def requested(self, kind: type[Event]) -> None:
         self.requests[REQUESTS[kind]] += 1
 
     def resumed(self, event: RunResumed) -> None:
-        self.recoveries["resumed" if event.kept else "branched"] += 1
-        self.checkpoint_at, self.draining_since = event.at, None
+        self._transitions.heard(event)
+        self.checkpoint_at = event.at
         if not event.kept:
             self.checkpoint_steps = event.steps
-
-    def recovered(self) -> None:
-        self.recoveries["scheduler"] += 1
-
-    def drain_requested(self, event: DrainRequested) -> None:
-        if self.draining_since is None:
-            self.draining_since = event.at
 
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
         self.checkpoint_at, self.checkpoint_steps = event.at, event.steps
@@ -50,7 +48,8 @@ class GoingOn:
 
     def draining_s(self, now: float) -> float:
         """How long the run has been coming to rest; 0 where nobody asked it to."""
-        return max(0.0, now - self.draining_since) if self._state.live.draining and self.draining_since else 0.0
+        since = self._transitions.draining_since
+        return max(0.0, now - since) if self._state.live.draining and since is not None else 0.0
 
     @property
     def replicas_wanted(self) -> int:

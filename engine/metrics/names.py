@@ -284,8 +284,8 @@ SILENCE = _gauge(
 RECOVERIES = _counter(
     "engine_recoveries_total",
     "times",
-    "Times the run went on, since the scheduler's process began: resumed with all it had, branched at a checkpoint, or "
-    "with a new process of the scheduler.",
+    "Times the run went on, in whichever process: resumed with all it had, branched at a checkpoint, or with a new "
+    "process of the scheduler.",
     {"kind": RECOVERY_KINDS},
 )
 REQUESTS_TAKEN = _counter(

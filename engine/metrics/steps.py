@@ -141,6 +141,8 @@ class StepTransitions(Protocol):
 
     steps: list[tuple[StepId, str]]
 
+    def heard(self, event: Event) -> None: ...
+
     def group_counts(self) -> dict[str, int]: ...
 
 
@@ -156,6 +158,7 @@ class ReplayedRows:
         """To be told of every event that is replayed, in order."""
         if not self._begun:
             self._begin()
+        self.transitions.heard(event)
         for step, entered in self.transitions.steps:
             self.rows.changed(step, entered, event.at)
             if entered == "finished":

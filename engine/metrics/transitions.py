@@ -1,4 +1,4 @@
-"""`Transitions`: counts every change of state, as the scheduler's observer.
+"""`Transitions`: counts every change of state, as the scheduler's observer, and what the record says besides.
 
 Called for every trigger of every machine, so that it does as little as it can: nearly all calls are about groups, and
 cost an addition. What `collector.RunMetrics` must look at after an event is noted beside the counts. Kept in the
@@ -7,7 +7,9 @@ record's snapshots.
 
 from typing import Any, NamedTuple
 
+from engine.events import DrainRequested, Event, RunResumed, SchedulerRecovered
 from engine.ids import GroupId, ReplicaId, StepId
+from engine.metrics.labels import RECOVERY_KINDS
 from engine.states.group import GROUP
 from engine.states.replica import Replica
 from engine.states.validation import VALIDATION
@@ -36,8 +38,8 @@ class Transitions:
     """Give it to the scheduler as `observe` (its `changed` is quicker), then to `RunMetrics`; and to the driver as
     `books`, so that a run that is resumed from a snapshot goes on counting."""
 
-    __slots__ = ("_groups", "_others", "ended", "others_changed", "released", "replicas", "steps", "undone",
-                 "validations")  # fmt: skip
+    __slots__ = ("_groups", "_others", "draining_since", "ended", "others_changed", "recoveries", "released",
+                 "replicas", "steps", "undone", "validations")  # fmt: skip
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, int]] = {}
@@ -59,6 +61,10 @@ class Transitions:
         before that. None as soon as the run goes on."""
         self.undone = dict.fromkeys(RELEASED, 0)
         """Groups that ended there and, as a record was replayed, ended once more."""
+        self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0)
+        """How often the run went on, in whichever process."""
+        self.draining_since: float | None = None
+        """When it was asked to come to rest."""
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """What `Scheduler` calls."""
@@ -92,11 +98,25 @@ class Transitions:
             self.undone[before] += 1
         self.released[group] = state
 
+    def heard(self, event: Event) -> None:
+        """To be told of every event, or of those that this counts, once: as it is replayed or when it happens."""
+        if isinstance(event, RunResumed):
+            self.recoveries["resumed" if event.kept else "branched"] += 1
+            self.draining_since = None
+        elif isinstance(event, SchedulerRecovered):
+            self.recoveries["scheduler"] += 1
+        elif isinstance(event, DrainRequested) and self.draining_since is None:
+            self.draining_since = event.at
+
     def to_plain(self) -> Any:
-        return [[(*key, n) for key, n in self.count.items()], [tuple(ended) for ended in self.ended]]
+        counts = [(*key, n) for key, n in self.count.items()]
+        return [counts, [tuple(ended) for ended in self.ended], [*self.recoveries.items()], self.draining_since]
 
     def take(self, plain: Any) -> None:
-        counts, ended = plain
+        counts, ended, *heard = plain
+        recoveries, draining_since = heard or ([], None)  # those before this was counted do not say it
+        recoveries = {str(kind): int(n) for kind, n in recoveries}
+        draining_since = None if draining_since is None else float(draining_since)
         self._groups, self._others = {}, {}
         for machine, source, target, n in counts:
             if machine == "group":
@@ -105,6 +125,8 @@ class Transitions:
                 self._others[machine, source, target] = int(n)
         self.ended = [EndedValidation(*fields) for fields in ended]
         self.validations = [*self.ended]
+        self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0) | recoveries
+        self.draining_since = draining_since
 
     @property
     def count(self) -> dict[tuple[str, str, str], int]:

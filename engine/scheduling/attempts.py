@@ -52,7 +52,7 @@ class AttemptTiming:
                 group = state.groups[id]
                 late_s = state.now - group.seated_at - timeout + TIMER_SLACK_S
                 if late_s < 0:
-                    break  # the others began later
+                    continue
                 if not group.parking:
                     group.parking = True
                     state.touch(group)
@@ -66,15 +66,11 @@ class AttemptTiming:
                     break
 
     def _due(self, replica: Replica) -> float | None:
-        """When something on a replica will have taken too long; groups are in the order in which they began there."""
-        timeout = self.state.limits.group_timeout_s
+        """When something on a replica will have taken too long. Its groups need not be in the order of their times:
+        where attempts were timed for another reason before, those that began earlier count from later (`begin`)."""
+        timeout, groups = self.state.limits.group_timeout_s, self.state.groups
         if timeout is None:
             return None
-        due: float | None = None
-        for id in replica.groups:
-            group = self.state.groups[id]
-            at = group.seated_at + timeout + (PARKING_S if group.parking else 0.0)
-            due = at if due is None else min(due, at)
-            if not group.parking:
-                break
-        return due
+        running = (groups[id] for id in replica.groups)
+        due = (group.seated_at + timeout + (PARKING_S if group.parking else 0.0) for group in running)
+        return min(due, default=None)

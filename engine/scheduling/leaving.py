@@ -43,7 +43,8 @@ class LeavingScheduling:
             self.state.stale_echoes += 1
             return
         self.live.moved = True
-        self.live.leaving.setdefault(replica.id, (event.reason, True))
+        if not self._taken_away(replica):
+            self.live.leaving[replica.id] = (event.reason, True)
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
         """Those of the highest ids leave, those that are missing are started."""
@@ -52,8 +53,8 @@ class LeavingScheduling:
         for replica in state.fleet.rollouts():
             if replica.id >= wanted:
                 self.let_go(replica)
-            elif replica.id in self.live.leaving and not self.live.leaving[replica.id][1]:
-                del self.live.leaving[replica.id]  # but one that is taken away leaves, however many are wanted
+            elif replica.id in self.live.leaving and not self._taken_away(replica):
+                del self.live.leaving[replica.id]
         for id in range(wanted):
             there = state.fleet.replicas.get(id) or self.sync.first_seen(id)
             if there.returns or there.state not in ("lost", "joining"):
@@ -63,9 +64,17 @@ class LeavingScheduling:
         self.sync.none_left = ""
 
     def let_go(self, replica: Replica) -> None:
-        """There are to be fewer replicas: this one is not wanted any more."""
-        if replica.state != "lost" or replica.returns:
+        """There are to be fewer replicas: this one is not wanted any more. One that is taken away leaves all the same,
+        however many are wanted until then."""
+        if (replica.state != "lost" or replica.returns) and not self._taken_away(replica):
             self.live.leaving[replica.id] = (f"{self.live.wanted} replicas are wanted", False)
+
+    def _taken_away(self, replica: Replica) -> bool:
+        return self.live.leaving.get(replica.id, ("", False))[1]
+
+    def _unwanted(self, replica: Replica) -> bool:
+        """Whether there are to be fewer replicas than with this one."""
+        return self.live.wanted is not None and replica.id >= self.live.wanted and not replica.validator
 
     # orders
 
@@ -74,14 +83,17 @@ class LeavingScheduling:
         for replica in list(self.state.fleet.replicas.values()):
             if replica.id in self.live.leaving:
                 self._let_leave(replica)
-            elif self.live.draining:
-                self._bring_to_rest(replica)
-            elif replica.state == "drained":
+                continue
+            pooled = self.state.pools.of_replica(replica.id) is not None
+            if replica.state == "drained" and (pooled or not self.live.draining):  # it was to leave, and stays
                 self.state.fire_replica(replica, "keep")
                 self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
+            if self.live.draining:
+                self._bring_to_rest(replica)
 
     def _let_leave(self, replica: Replica) -> None:
         reason, returns = self.live.leaving[replica.id]
+        returns = returns and not self._unwanted(replica)
         if replica.state == "lost" and (returns or not replica.returns):
             del self.live.leaving[replica.id]  # it left by itself
         elif replica.state not in ("drained", "asleep"):

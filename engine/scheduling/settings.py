@@ -61,6 +61,13 @@ def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
     return replace(limits, **{field: figure})
 
 
+def require_time_for_rewards(group_timeout_s: float | None, reward_timeout_s: float) -> None:
+    """Raises: `ConfigError` where an attempt may take no longer than one call of the reward may."""
+    if group_timeout_s is not None and group_timeout_s <= reward_timeout_s:
+        law = f"an attempt's rewards alone may take reward.timeout_s = {reward_timeout_s:g}"
+        raise ConfigError("rollout.group_timeout_s", group_timeout_s, law, f"more than {reward_timeout_s:g}")
+
+
 def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet:
     """The policies with one decision's replaced, the others the same objects. Raises: `ConfigError` for a name that is
     not registered."""

@@ -29,7 +29,8 @@ class Live:
         self.draining = ""
         """Why the run comes to rest; empty while it does not."""
         self.leaving: dict[ReplicaId, tuple[str, bool]] = {}
-        """Replicas that are let go as soon as they can be: why, and whether another life of them is wanted."""
+        """Replicas that are let go as soon as they can be: why, and whether that is because they are taken
+        away; another life of one that is may come, where it is wanted."""
         self.wanted: int | None = None
         """Replicas that generate, as the user wants them; None: those that there are."""
         self.moved = False

@@ -48,21 +48,24 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
 def held_up(state: State) -> str:
     """Who waits for what where nothing is under way that could end it: the story of a run that is stuck."""
     step, size, ledger = state.steps_batched, state.limits.train_batch_size, state.ledger
-    told = [f"step {step} waits for {_groups(max(0, size - ledger.ready))}, {ledger.ready} of {size} are ready"]
+    there = f"{ledger.ready} of {size} {_are(ledger.ready)} ready"
+    told = [f"step {step} waits for {_groups(max(0, size - ledger.ready))}, {there}"]
     if ledger.ready >= size:
-        told = [f"step {step} waits for the batching policy to take {size} of {_groups(ledger.ready)} that are ready"]
+        there = f"{_groups(ledger.ready)} that {_are(ledger.ready)} ready"
+        told = [f"step {step} waits for the batching policy to take {size} of {there}"]
     if step in state.steps and (needs := state.deadlines.needs(step, size)):
-        told[0] += f", and {sum(count for _, count in needs)} that are due by step {needs[-1][0]} are not"
+        due = sum(count for _, count in needs)
+        told[0] += f", and {due} that {_are(due)} due by step {needs[-1][0]} {_are(due)} not"
     free = sum(replica.free_slots for replica in state.fleet.open())
     if state.waiting:
-        told.append(
-            f"{_groups(len(state.waiting))} wait to be started, where {state.capacity} may be and {free} slots are free"
-        )
+        room = f"{state.capacity} may be and {are(free, 'slot')} free"
+        told.append(f"{_groups(len(state.waiting))} {_wait(len(state.waiting))} to be started, where {room}")
     if parked := [group for group in state.groups.values() if group.state == "aborted"]:
         oldest = min(group.resumes_from for group in parked)
         newest = max((replica.version for replica in state.fleet.open()), default=None)
         there = "none has a free slot" if newest is None else f"the newest with a free slot has {newest}"
-        told.append(f"{_groups(len(parked))} wait for a replica with version {oldest} or newer, {there}")
+        who = f"{_groups(len(parked))} {_wait(len(parked))}"
+        told.append(f"{who} for a replica with version {oldest} or newer, {there}")
     if not state.waiting and not parked:
         told.append("no group waits to be started" + (", the prompts are used up" if state.exhausted else ""))
     return "; ".join(told)
@@ -163,11 +166,11 @@ def _of_validations(state: State, since: Since) -> Iterator[Wait]:
     left = sum(chunk.count for chunk in run.chunks if not chunk.done)
     holders = ", ".join(str(id) for id in run.replicas)
     if run.out:
-        what = f"measure {left} held-out rows under version {run.version}"
+        what = f"measure {counted(left, 'held-out row')} under version {run.version}"
         by = f"replica{'s' * (len(run.replicas) > 1)} {holders}"
         yield Wait(what=what, by=by, since=entered, ends="RowsMeasured, RowsFailed or ReplicaLost")
     else:
-        what = f"{left} held-out rows wait for a replica with version {run.version}"
+        what = f"{counted(left, 'held-out row')} {_wait(left)} for a replica with version {run.version}"
         yield Wait(
             what=what, by="the validation", since=entered, ends="WeightsInstalled, GroupGenerated or ReplicaJoined"
         )
@@ -175,11 +178,13 @@ def _of_validations(state: State, since: Since) -> Iterator[Wait]:
 
 def _of_the_rest(state: State, since: Since) -> Iterator[Wait]:
     if state.checkpoint_pending:
-        what = f"writes the checkpoint after {state.checkpoint_ordered} train steps"
+        what = f"writes the checkpoint after {counted(state.checkpoint_ordered, 'train step')}"
         entered = since.get(("checkpoint", state.checkpoint_ordered))
         yield Wait(what=what, by="the trainer", since=entered, ends="CheckpointSaved or CheckpointFailed")
     if state.asked:
-        yield Wait(what=f"draws {state.asked} prompts", by="the data source", since=None, ends="PromptsDrawn")
+        yield Wait(
+            what=f"draws {counted(state.asked, 'prompt')}", by="the data source", since=None, ends="PromptsDrawn"
+        )
     step = state.steps.get(state.steps_batched)
     if step is not None and step.timer is not None:
         what = f"step {step.id} waits for stragglers, then the deadline policy acts"
@@ -199,5 +204,23 @@ def _named(groups: list[GroupId]) -> str:
     return f"group{'s' * (len(groups) > 1)} {named}" + (f" and {more} more" if more > 0 else "")
 
 
+def counted(count: int, what: str) -> str:
+    """`1 group`, `2 groups`."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def are(count: int, what: str) -> str:
+    """`1 group is`, `2 groups are`."""
+    return f"{counted(count, what)} {_are(count)}"
+
+
 def _groups(count: int) -> str:
-    return f"{count} group{'s' * (count != 1)}"
+    return counted(count, "group")
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _wait(count: int) -> str:
+    return "waits" if count == 1 else "wait"

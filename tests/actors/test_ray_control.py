@@ -53,7 +53,7 @@ def without_end() -> Any:
 def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = plan(tmp_path, paced, make_prompts=without_end, control_port=0)
+    mine = plan(tmp_path, paced, make_prompts=without_end, control_port=0, reward_timeout_s=30.0)
     with start(mine) as run:
         token = place_of(tmp_path, "it").token
         until(run, lambda status: status.step >= 1)
@@ -64,6 +64,8 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
         up = until(run, lambda status: len(status.replica_versions) == 3 and status.max_concurrent_groups == 16)
         assert up.outcome is None and up.max_staleness_steps == 3
         assert cli.main(["set", str(tmp_path), "scheduler.max_concurrent_groups=99"]) == 2
+        assert cli.main(["set", str(tmp_path), "rollout.group_timeout_s=20"]) == 2
+        assert "may take reward.timeout_s = 30; more than 30" in capsys.readouterr().err
         assert cli.main(["scale", str(tmp_path), "--replicas", "1"]) == 0
         assert "hold less than B" not in capsys.readouterr().out
         fewer = until(run, lambda status: list(status.replica_versions) == [0])

@@ -14,7 +14,7 @@ from control_rig import Rig
 
 from engine import cli
 from engine.control.client import tell
-from engine.control.decide import check_replicas
+from engine.control.decide import check_replicas, decide
 from engine.control.place import FILE, ControlPlace, announce, place_of, withdraw
 from engine.control.requests import MAX_BODY_BYTES, Drain, Look, Scale, Set, Setting, parse
 from engine.control.server import ControlServer
@@ -234,6 +234,16 @@ def test_settings_are_checked_one_after_the_other(rig: Rig) -> None:
         "scheduler.max_staleness_steps",
         "scheduler.max_concurrent_groups",
     ]
+
+
+def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
+    def told(seconds: str) -> Set:
+        return Set(settings=(Setting(setting="rollout.group_timeout_s", value=seconds),))
+
+    for seconds in ("null", "31"):
+        assert len(decide(told(seconds), rig.world.scheduler, 8, reward_timeout_s=30.0)) == 1
+    with pytest.raises(ConfigError, match=r"rollout\.group_timeout_s = 30\.0: .*reward\.timeout_s = 30; more than 30"):
+        decide(told("30"), rig.world.scheduler, 8, reward_timeout_s=30.0)
 
 
 def test_what_is_sent_is_what_is_parsed() -> None:

@@ -252,6 +252,52 @@ def test_a_replica_that_is_taken_away_may_come_back() -> None:
     assert run.state.fleet.replicas[1].state == "ready"
 
 
+@pytest.mark.parametrize("order", ["notice first", "fewer first"])
+def test_who_is_taken_away_leaves_however_many_are_wanted_meanwhile(order: str) -> None:
+    run = small()
+    facts = [ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"), ReplicasWanted(replicas=1)]
+    for fact in facts if order == "notice first" else reversed(facts):
+        run.tell(fact)
+    run.tell(ReplicasWanted(replicas=2))
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert (stop.replica, stop.returns, stop.reason) == (1, True, "spot instance")
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready"
+
+
+def test_who_is_taken_away_does_not_come_back_where_fewer_are_wanted() -> None:
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    run.tell(ReplicasWanted(replicas=1))
+    paused(run, 1)
+    (stop,) = run.ordered(StopReplica)
+    assert not stop.returns and not run.state.fleet.replicas[1].returns
+
+
+def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> None:
+    """The batch under way needs the pool; who is drained would keep it."""
+    pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
+    run = small(pools=pools)
+    run.finish(0, 1)
+    paused(run, 0)
+    replica = run.state.fleet.replicas[1]
+    assert replica.state == "yielding"
+    run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
+    assert replica.state == "yielding"
+    run.tell(ReplicasWanted(replicas=1))
+    run.tell(SyncFailed(replica=1, incarnation=1, attempt=replica.sync_attempt, version=0, reason="fault"))
+    assert replica.state == "draining"
+    run.tell(ReplicasWanted(replicas=2))
+    run.tell(DrainRequested(reason="maintenance"))
+    paused(run, 1)
+    assert replica.state == "yielding" and run.ordered(PauseReplica)[-1].mode == "sleep"
+    paused(run, 1)
+    run.train()
+    run.publish()
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
 def test_a_replica_that_dies_on_its_way_out_is_not_let_go_twice() -> None:
     run = small()
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
@@ -377,6 +423,23 @@ def test_attempts_may_be_timed_from_some_moment_on() -> None:
     run.tell(SettingChanged(setting="rollout.group_timeout_s", value="null"))
     run.tell(TimerFired(timer=run.state.next_timer - 1))
     assert not run.ordered(StopReplica)
+
+
+def test_attempts_that_began_before_they_were_timed_do_not_hide_those_that_began_after() -> None:
+    """Paces are compared from some moment on, and later attempts are bounded: those under way at the first count from
+    the second."""
+    run = small(replicas=1, policies={"filter": "zero-variance"})
+    run.tell(SettingChanged(setting="rollout.straggler_factor", value="2"))
+    run.finish(0, spread=0.0)
+    assert list(run.state.fleet.replicas[0].groups) == [1, 2, 3, 4]
+    began = run.clock
+    run.keep_prefix(1, 2, 3)
+    run.tell(SettingChanged(setting="rollout.group_timeout_s", value="50"))
+    assert run.ordered(SetTimer)[-1].delay_s == began + 50.0 - run.clock
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [4]
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [4, 1, 2, 3]
 
 
 def test_a_step_is_retried_while_a_run_drains() -> None:

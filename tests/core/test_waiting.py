@@ -77,7 +77,19 @@ def test_a_validation_a_state_of_ones_own_prompts_and_a_checkpoint_are_told() ->
     assert "the state rewarding" in whose(judged)
     saved = Clockwork(type(world.limits)(**limits, checkpoint_every=1))
     saved.run(lambda world: world.scheduler.state.checkpoint_pending)
-    assert "the trainer: writes the checkpoint after 1 train steps for 0 s" in "\n".join(told(saved))
+    assert "the trainer: writes the checkpoint after 1 train step for 0 s" in "\n".join(told(saved))
+
+
+def test_one_of_a_kind_is_told_as_one() -> None:
+    world = clockwork(batch=1, stale=0, workers=1, generation_s=lambda group: 1e9)
+    world.run(lambda world: world.scheduler.state.ledger.running == 1)
+    said = held_up(world.scheduler.state)
+    assert said.startswith(
+        "step 0 waits for 1 group, 0 of 1 are ready, and 1 that is due by step 0 is not; 1 group wait"
+    )
+    measured = clockwork(validation=ValidationLimits(rows=1), measure_s=1e9)
+    measured.run(lambda world: world.scheduler.state.validations.out > 0)
+    assert any(" measure 1 held-out row under " in line for line in told(measured))
 
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:

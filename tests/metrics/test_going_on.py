@@ -8,6 +8,7 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.export import Around, registry
 from engine.metrics.histogram import Histogram
 from engine.metrics.labels import ROLLOUT_IDLE_CAUSES
+from engine.metrics.steps import ReplayedRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.states.limits import Limits
@@ -105,6 +106,35 @@ def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: b
     }
     assert metrics.going_on.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
     assert metrics.going_on.checkpoint_steps == (0 if kept else 2)
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 1, 7])
+def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every: int) -> None:
+    """The next process knows of them by the record: of those before its newest snapshot, and of those behind it."""
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100)
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = Clockwork(limits, recorder=recorder, snapshot_every=snapshot_every)
+    world.run(lambda world: world.scheduler.state.steps_trained == 2)
+    world.driver.deliver(fact.SchedulerRecovered())
+    world.run(lambda world: world.scheduler.state.steps_trained == 4)
+    world.driver.deliver(fact.SchedulerRecovered())
+    world.driver.deliver(fact.DrainRequested(reason="a user asked"))
+    asked = world.at
+    world.at += 5.0
+
+    transitions = Transitions()
+    rows = ReplayedRows(transitions)
+    recovered = recover(
+        read(recorder), transitions.changed, books=transitions,
+        replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
+    )  # fmt: skip
+    assert (recovered.began_at is not None) == bool(snapshot_every)
+    metrics = RunMetrics(recovered.scheduler, transitions)
+    event = fact.SchedulerRecovered()
+    fact.stamp(event, recovered.events, world.at)
+    metrics.observe(event, recovered.scheduler.handle(event))
+    assert metrics.going_on.recoveries == {"resumed": 0, "branched": 0, "scheduler": 3}
+    assert metrics.status(world.at).draining_s == world.at - asked == 5.0
 
 
 def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
