@@ -72,8 +72,8 @@ def end_living(launch: str) -> None:
 def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
     """To be called as an actor is made: it ends by itself `orphan_s` after the scheduler is gone for good.
 
-    That is known by a call that is never answered, which Ray repeats for as long as it starts the scheduler again. It
-    waits on a thread of its own, so that no event loop that is busy or stuck can keep the actor alive.
+    That is known by a call that is answered at the end only, which Ray repeats for as long as it starts the scheduler
+    again. It waits on a thread of its own, so that no event loop that is busy or stuck can keep the actor alive.
     """
     if packed.lasts:
         me = ray.get_runtime_context().current_actor
@@ -81,12 +81,14 @@ def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
 
 
 def _outlive(me: Any, scheduler: Any, packed: PackedPlan) -> None:
+    reason = "it has taken the run down"
     try:
         ray.get(scheduler.here.remote())
     except RayError as error:
-        log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, failure_reason(error))
-        threading.Event().wait(packed.orphan_s)
-        try:
-            free_places(packed.launch)  # they are detached, too: nobody else gives them back
-        finally:
-            ray.kill(me)
+        reason = failure_reason(error)
+    log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, reason)
+    threading.Event().wait(packed.orphan_s)
+    try:
+        free_places(packed.launch)  # they are detached, too: nobody else gives them back
+    finally:
+        ray.kill(me)

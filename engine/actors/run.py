@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster of this process' own, where nothing says what it must hold."""
+RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
+"""A setting of Ray: whether whoever launched a run is told, on their terminal, of each call that is made again."""
 GOODBYE_S = 10.0
 """How long actors may take to end by themselves."""
 
@@ -112,6 +114,7 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     """A local cluster of this process' own. Actors ask for no CPU, so that any plan fits; Ray starts as many processes
     at once as there are. The object store gets what is asked for, or as much as may be."""
     limit = max(LEAST_STORE_BYTES, object_store_limit())
+    os.environ.setdefault(RETRIES_ARE_NEWS, "0")
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(

@@ -67,6 +67,8 @@ class SchedulerActor:
         self._watchers = Watchers()
         self._failure: Exception | None = None
         self._ended = False
+        self._leaving = asyncio.Event()
+        """Nothing more is wanted of this actor."""
         self._draining = False
         self._endpoint: Endpoint | None = None
         self._control: Control | None = None
@@ -200,6 +202,7 @@ class SchedulerActor:
         self._metrics = RunMetrics(survived.recovered.scheduler, self._transitions)
         self._metrics.at = survived.recovered.at
         self._failure, self._ended = survived.failure, True
+        self._leaving.set()
 
     async def _go_on(self, survived: Survived) -> None:
         """Take hold of the actors, and order again what none of them has answered."""
@@ -228,9 +231,9 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def here(self) -> None:
-        """Never answered: that the scheduler is gone for good is known by this call."""
+        """Answered when the run has been taken down: that the scheduler is gone for good is known by this call."""
         await self._there()
-        await asyncio.Event().wait()
+        await self._leaving.wait()
 
     def _new_clock(self, earlier: Past | Survived | None) -> WallClock:
         """Seconds of the run: those in which no process carried it do not count."""
@@ -343,6 +346,7 @@ class SchedulerActor:
             self._metrics.close()
         if self._endpoint is not None:
             self._endpoint.close()
+        self._leaving.set()
 
     # the run
 
