@@ -4,7 +4,6 @@ Read by the scheduler actor of a run that is resumed, before it starts any other
 put out of the way, so that nothing of it is taken for what comes in its place.
 """
 
-import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from engine.actors.plan import Plan, Redo, Restore
 from engine.errors import ConfigError, RecordError
 from engine.events import RunResumed
-from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
+from engine.hosts.checkpoints import list_checkpoints, put_aside, verify_checkpoint
 from engine.hosts.durable import DurableStore, clear
 from engine.hosts.packed import unpack_group
 from engine.ids import GroupId, StepId
@@ -112,11 +111,11 @@ def _taken_up(
     if missing is None and plan.trajectories_dir is not None:
         clear(plan.trajectories_dir)
     elif (left := plan.run_dir / "trajectories").is_dir() and plan.trajectories_dir is None:
-        _put_aside(left)  # a later life that keeps them on disk again would take them for its own
+        put_aside(left)  # a later life that keeps them on disk again would take them for its own
     reached = steps if missing is None else trained
     for later, path in saved:
         if later > steps:
-            _put_aside(path)
+            put_aside(path)
     open_steps = set(recovered.scheduler.state.steps)
     damaged: list[str] = []
     rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, damaged.append, open_steps, validations)
@@ -220,11 +219,3 @@ def _is_whole(store: DurableStore, group: GroupId) -> bool:
     """A power cut may leave the prefixes that an attempt stored before its end."""
     packed = store.partial(group)
     return packed is not None and unpack_group(packed).finished
-
-
-def _put_aside(path: Path) -> None:
-    """Under a name that nobody takes for a checkpoint, or the trajectories, of this line of weights."""
-    number = 1
-    while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
-        number += 1
-    os.rename(path, aside)

@@ -7,9 +7,11 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.hosts.reasons import reason_of
 from engine.roles import Trainer
 
 SUMS = "SHA256SUMS"
@@ -67,6 +69,14 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def put_aside(path: Path) -> None:
+    """Under a name that nobody takes for a checkpoint, or the trajectories, of this line of weights."""
+    number = 1
+    while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+
+
 def verify_checkpoint(directory: Path) -> None:
     """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be."""
     try:
@@ -90,6 +100,18 @@ def verify_checkpoint(directory: Path) -> None:
     if unknown:
         law = f"is not what was written: {SUMS} does not name it"
         raise ConfigError("checkpoint", str(min(unknown)), law, "another checkpoint, without this one")
+
+
+def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:
+    """What is wrong with each checkpoint before the first that is sound, in their order."""
+    damaged = {}
+    for path in checkpoints:
+        try:
+            verify_checkpoint(path)
+            break
+        except (ConfigError, OSError) as error:
+            damaged[path] = reason_of(error)
+    return damaged
 
 
 def _write_sums(directory: Path) -> None:
