@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from engine.actors.plan import Plan, Redo, Restore
-from engine.errors import ConfigError, RecordError
+from engine.errors import ConfigError, RecordError, RunFinished
 from engine.events import RunResumed
 from engine.hosts.checkpoints import list_checkpoints, put_aside, verify_checkpoint
 from engine.hosts.durable import DurableStore, clear
@@ -70,7 +70,8 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
     """Take up the run in a plan's directory that ended before its time.
 
     Raises: `RecordError` where its record or its trajectories cannot be gone on with or another process writes them,
-    `ConfigError` where the run has finished, or its newest checkpoint is not what was written or cannot be used.
+    `RunFinished` where the run has finished, `ConfigError` where its newest checkpoint is not what was written or
+    cannot be used.
     """
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
@@ -87,7 +88,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and outcome.outcome == "finished":
             law = f"has finished ({outcome.reason}): there is nothing to go on with"
-            raise ConfigError("RUN", str(plan.run_dir), law)
+            raise RunFinished("RUN", str(plan.run_dir), law)
         return _taken_up(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
     except BaseException:
         lock.release()

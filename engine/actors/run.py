@@ -25,11 +25,13 @@ from engine.actors.placement import beside_the_run, with_gpus
 from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.scheduler import SchedulerActor
+from engine.actors.survived import status_at_end
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.config.machine import object_store_limit
 from engine.control.requests import Drain, Operation, Stop
+from engine.errors import RunFinished
 from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)
@@ -168,6 +170,9 @@ class RunHandle:
             except RayError as error:
                 if self._begins_again(error, step):
                     continue
+                if self._last is not None:
+                    yield self._last
+                    return
                 raise raised(error) from unwrapped(error)
             self._seen = update.number
             self.told |= update.told
@@ -186,8 +191,8 @@ class RunHandle:
         return self._begin_again(str(story), step)
 
     def _begin_again(self, reason: str, step: int) -> bool:
-        """Start the run again from its record, unless it never gets any further or was told to end. Raises why it
-        cannot be."""
+        """Start the run again from its record, unless it never gets any further, was told to end or has finished.
+        Raises why it cannot be."""
         if self._plan.run_dir is None or self.told:
             return False
         if step > self._step:
@@ -198,7 +203,11 @@ class RunHandle:
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
         self._launched.end()
         again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
-        self._launched = Launched.of(again)
+        try:
+            self._launched = Launched.of(again)
+        except RunFinished:  # its scheduler died as it took the rest down
+            self._last = status_at_end(self._plan.run_dir)
+            return False
         self._seen = 0
         return True
 

@@ -27,7 +27,7 @@ from engine.actors.placement import beside_the_run
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.record import recorder_of
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
-from engine.actors.survived import STORES, Survived, survived_of, take_hold
+from engine.actors.survived import STORES, Survived, metrics_at_end, survived_of, take_hold
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.actors.watched import Watchers
 from engine.actors.wire import unpack_events
@@ -199,8 +199,7 @@ class SchedulerActor:
         """The process that ended had only to take the rest down."""
         survived.lock.release()
         await asyncio.to_thread(end_living, self._packed.launch)
-        self._metrics = RunMetrics(survived.recovered.scheduler, self._transitions)
-        self._metrics.at = survived.recovered.at
+        self._metrics = metrics_at_end(survived, self._transitions)
         self._failure, self._ended = survived.failure, True
         self._leaving.set()
 

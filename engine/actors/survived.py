@@ -20,7 +20,9 @@ from engine.actors.plan import Plan, Redo, Restore
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
+from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import keep_rows
+from engine.metrics.status import Status
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
@@ -110,6 +112,21 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     )
     later = {step: count for step, count in updates.items() if step >= first}
     return Survived(recovered, lock, orders.left(recovered.at), restore, later, under_way.rows)
+
+
+def status_at_end(run_dir: Path) -> Status:
+    """Of a run that has finished, as its record shows it. Raises: `RecordError`."""
+    transitions = Transitions()
+    survived = survived_of(run_dir, transitions)
+    survived.lock.release()
+    return metrics_at_end(survived, transitions).status()
+
+
+def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:
+    """Of a run that has ended, whatever its end."""
+    metrics = RunMetrics(survived.recovered.scheduler, transitions)
+    metrics.at = survived.recovered.at
+    return metrics
 
 
 def _recorded(row: dict[str, Any], state: State) -> bool:

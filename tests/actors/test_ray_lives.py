@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from ray_plans import PROMPTS, Quick, check_record, endless, events_of, paced, plan, restore_counter
+from ray_plans import PROMPTS, Quick, Treacherous, check_record, endless, events_of, paced, plan, restore_counter
 from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
@@ -120,6 +120,15 @@ def test_a_run_that_gets_no_further_is_not_begun_again_for_ever(tmp_path: Path) 
         status = run.wait()
     assert status.outcome == "stopped" and "the weights store is lost" in status.reason
     assert len(begun) == 1 and "(1 of 1)" in begun[0]
+
+
+def test_a_run_whose_scheduler_dies_as_it_is_taken_down_has_finished(tmp_path: Path) -> None:
+    with start(plan(tmp_path, lambda replica: Treacherous(), scheduler_restarts=0)) as run:
+        *_, last = run.updates()
+        assert run.wait() is last
+    assert (last.outcome, last.step) == ("finished", PROMPTS // 4)
+    assert events_of(tmp_path, RunResumed, SchedulerRecovered) == []
+    wait_for_no_actors()
 
 
 def test_a_process_that_hangs_is_lost_and_one_that_only_works_is_not(tmp_path: Path) -> None:
