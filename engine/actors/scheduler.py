@@ -206,8 +206,9 @@ class SchedulerActor:
     async def _go_on(self, survived: Survived) -> None:
         """Take hold of the actors, and order again what none of them has answered."""
         plan, packed = self._plan, self._packed
+        replicas = survived.replicas(plan.lives())
         try:
-            living = await take_hold(packed.launch, plan, survived.recovered.events)
+            living = await take_hold(packed.launch, plan, survived.recovered.events, replicas)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
             control = self._make(survived, living)
@@ -216,7 +217,6 @@ class SchedulerActor:
             survived.lock.release()
             raise
         self._metrics.go_on()
-        replicas = survived.replicas(plan.lives())
         self._fleet.take_up(replicas)
         self._deliver(SchedulerRecovered())
         self._executor.execute(survived.orders)
