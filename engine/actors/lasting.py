@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,8 @@ from engine.ids import Incarnation
 log = logging.getLogger(__name__)
 
 NAMESPACE = "step-engine"
+LAUNCH = "launch.txt"
+"""In the run's directory: what the names of the newest launch's actors begin with."""
 
 
 def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
@@ -67,6 +70,23 @@ def end_living(launch: str) -> None:
     for actor in find_living(launch).values():
         ray.kill(actor)
     free_places(launch)
+
+
+def end_earlier(run_dir: Path) -> None:
+    """Kill what a launch of the same run left in this cluster, which has not noticed yet that its scheduler is gone: it
+    would still write. To be called by whoever holds the run's record. Blocks."""
+    noted = run_dir / LAUNCH
+    if noted.exists():
+        end_living(noted.read_text(encoding="utf-8").strip())
+
+
+def note_launch(run_dir: Path, launch: str) -> None:
+    """For `end_earlier`. To be called before the first of the launch's actors is there. Where that fails the run goes
+    on."""
+    try:
+        (run_dir / LAUNCH).write_text(launch + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / LAUNCH, error)
 
 
 def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
 from engine.errors import ConfigError, RecordError, RunFinished
 from engine.events import RunResumed
@@ -89,6 +90,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
         if outcome is not None and outcome.outcome == "finished":
             law = f"has finished ({outcome.reason}): there is nothing to go on with"
             raise RunFinished("RUN", str(plan.run_dir), law)
+        end_earlier(plan.run_dir)
         return _taken_up(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
     except BaseException:
         lock.release()

@@ -152,6 +152,8 @@ class RunHandle:
         """Train steps when it last began again."""
         self._seen = 0
         self._last: Status | None = None
+        self._found: Status | None = None
+        """At its end, of a run that was to begin again and had finished."""
         self._closed = False
 
     @property
@@ -168,12 +170,11 @@ class RunHandle:
             try:
                 update: Update = ray.get(self._launched.actor.next_update.remote(self._seen))
             except RayError as error:
-                if self._begins_again(error, step):
+                if not self._begins_again(error, step):
+                    raise raised(error) from unwrapped(error)
+                if self._found is None:
                     continue
-                if self._last is not None:
-                    yield self._last
-                    return
-                raise raised(error) from unwrapped(error)
+                update = Update(number=0, status=self._found, last=True)
             self._seen = update.number
             self.told |= update.told
             step = update.status.step
@@ -191,8 +192,8 @@ class RunHandle:
         return self._begin_again(str(story), step)
 
     def _begin_again(self, reason: str, step: int) -> bool:
-        """Start the run again from its record, unless it never gets any further, was told to end or has finished.
-        Raises why it cannot be."""
+        """Start the run again from its record, unless it never gets any further or was told to end; should it have
+        finished, find how. Raises why it cannot be."""
         if self._plan.run_dir is None or self.told:
             return False
         if step > self._step:
@@ -206,8 +207,7 @@ class RunHandle:
         try:
             self._launched = Launched.of(again)
         except RunFinished:  # its scheduler died as it took the rest down
-            self._last = status_at_end(self._plan.run_dir)
-            return False
+            self._found = status_at_end(self._plan.run_dir)
         self._seen = 0
         return True
 

@@ -20,7 +20,7 @@ from engine.actors.executor import RayExecutor
 from engine.actors.failures import named, raised
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
-from engine.actors.lasting import Living, end_living, lasting
+from engine.actors.lasting import Living, end_living, lasting, note_launch
 from engine.actors.outbox import Inbox
 from engine.actors.past import Past, past_of
 from engine.actors.placement import beside_the_run
@@ -93,6 +93,8 @@ class SchedulerActor:
         if plan.resume and plan.run_dir is not None:
             self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
+        if plan.run_dir is not None:
+            note_launch(plan.run_dir, self._packed.launch)
         self._start_stores()
         control = self._make(past, None)
         self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)

@@ -163,7 +163,8 @@ async def let_take_over(known: Living, up: Mapping[str, Incarnation], patience_s
     silent: dict[str, str] = {}
 
     async def attach(source: str) -> None:
-        life, actor = known.newest(source) or (0, None)
+        found: tuple[Incarnation, Any] = known.newest(source) or (0, None)
+        life, actor = found
         for (name, earlier), gone in known.actors.items():
             if name == source and earlier < life:
                 ray.kill(gone)
