@@ -13,6 +13,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.hosts.reasons import reason_of
 from engine.roles import Trainer
+from engine.schedule.appending import fsync
 
 SUMS = "SHA256SUMS"
 """In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
@@ -44,12 +45,12 @@ def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int, ke
             trainer.save(str(unfinished), steps)
             _write_sums(unfinished)
             for path in (*sorted(unfinished.rglob("*")), unfinished):
-                _fsync(path)
+                fsync(path)
             os.rename(unfinished, final)
         except BaseException:
             remove_unfinished(directory)
             raise
-        _fsync(directory)
+        fsync(directory)
     for number, old in list_checkpoints(directory)[:-keep]:
         if not keep_every or number % keep_every:
             remove_checkpoint(old)
@@ -124,11 +125,3 @@ def _write_sums(directory: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

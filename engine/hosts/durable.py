@@ -25,7 +25,6 @@ from engine.hosts.segments import (
     SCORES,
     Entry,
     Torn,
-    fsync,
     packed_entry,
     preamble,
     read_entry,
@@ -35,6 +34,7 @@ from engine.hosts.segments import (
 )
 from engine.hosts.trajectories import StoreStats, require_kept, require_scored
 from engine.ids import GroupId, StepId
+from engine.schedule.appending import Held, fsync
 from engine.schedule.lock import RecordLock
 
 SEGMENT_BYTES = 64 << 20
@@ -88,8 +88,7 @@ class DurableStore:
         self._segments: dict[int, _Segment] = {}
         self._kept_bytes = self._disk_bytes = 0
         self._file: BinaryIO | None = None
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = Held()
         self._failure: EngineError | None = None
         self._lock = RecordLock(directory, waits=not fresh)
         try:
@@ -158,17 +157,10 @@ class DurableStore:
         """Returns once the operating system has all that was put, or the disk where `fsync` is `always`."""
         if self._failure is not None:
             raise self._failure
-        if self._file is None or not self._held:
+        if self._file is None:
             return
-        data = b"".join(self._held)
-        self._held.clear()
-        self._held_bytes = 0
         try:
-            left = memoryview(data)
-            while left:
-                left = left[self._file.write(left) :]
-            if self.policy.fsync == "always":
-                os.fsync(self._file.fileno())
+            self._held.write(self._file, fsync=self.policy.fsync == "always")
         except OSError as error:
             raise self._give_up(error) from None
 
@@ -230,7 +222,7 @@ class DurableStore:
 
     def _data(self, places: Iterable[Place]) -> list[bytes]:
         """What lies at places, each checked again."""
-        if self._held:
+        if self._held.bytes:
             self.flush()
         opened: dict[int, tuple[int, Path]] = {}
         found = []
@@ -262,9 +254,8 @@ class DurableStore:
         place = Place(self._next - 1, current.bytes, len(entry))
         current.bytes += len(entry)
         self._disk_bytes += len(entry)
-        self._held.append(entry)
-        self._held_bytes += len(entry)
-        if self._held_bytes >= self.policy.segment_bytes:
+        self._held.add(entry)
+        if self._held.bytes >= self.policy.segment_bytes:
             self.flush()
         return place
 
@@ -280,7 +271,7 @@ class DurableStore:
         self._next += 1
         self._segments[number] = _Segment(PREAMBLE_BYTES)
         self._disk_bytes += PREAMBLE_BYTES
-        self._held.append(preamble(number))
+        self._held.add(preamble(number))
         return self._segments[number]
 
     def _close_segment(self) -> None:
