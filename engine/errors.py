@@ -38,6 +38,10 @@ class ConfigError(EngineError):
         )
 
 
+class RunFinished(ConfigError):
+    """A run that is to go on has come to its end: there is nothing to go on with."""
+
+
 class DataFailure(EngineError):
     """The prompt, its data or its reward is at fault: costs the group one attempt of the `data` budget."""
 

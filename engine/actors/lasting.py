@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,8 @@ from engine.ids import Incarnation
 log = logging.getLogger(__name__)
 
 NAMESPACE = "step-engine"
+LAUNCH = "launch.txt"
+"""In the run's directory: what the names of the newest launch's actors begin with."""
 
 
 def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
@@ -69,11 +72,28 @@ def end_living(launch: str) -> None:
     free_places(launch)
 
 
+def end_earlier(run_dir: Path) -> None:
+    """Kill what a launch of the same run left in this cluster, which has not noticed yet that its scheduler is gone: it
+    would still write. To be called by whoever holds the run's record. Blocks."""
+    noted = run_dir / LAUNCH
+    if noted.exists():
+        end_living(noted.read_text(encoding="utf-8").strip())
+
+
+def note_launch(run_dir: Path, launch: str) -> None:
+    """For `end_earlier`. To be called before the first of the launch's actors is there. Where that fails the run goes
+    on."""
+    try:
+        (run_dir / LAUNCH).write_text(launch + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / LAUNCH, error)
+
+
 def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
     """To be called as an actor is made: it ends by itself `orphan_s` after the scheduler is gone for good.
 
-    That is known by a call that is never answered, which Ray repeats for as long as it starts the scheduler again. It
-    waits on a thread of its own, so that no event loop that is busy or stuck can keep the actor alive.
+    That is known by a call that is answered at the end only, which Ray repeats for as long as it starts the scheduler
+    again. It waits on a thread of its own, so that no event loop that is busy or stuck can keep the actor alive.
     """
     if packed.lasts:
         me = ray.get_runtime_context().current_actor
@@ -81,12 +101,14 @@ def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
 
 
 def _outlive(me: Any, scheduler: Any, packed: PackedPlan) -> None:
+    reason = "it has taken the run down"
     try:
         ray.get(scheduler.here.remote())
     except RayError as error:
-        log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, failure_reason(error))
-        threading.Event().wait(packed.orphan_s)
-        try:
-            free_places(packed.launch)  # they are detached, too: nobody else gives them back
-        finally:
-            ray.kill(me)
+        reason = failure_reason(error)
+    log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, reason)
+    threading.Event().wait(packed.orphan_s)
+    try:
+        free_places(packed.launch)  # they are detached, too: nobody else gives them back
+    finally:
+        ray.kill(me)

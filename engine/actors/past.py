@@ -4,15 +4,15 @@ Read by the scheduler actor of a run that is resumed, before it starts any other
 put out of the way, so that nothing of it is taken for what comes in its place.
 """
 
-import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
-from engine.errors import ConfigError, RecordError
+from engine.errors import ConfigError, RecordError, RunFinished
 from engine.events import RunResumed
-from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
+from engine.hosts.checkpoints import list_checkpoints, put_aside, verify_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
 from engine.hosts.segments import clear
@@ -75,7 +75,8 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
     """Take up the run in a plan's directory that ended before its time.
 
     Raises: `RecordError` where its record or its trajectories cannot be gone on with or another process writes them,
-    `ConfigError` where the run has finished, or its newest checkpoint is not what was written or cannot be used.
+    `RunFinished` where the run has finished, `ConfigError` where its newest checkpoint is not what was written or
+    cannot be used.
     """
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
@@ -92,7 +93,8 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and outcome.outcome == "finished":
             law = f"has finished ({outcome.reason}): there is nothing to go on with"
-            raise ConfigError("RUN", str(plan.run_dir), law)
+            raise RunFinished("RUN", str(plan.run_dir), law)
+        end_earlier(plan.run_dir)
         return _taken_up(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})
     except BaseException:
         lock.release()
@@ -116,11 +118,11 @@ def _taken_up(
     if missing is None and plan.trajectories_dir is not None:
         clear(plan.trajectories_dir)
     elif (left := plan.run_dir / "trajectories").is_dir() and plan.trajectories_dir is None:
-        _put_aside(left)  # a later life that keeps them on disk again would take them for its own
+        put_aside(left)  # a later life that keeps them on disk again would take them for its own
     reached = steps if missing is None else trained
     for later, path in saved:
         if later > steps:
-            _put_aside(path)
+            put_aside(path)
     open_steps = set(recovered.scheduler.state.steps)
     damaged: list[str] = []
     rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, damaged.append, open_steps, validations)
@@ -238,11 +240,3 @@ def _is_known(store: DurableStore, group: GroupId, latest: Version) -> bool:
     packed = store.partial(group)
     versions = None if packed is None else unpack_group(packed).versions()
     return packed is not None and (versions is None or versions[1] <= latest)
-
-
-def _put_aside(path: Path) -> None:
-    """Under a name that nobody takes for a checkpoint, or the trajectories, of this line of weights."""
-    number = 1
-    while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
-        number += 1
-    os.rename(path, aside)

@@ -25,17 +25,21 @@ from engine.actors.placement import beside_the_run, with_gpus
 from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.scheduler import SchedulerActor
+from engine.actors.survived import status_at_end
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.config.machine import object_store_limit
 from engine.control.requests import Drain, Operation, Stop
+from engine.errors import RunFinished
 from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster of this process' own, where nothing says what it must hold."""
+RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
+"""A setting of Ray: whether whoever launched a run is told, on their terminal, of each call that is made again."""
 GOODBYE_S = 10.0
 """How long actors may take to end by themselves."""
 
@@ -112,6 +116,7 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     """A local cluster of this process' own. Actors ask for no CPU, so that any plan fits; Ray starts as many processes
     at once as there are. The object store gets what is asked for, or as much as may be."""
     limit = max(LEAST_STORE_BYTES, object_store_limit())
+    os.environ.setdefault(RETRIES_ARE_NEWS, "0")
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -149,6 +154,8 @@ class RunHandle:
         """Train steps when it last began again."""
         self._seen = 0
         self._last: Status | None = None
+        self._found: Status | None = None
+        """At its end, of a run that was to begin again and had finished."""
         self._closed = False
 
     @property
@@ -163,7 +170,7 @@ class RunHandle:
         step = 0
         while self._last is None:
             try:
-                update: Update = ray.get(self._launched.actor.next_update.remote(self._seen))
+                update = self._next_update()
             except RayError as error:
                 if self._begins_again(error, step):
                     continue
@@ -178,6 +185,13 @@ class RunHandle:
                 self._last = update.status
             yield update.status
 
+    def _next_update(self) -> Update:
+        """Raises: `RayError`."""
+        if self._found is not None:
+            return Update(number=0, status=self._found, last=True)
+        update: Update = ray.get(self._launched.actor.next_update.remote(self._seen))
+        return update
+
     def _begins_again(self, error: RayError, step: int) -> bool:
         """After the scheduler is gone for good, or cannot go on where it is."""
         story = raised(error)
@@ -186,8 +200,8 @@ class RunHandle:
         return self._begin_again(str(story), step)
 
     def _begin_again(self, reason: str, step: int) -> bool:
-        """Start the run again from its record, unless it never gets any further or was told to end. Raises why it
-        cannot be."""
+        """Start the run again from its record, unless it never gets any further or was told to end; should it have
+        finished, find how. Raises why it cannot be."""
         if self._plan.run_dir is None or self.told:
             return False
         if step > self._step:
@@ -198,7 +212,10 @@ class RunHandle:
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
         self._launched.end()
         again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
-        self._launched = Launched.of(again)
+        try:
+            self._launched = Launched.of(again)
+        except RunFinished:  # its scheduler died as it took the rest down
+            self._found = status_at_end(self._plan.run_dir)
         self._seen, self._relaunch = 0, ""
         return True
 

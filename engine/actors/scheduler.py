@@ -20,14 +20,14 @@ from engine.actors.executor import RayExecutor
 from engine.actors.failures import named, raised
 from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
-from engine.actors.lasting import Living, end_living, lasting
+from engine.actors.lasting import Living, end_living, lasting, note_launch
 from engine.actors.outbox import Inbox
 from engine.actors.past import Past, past_of
 from engine.actors.placement import beside_the_run
 from engine.actors.process import PackedPlan, collect_rarely, prepare_process
 from engine.actors.record import recorder_of
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
-from engine.actors.survived import STORES, Survived, survived_of, take_hold
+from engine.actors.survived import STORES, Survived, metrics_at_end, survived_of, take_hold
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.actors.watched import Watchers
 from engine.actors.wire import unpack_events
@@ -67,6 +67,8 @@ class SchedulerActor:
         self._watchers = Watchers()
         self._failure: Exception | None = None
         self._ended = False
+        self._leaving = asyncio.Event()
+        """Nothing more is wanted of this actor."""
         self._draining = False
         self._endpoint: Endpoint | None = None
         self._control: Control | None = None
@@ -91,6 +93,8 @@ class SchedulerActor:
         if plan.resume and plan.run_dir is not None:
             self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
+        if plan.run_dir is not None:
+            note_launch(plan.run_dir, self._packed.launch)
         self._start_stores()
         control = self._make(past, None)
         self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)
@@ -198,15 +202,16 @@ class SchedulerActor:
         """The process that ended had only to take the rest down."""
         survived.lock.release()
         await asyncio.to_thread(end_living, self._packed.launch)
-        self._metrics = RunMetrics(survived.recovered.scheduler, self._transitions)
-        self._metrics.at = survived.recovered.at
+        self._metrics = metrics_at_end(survived, self._transitions)
         self._failure, self._ended = survived.failure, True
+        self._leaving.set()
 
     async def _go_on(self, survived: Survived) -> None:
         """Take hold of the actors, and order again what none of them has answered."""
         plan, packed = self._plan, self._packed
+        replicas = survived.replicas(plan.lives())
         try:
-            living = await take_hold(packed.launch, plan, survived.recovered.events)
+            living = await take_hold(packed.launch, plan, survived.recovered.events, replicas)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
             control = self._make(survived, living)
@@ -215,7 +220,6 @@ class SchedulerActor:
             survived.lock.release()
             raise
         self._metrics.go_on()
-        replicas = survived.replicas(plan.lives())
         self._fleet.take_up(replicas)
         self._deliver(SchedulerRecovered())
         self._executor.execute(survived.orders)
@@ -229,9 +233,9 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def here(self) -> None:
-        """Never answered: that the scheduler is gone for good is known by this call."""
+        """Answered when the run has been taken down: that the scheduler is gone for good is known by this call."""
         await self._there()
-        await asyncio.Event().wait()
+        await self._leaving.wait()
 
     def _new_clock(self, earlier: Past | Survived | None) -> WallClock:
         """Seconds of the run: those in which no process carried it do not count."""
@@ -344,6 +348,7 @@ class SchedulerActor:
             self._metrics.close()
         if self._endpoint is not None:
             self._endpoint.close()
+        self._leaving.set()
 
     # the run
 

@@ -6,7 +6,7 @@ on from the last event that was recorded.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from engine.actors.plan import Plan, Redo, Restore
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation, ReplicaId, StepId
+from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import keep_rows
+from engine.metrics.status import Status
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
@@ -32,6 +34,8 @@ SENT = 1 << 24
 """Calls that a scheduler may make to an actor for one event; far more than it does."""
 PATIENCE_S = 30.0
 """For an actor to let itself be taken over, where no heartbeat says otherwise."""
+Replica = tuple[Incarnation, bool, bool]
+"""Its last life, whether that is up, and whether another comes."""
 STORES = ("trajectories", "weights")
 
 log = logging.getLogger(__name__)
@@ -73,7 +77,7 @@ class Survived:
         state = self.recovered.scheduler.state
         return state.steps_in[state.latest_version]
 
-    def replicas(self, lives: list[ReplicaId]) -> dict[ReplicaId, tuple[Incarnation, bool, bool]]:
+    def replicas(self, lives: list[ReplicaId]) -> dict[ReplicaId, Replica]:
         """Of each replica, as the record shows it: its last life, whether that is up, and whether another comes.
         `lives`: those that the run began with, of which the record need not have heard yet."""
         known = self.recovered.scheduler.state.fleet.replicas
@@ -112,6 +116,21 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
     return Survived(recovered, lock, orders.left(recovered.at), restore, later, under_way.rows)
 
 
+def status_at_end(run_dir: Path) -> Status:
+    """Of a run that has finished, as its record shows it. Raises: `RecordError`."""
+    transitions = Transitions()
+    survived = survived_of(run_dir, transitions)
+    survived.lock.release()
+    return metrics_at_end(survived, transitions).status()
+
+
+def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:
+    """Of a run that has ended, whatever its end."""
+    metrics = RunMetrics(survived.recovered.scheduler, transitions)
+    metrics.at = survived.recovered.at
+    return metrics
+
+
 def _recorded(row: dict[str, Any], state: State) -> bool:
     """Whether what a row of the metrics tells of is in the record, too; else it will be written again."""
     if "validation" in row:
@@ -120,8 +139,9 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
 
 
-async def take_hold(launch: str, plan: Plan, events: int) -> Living:
+async def take_hold(launch: str, plan: Plan, events: int, replicas: Mapping[ReplicaId, Replica]) -> Living:
     """Find the actors of a launch and have them take orders from this process, after so many events of the run.
+    `replicas`: as the record shows them.
 
     Raises: `EngineError` where one is gone that nothing can take the place of.
     """
@@ -131,26 +151,37 @@ async def take_hold(launch: str, plan: Plan, events: int) -> Living:
     for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
         if known.newest(needed) is None:
             raise EngineError(f"the actor of {needed} is gone, as is what it held")
+    up = {f"rollout-{replica}": life for replica, (life, there, _) in replicas.items() if there}
+    silent = await let_take_over(known, up, plan.heartbeat_s * plan.missed_beats or PATIENCE_S)
+    log.info("took hold of %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
+    return Living(actors=actors, first=first, silent=silent)
+
+
+async def let_take_over(known: Living, up: Mapping[str, Incarnation], patience_s: float) -> dict[str, str]:
+    """Have each actor number its orders anew; why one does not, by its source. `up`: the lives of replicas that are up.
+    One that is being started is not waited for: there may be no room for it yet."""
     silent: dict[str, str] = {}
-    patience_s = plan.heartbeat_s * plan.missed_beats or PATIENCE_S
-    sources = sorted({source for source, _ in actors} - {*STORES, "gateway"})
 
     async def attach(source: str) -> None:
-        life, actor = known.newest(source) or (0, None)
-        for (name, earlier), gone in actors.items():
+        found: tuple[Incarnation, Any] = known.newest(source) or (0, None)
+        life, actor = found
+        for (name, earlier), gone in known.actors.items():
             if name == source and earlier < life:
                 ray.kill(gone)
+        answer = actor.attach.remote(known.first)
+        if source.startswith("rollout-") and up.get(source) != life:
+            return
         try:
-            await asyncio.wait_for(_attached(actor, first), patience_s)
+            await asyncio.wait_for(_answered(answer), patience_s)
         except TimeoutError:
             silent[source] = f"no sign of life for {patience_s:g} s after the scheduler came back"
         except RayError as error:
             silent[source] = failure_reason(error)
 
-    await asyncio.gather(*(attach(source) for source in sources))
-    log.info("took hold of %s; lost: %s", [source for source in sources if source not in silent], silent or "none")
-    return Living(actors=actors, first=first, silent=silent)
+    sources = {source for source, _ in known.actors} - {*STORES, "gateway"}
+    await asyncio.gather(*(attach(source) for source in sorted(sources)))
+    return silent
 
 
-async def _attached(actor: Any, first: int) -> None:
-    await actor.attach.remote(first)
+async def _answered(answer: Awaitable[None]) -> None:
+    await answer

@@ -1,13 +1,16 @@
 """The trainer as seen from the scheduler: what it was ordered and has not answered, and what follows when it dies.
 
-Used by `fleet.Fleet`. A new trainer takes over where nothing is lost by it: from the newest checkpoint, or the initial
-weights, by training the steps since then again from their batches; or from published weights that hold them all.
+Used by `fleet.Fleet`. A new trainer takes over where nothing is lost by it: from the newest checkpoint that is what was
+written, or the initial weights, by training the steps since then again from their batches; or from published weights
+that hold them all, where no checkpoint was to be gone on from.
 Otherwise every order is answered by a failure that says why, and the scheduler ends the run by its own budgets, with
 that cause.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Container, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,7 +34,7 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
-from engine.hosts.checkpoints import list_checkpoints
+from engine.hosts.checkpoints import damaged_of, list_checkpoints, put_aside
 from engine.ids import Incarnation, StepId
 
 log = logging.getLogger(__name__)
@@ -130,26 +133,31 @@ class TrainerLink(Link):
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""
-        log.warning("the trainer is lost (life %d): %s", self._incarnation, reason)
+        lost = f"the trainer is lost: {reason}"
+        log.warning("%s (life %d)", lost, self._incarnation)
         self._kill()
         newest = await self._given[3].newest.remote()
+        damaged = await asyncio.to_thread(damaged_of, [path for _, path in self._beginnings() if path is not None])
         pending, self._pending, self._orders = self._pending, [], []
         for command in pending:
             if isinstance(command, PublishWeights) and command.version <= newest:
                 self._steps_published = command.steps
-        restore = self._restore()
+        restore = self._restore(damaged)
         self._deaths += 1
         if restore is None or self._deaths > self._plan.trainer_restarts:
-            why = (
-                "nothing that it trained since the last publication is left" if restore is None else "it died too often"
-            )
-            self._gone = f"the trainer is lost: {reason}; {why}"
+            why = "it died too often"
+            if restore is None:
+                nothing = "nothing that it trained since the last publication is left"
+                why = next(iter(damaged.values()), nothing)
+            self._gone = f"{lost}; {why}"
         else:
+            for path in damaged:  # else one of the same steps would be taken for written already
+                put_aside(path)
             self._begin()
             self._spawn(self._reopen(self.actor, restore))
         for command in pending:
             saved = isinstance(command, PublishWeights) and command.version <= newest
-            self._deliver(published(command) if saved else failure_of(command, f"the trainer is lost: {reason}"))
+            self._deliver(published(command) if saved else failure_of(command, self._gone or lost))
 
     def _let_go(self, steps: StepId) -> None:
         """A checkpoint contains so many steps."""
@@ -157,20 +165,32 @@ class TrainerLink(Link):
         self._updates = {step: updates for step, updates in self._updates.items() if step >= steps}
         self._trained = {step: redo for step, redo in self._trained.items() if step >= steps}
 
-    def _restore(self) -> Restore | None:
-        """What a new trainer could go on from without losing a step; None if there is nothing."""
-        checkpoints = list_checkpoints(self._plan.run_dir / "checkpoints") if self._plan.run_dir is not None else []
-        saved = [(steps, str(path)) for steps, path in checkpoints if steps <= self._steps]
-        steps, checkpoint = saved[-1] if saved and self._plan.restore_trainer is not None else (0, None)
-        again = range(steps, self._steps)
-        if all(step in self._trained for step in again):
-            if again:
+    def _beginnings(self) -> list[tuple[StepId, Path | None]]:
+        """(train steps, checkpoint; None: the initial weights) after which every step can be trained again, newest
+        first."""
+        run_dir = self._plan.run_dir if self._plan.restore_trainer is not None else None
+        saved = list_checkpoints(run_dir / "checkpoints") if run_dir is not None else []
+        there: list[tuple[StepId, Path | None]] = [(0, None), *saved]
+        held = [(n, path) for n, path in there if n <= self._steps and self._trained.keys() >= {*range(n, self._steps)}]
+        return held[::-1]
+
+    def _restore(self, damaged: Container[Path | None] = ()) -> Restore | None:
+        """What a new trainer could go on from without losing a step; None if there is nothing. `damaged`: checkpoints
+        that it cannot."""
+        beginnings = self._beginnings()
+        for steps, checkpoint in beginnings:
+            if checkpoint in damaged:
+                log.warning("the checkpoint %s is damaged and is passed over", checkpoint)
+                continue
+            if steps < self._steps:
                 log.warning("the next trainer trains steps %d to %d again", steps, self._steps - 1)
-            redo = tuple(self._trained[step] for step in again)
             return Restore(
-                steps=steps, checkpoint=checkpoint, redo=redo, optimizer_steps=self._optimizer_steps(before=steps)
+                steps=steps,
+                checkpoint=None if checkpoint is None else str(checkpoint),
+                redo=tuple(self._trained[step] for step in range(steps, self._steps)),
+                optimizer_steps=self._optimizer_steps(before=steps),
             )
-        if self._steps_published != self._steps or self._plan.restore_trainer is None:
+        if beginnings or self._steps_published != self._steps or self._plan.restore_trainer is None:
             return None
         log.warning("the next trainer has the weights of step %d, but the optimizer's moments are lost", self._steps)
         return Restore(steps=self._steps, optimizer_steps=self._optimizer_steps(before=self._steps))

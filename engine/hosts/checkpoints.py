@@ -7,10 +7,13 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.hosts.reasons import reason_of
 from engine.roles import Trainer
+from engine.schedule.appending import fsync
 
 SUMS = "SHA256SUMS"
 """In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
@@ -42,12 +45,12 @@ def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int, ke
             trainer.save(str(unfinished), steps)
             _write_sums(unfinished)
             for path in (*sorted(unfinished.rglob("*")), unfinished):
-                _fsync(path)
+                fsync(path)
             os.rename(unfinished, final)
         except BaseException:
             remove_unfinished(directory)
             raise
-        _fsync(directory)
+        fsync(directory)
     for number, old in list_checkpoints(directory)[:-keep]:
         if not keep_every or number % keep_every:
             remove_checkpoint(old)
@@ -65,6 +68,14 @@ def remove_unfinished(directory: Path) -> None:
     """What saves and removals left that were cut short."""
     for path in directory.glob(f".*{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def put_aside(path: Path) -> None:
+    """Under a name that nobody takes for a checkpoint, or the trajectories, of this line of weights."""
+    number = 1
+    while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
+        number += 1
+    os.rename(path, aside)
 
 
 def verify_checkpoint(directory: Path) -> None:
@@ -92,6 +103,18 @@ def verify_checkpoint(directory: Path) -> None:
         raise ConfigError("checkpoint", str(min(unknown)), law, "another checkpoint, without this one")
 
 
+def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:
+    """What is wrong with each checkpoint before the first that is sound, in their order."""
+    damaged = {}
+    for path in checkpoints:
+        try:
+            verify_checkpoint(path)
+            break
+        except (ConfigError, OSError) as error:
+            damaged[path] = reason_of(error)
+    return damaged
+
+
 def _write_sums(directory: Path) -> None:
     """As `sha256sum --check` reads it."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
@@ -102,11 +125,3 @@ def _write_sums(directory: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -26,7 +26,6 @@ from engine.hosts.segments import (
     SCORES,
     Entry,
     Torn,
-    fsync,
     packed_entry,
     preamble,
     read_entry,
@@ -36,6 +35,7 @@ from engine.hosts.segments import (
 )
 from engine.hosts.trajectories import StoreStats, require_kept, require_scored
 from engine.ids import GroupId, StepId
+from engine.schedule.appending import Held, fsync
 from engine.schedule.lock import RecordLock
 
 SEGMENT_BYTES = 64 << 20
@@ -92,8 +92,7 @@ class DurableStore:
         self._recent = Recent(self.policy.cache_bytes)
         self._kept_bytes = self._disk_bytes = 0
         self._file: BinaryIO | None = None
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = Held()
         self._failure: EngineError | None = None
         self._lock = RecordLock(directory, waits=not fresh)
         try:
@@ -162,17 +161,10 @@ class DurableStore:
         """Returns once the operating system has all that was put, or the disk where `fsync` is `always`."""
         if self._failure is not None:
             raise self._failure
-        if self._file is None or not self._held:
+        if self._file is None:
             return
-        data = b"".join(self._held)
-        self._held.clear()
-        self._held_bytes = 0
         try:
-            left = memoryview(data)
-            while left:
-                left = left[self._file.write(left) :]
-            if self.policy.fsync == "always":
-                os.fsync(self._file.fileno())
+            self._held.write(self._file, fsync=self.policy.fsync == "always")
         except OSError as error:
             raise self._give_up(error) from None
 
@@ -236,7 +228,7 @@ class DurableStore:
         """What lies at places."""
         found = {place: data for place in places if (data := self._recent.find(place)) is not None}
         missing = [place for place in places if place not in found]
-        if missing and self._held:
+        if missing and self._held.bytes:
             self.flush()
         found.update(self._from_disk(missing))
         return [found[place] for place in places]
@@ -274,9 +266,8 @@ class DurableStore:
         place = Place(self._next - 1, current.bytes, len(entry))
         current.bytes += len(entry)
         self._disk_bytes += len(entry)
-        self._held.append(entry)
-        self._held_bytes += len(entry)
-        if self._held_bytes >= self.policy.segment_bytes:
+        self._held.add(entry)
+        if self._held.bytes >= self.policy.segment_bytes:
             self.flush()
         return place
 
@@ -292,7 +283,7 @@ class DurableStore:
         self._next += 1
         self._segments[number] = _Segment(PREAMBLE_BYTES)
         self._disk_bytes += PREAMBLE_BYTES
-        self._held.append(preamble(number))
+        self._held.add(preamble(number))
         return self._segments[number]
 
     def _close_segment(self) -> None:

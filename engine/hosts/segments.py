@@ -82,15 +82,6 @@ def segment_numbers(directory: Path) -> list[int]:
     return [int(stem) for stem in stems]
 
 
-def fsync(path: Path) -> None:
-    """Bring a file to the disk, or which files a directory has."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def read_segment(path: Path, number: int, *, last: bool) -> Iterator[Entry | Torn]:
     """Every entry of a segment in order; behind the last of the last segment, what a crash left there, if anything.
 

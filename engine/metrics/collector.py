@@ -119,7 +119,8 @@ class RunMetrics:
         self.going_on = GoingOn(self.state, transitions)
         self.steps = StepRows(self._emit, transitions.group_counts()) if rows is None else rows.written_to(self._emit)
         self._journal: TakesRows | None = None
-        self._validations_ended()  # of a record that was replayed: known from here on, and written already
+        self._validations_ended()  # of a record that was replayed: known from here on, written and shown already
+        self.validations_before = len(self.validations)
         transitions.steps.clear()
         transitions.replicas.clear()
         self._journal = journal

@@ -87,7 +87,7 @@ class Status:
     validation_now: str
     """What is measured on held-out prompts, or what that waits for; empty where nothing is."""
     validations: tuple[dict[str, Any], ...]
-    """Rows of the newest validations that ended, oldest first."""
+    """Rows of the newest validations that ended, oldest first; of none that ended in an earlier life of the run."""
     draining_s: float
     """How long the run has been coming to rest; 0 where nobody asked it to."""
     draining: str
@@ -183,7 +183,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         trainer_now=_trainer_now(metrics),
         rollout_now=_rollout_now(metrics),
         validation_now=_validation_now(state),
-        validations=tuple(metrics.validations[-SPARK_STEPS:]),
+        validations=tuple(metrics.validations[metrics.validations_before :][-SPARK_STEPS:]),
         draining_s=live.draining_s(now),
         draining=state.live.draining,
         replicas_wanted=live.replicas_wanted,

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from engine.commands import Command
 from engine.errors import FULL, EngineError, RecordError, StorageFull
 from engine.events import Event
+from engine.schedule.appending import Held, fsync
 from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
 from engine.schedule.lock import RecordLock
 from engine.schedule.packing import CodecError
@@ -76,8 +77,7 @@ class Recorder:
         """Bytes of the open segment that the operating system has."""
         self._closed_bytes = 0
         """Of the segments before."""
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = Held()
         first = encode_header(header) if isinstance(header, Header) else None
         self._lock = lock or RecordLock(self.directory)
         try:
@@ -111,20 +111,10 @@ class Recorder:
 
     def flush(self) -> None:
         file = self._open_file()
-        if not self._held:
-            return
-        data = b"".join(self._held)
-        self._held.clear()
-        self._held_bytes = 0
         try:
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) :]
-            if self.fsync:
-                os.fsync(file.fileno())
+            self._offset += self._held.write(file, fsync=self.fsync)
         except OSError as error:
             raise self._give_up(error) from None
-        self._offset += len(data)
 
     def close(self) -> None:
         """Flush and let go of the file. A second call does nothing, nor does one after a failed write."""
@@ -141,7 +131,7 @@ class Recorder:
     @property
     def progress(self) -> tuple[int, int]:
         """(bytes that the operating system has, bytes that wait in memory). May be read from any thread."""
-        return self._closed_bytes + self._offset, self._held_bytes
+        return self._closed_bytes + self._offset, self._held.bytes
 
     @property
     def path(self) -> Path:
@@ -151,13 +141,11 @@ class Recorder:
     def _append(self, payload: bytes, rest: bool = False) -> None:
         """`rest`: it belongs to what was appended before, and into the same segment."""
         self._open_file()
-        if not rest and self._offset + self._held_bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
+        if not rest and self._offset + self._held.bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
             self.flush()
             self._begin_segment()
-        data = frame(payload)
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if self._held_bytes >= HELD_BYTES:
+        self._held.add(frame(payload))
+        if self._held.bytes >= HELD_BYTES:
             self.flush()
 
     def _take_up(self, after: After) -> None:
@@ -189,17 +177,15 @@ class Recorder:
     def _begin_segment(self) -> None:
         try:
             if self._number >= 0:
-                _fsync(self.path)  # else a power cut could tear a segment that another one follows
+                fsync(self.path)  # else a power cut could tear a segment that another one follows
             if self._file is not None:
                 self._file.close()
             self._number += 1
             self._closed_bytes, self._offset = self._closed_bytes + self._offset, 0
-            head = preamble(self._number, self.next_event)
-            self._held.append(head)
-            self._held_bytes += len(head)
+            self._held.add(preamble(self._number, self.next_event))
             self._file = self.path.open("xb", buffering=0)
             if self.fsync:
-                _fsync(self.directory)
+                fsync(self.directory)
         except OSError as error:
             raise self._give_up(error) from None
 
@@ -272,11 +258,3 @@ def _expected(event: Event, position: int) -> Event:
     if event.id != position:
         raise CodecError(f"event {event.id} cannot be recorded at position {position}")
     return event
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

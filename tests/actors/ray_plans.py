@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engine.actors.plan import Plan, Restore, Rollout
 from engine.errors import ConfigError
 from engine.hosts.prompts import listed
@@ -56,6 +58,16 @@ class Doomed(SimpleGenerator):
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         os.kill(os.getpid(), signal.SIGKILL)
         return []
+
+
+class Treacherous(Quick):
+    """Takes the scheduler's process with it as it is closed."""
+
+    async def close(self) -> None:
+        raylet = psutil.Process().parent()
+        for process in raylet.children() if raylet is not None else ():
+            if "SchedulerAct" in " ".join(process.cmdline()[:1]):
+                process.kill()
 
 
 class Lavish(Quick):

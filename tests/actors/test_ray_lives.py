@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from ray_plans import PROMPTS, Quick, check_record, endless, events_of, paced, plan, restore_counter
+from ray_plans import PROMPTS, Quick, Treacherous, check_record, endless, events_of, paced, plan, restore_counter
 from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
@@ -21,6 +21,7 @@ from engine.commands import TrainStep
 from engine.events import ReplicaLost, RunResumed, SchedulerRecovered, StepFailed
 from engine.hosts.prompts import listed
 from engine.schedule import Handled, read
+from engine.schedule.lock import RecordLock
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
@@ -122,6 +123,15 @@ def test_a_run_that_gets_no_further_is_not_begun_again_for_ever(tmp_path: Path) 
     assert len(begun) == 1 and "(1 of 1)" in begun[0]
 
 
+def test_a_run_whose_scheduler_dies_as_it_is_taken_down_has_finished(tmp_path: Path) -> None:
+    with start(plan(tmp_path, lambda replica: Treacherous(), scheduler_restarts=0)) as run:
+        *_, last = run.updates()
+        assert run.wait() is last
+    assert (last.outcome, last.step) == ("finished", PROMPTS // 4)
+    assert events_of(tmp_path, RunResumed, SchedulerRecovered) == []
+    wait_for_no_actors()
+
+
 def test_a_process_that_hangs_is_lost_and_one_that_only_works_is_not(tmp_path: Path) -> None:
     marker = str(tmp_path / "stopped")
     status_of = plan(
@@ -147,18 +157,35 @@ import ray
 from ray_plans import endless, plan
 from engine.actors.run import start
 ray.init(address={address!r}, log_to_driver=False)
-run = start(plan(Path({run_dir!r}), endless, orphan_s=1.0))
+run = start(plan(Path({run_dir!r}), endless, orphan_s={orphan_s}, trajectories="memory"))
 print("up", flush=True)
 run.wait()
 """
 
 
-def test_in_a_cluster_of_others_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def launch_and_kill(run_dir: Path, orphan_s: float) -> None:
+    """From a process of its own, in the cluster of this one."""
     address = ray.get_runtime_context().gcs_address
-    program = LAUNCHER.format(here=str(Path(__file__).parent), run_dir=str(tmp_path), address=address)
+    here = str(Path(__file__).parent)
+    program = LAUNCHER.format(here=here, run_dir=str(run_dir), address=address, orphan_s=orphan_s)
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None and "up" in launcher.stdout.readline()
     assert len(processes(OTHERS)) == 5
     launcher.kill()
     launcher.wait()
+
+
+def test_in_a_cluster_of_others_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launch_and_kill(tmp_path, orphan_s=1.0)
+    wait_for_no_actors()
+
+
+def test_a_run_that_goes_on_ends_what_its_killed_launcher_left(tmp_path: Path) -> None:
+    launch_and_kill(tmp_path, orphan_s=3600.0)
+    RecordLock(tmp_path / "schedule", waits=True).release()  # its scheduler goes with it
+    left = processes(OTHERS)
+    assert len(left) == 5
+    with start(plan(tmp_path, endless, trajectories="memory", resume=True)):
+        _, alive = psutil.wait_procs(left, timeout=20)
+        assert alive == [] and len(processes(OTHERS)) == 5
     wait_for_no_actors()

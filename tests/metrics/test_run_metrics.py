@@ -329,6 +329,7 @@ def test_a_run_that_goes_on_knows_its_validations_and_writes_nothing_again(tmp_p
     metrics.close()
     assert rows_of(path) == before
     assert metrics.accuracies == world.metrics.accuracies
+    assert world.metrics.status().validations and not metrics.status().validations, "they were shown already"
 
 
 @pytest.mark.parametrize("kept", [False, True])

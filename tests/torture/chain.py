@@ -199,7 +199,7 @@ def lay_trap(victim: str, dies_at: int, sprung: Path) -> None:
         if written[0] >= 0 and written[0] + held > dies_at:
             sprung.touch()
             if victim == TREE:
-                data = b"".join(recorder._held)[: max(0, dies_at - written[0])]
+                data = bytes(recorder._held)[: max(0, dies_at - written[0])]
                 os.write(recorder._open_file().fileno(), data)
                 kill_tree(mark)
             for pid in [pid for pid, said in marked(mark) if victim in said][:1]:

@@ -42,7 +42,7 @@ class Dying(Recorder):
         if written + held <= self.dies_at:
             super().flush()
             return
-        data = b"".join(self._held)[: max(0, int(self.dies_at) - written)]
+        data = bytes(self._held)[: max(0, int(self.dies_at) - written)]
         os.write(self._open_file().fileno(), data)
         raise Killed
 

@@ -1,0 +1,59 @@
+"""What Ray says on the terminal of whoever launched a run: nothing of calls that are made again, nor of the end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+OWN = "connect()"
+OTHERS = "ray.init(address='local', num_cpus=2, include_dashboard=False, log_to_driver=False)"
+
+PROGRAM = """
+import io, os, signal, sys, threading
+sys.path.append({here!r})
+from pathlib import Path
+import psutil, ray
+from ray._private.utils import publish_error_to_driver
+from ray_plans import paced, plan
+from engine.actors.run import connect, start
+
+class Heard(io.StringIO):
+    def write(self, text):
+        sys.__stdout__.write(text)
+        if "that was all" in text:
+            over.set()
+        return len(text)
+
+def actors():
+    return [p for p in psutil.Process().children(recursive=True) if "Actor" in " ".join(p.cmdline()[:1])]
+
+over = threading.Event()
+sys.stdout = Heard()
+{connected}
+with start(plan(Path({run_dir!r}), paced)) as run:
+    started = actors()
+    for process in started if {killed} else ():
+        if "SchedulerAct" in process.cmdline()[0]:
+            process.kill()
+    if {killed}:
+        assert run.wait().outcome == "finished"
+psutil.wait_procs(started, timeout=30)
+publish_error_to_driver("over", "that was all", ray._private.worker.global_worker.gcs_client)
+over.wait(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("connected", "killed"),
+    [(OWN, True), (OTHERS, False)],
+    ids=["its own cluster, a scheduler that dies", "one of others, left in the middle"],
+)
+def test_no_call_that_is_made_again_is_news(tmp_path: Path, connected: str, killed: bool) -> None:
+    here = str(Path(__file__).parent)
+    program = PROGRAM.format(here=here, run_dir=str(tmp_path / "run"), connected=connected, killed=killed)
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=240)
+    assert done.returncode == 0 and "that was all" in done.stdout, done.stdout
+    assert "will be retried" not in done.stdout

@@ -1,0 +1,40 @@
+"""How a scheduler that Ray has started again takes hold of actors, without Ray."""
+
+import asyncio
+from types import SimpleNamespace
+
+from engine.actors.lasting import Living
+from engine.actors.survived import let_take_over
+
+
+class Actor:
+    """A handle: it takes the new numbers of orders, or is silent, as one is for which no node has room."""
+
+    def __init__(self, silent: bool = False) -> None:
+        self.silent = silent
+        self.begins_at: list[int] = []
+        self.attach = SimpleNamespace(remote=self._attach)
+
+    def _attach(self, sequence: int) -> "asyncio.Future[None]":
+        self.begins_at.append(sequence)
+        answer = asyncio.get_running_loop().create_future()
+        if not self.silent:
+            answer.set_result(None)
+        return answer
+
+
+def test_a_replica_that_is_being_started_is_not_waited_for() -> None:
+    actors = {("rollout-0", 1): Actor(), ("rollout-1", 2): Actor(silent=True), ("trainer", 1): Actor()}
+
+    async def story() -> dict[str, str]:
+        known = Living(actors=actors, first=33)
+        return await asyncio.wait_for(let_take_over(known, {"rollout-0": 1, "rollout-1": 1}, 3600.0), 60.0)
+
+    assert asyncio.run(story()) == {}
+    assert [actor.begins_at for actor in actors.values()] == [[33], [33], [33]]
+
+
+def test_one_that_was_up_and_gives_no_sign_of_life_is_silent() -> None:
+    known = Living(actors={("rollout-0", 1): Actor(silent=True), ("trainer", 1): Actor(silent=True)}, first=33)
+    silent = asyncio.run(let_take_over(known, {"rollout-0": 1}, 0.01))
+    assert set(silent) == {"rollout-0", "trainer"} and "no sign of life" in silent["trainer"]
