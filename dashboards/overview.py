@@ -3,13 +3,13 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards.panels import board, glance, graph, row
-from dashboards.queries import idle_share, mean, of, quantile, rate, share_by_cause
+from dashboards.queries import idle_share, mean, of, rate, share_by_cause, whole_quantile
 from engine.metrics import names
 
 STALENESS_SPREAD = {
     "least": of(names.STEP_STALENESS, stat="min"),
     "mean": of(names.STEP_STALENESS, stat="mean"),
-    "p95": quantile(0.95, names.STALENESS),
+    "p95": whole_quantile(0.95, names.STALENESS, names.MAX_STALENESS),
     "most": of(names.STEP_STALENESS, stat="max"),
     "bound S": of(names.MAX_STALENESS),
 }
