@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import termios
+import time
 import tty
 import urllib.error
 import urllib.request
@@ -31,6 +32,8 @@ from engine.rundir import RunDirectory, open_run
 EVERY_S = 1.0
 PATIENCE_S = 5.0
 """How long the endpoint may take to answer."""
+GONE_S = 30.0
+"""How long a run that was seen may be without an answer: a scheduler that died comes back, at another address."""
 LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
@@ -48,7 +51,7 @@ def watch(run: str, console: Console) -> str:
     """Show a run until its end, or until the user leaves; one picture of it where there is no terminal. The closing
     line.
 
-    Raises: ConfigError for a run that is not there, has ended, or does not answer.
+    Raises: ConfigError for a run that is not there, has ended, or does not answer (any more, for `GONE_S`).
     """
     directory = open_run(run)
     address = address_of(directory.path, directory.shown)
@@ -58,17 +61,21 @@ def watch(run: str, console: Console) -> str:
         console.print(screen(status, title))
         return f"as of {status.elapsed_s:.0f} s after its start"
     live = Live(console=console, screen=True, auto_refresh=False)
+    head, answered_at = title, time.monotonic()
     with suppress(KeyboardInterrupt), _keys() as pressed, live:
         while True:
-            live.update(screen(status, title, height=console.height), refresh=True)
+            live.update(screen(status, head, height=console.height), refresh=True)
             if pressed(EVERY_S) or status.outcome is not None:
                 break
             try:
-                status = ask(address, directory.shown)
+                address = address_of(directory.path, directory.shown)
+                status, head, answered_at = ask(address, directory.shown), title, time.monotonic()
             except ConfigError:
-                if (directory.path / FILE).exists():
+                if not (directory.path / FILE).exists():
+                    return _ended(directory, status)
+                if time.monotonic() - answered_at > GONE_S:
                     raise
-                return _ended(directory, status)
+                head = f"Step Engine  nothing answers at {address}; it is asked again"
     return _ended(directory, status) if status.outcome is not None else f"{directory.shown} goes on"
 
 

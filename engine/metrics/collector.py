@@ -100,7 +100,7 @@ class RunMetrics:
         self.figures: dict[str, float] = {}
         """What the trainer said of the newest step it reported."""
         self.finished_at = 0.0
-        """When a train step was last finished."""
+        """When a train step was last finished, or the run went on."""
         self.step_staleness: tuple[int, ...] = ()
         """Of the groups of the newest trained step."""
         self.tokens_trained = 0
@@ -149,7 +149,7 @@ class RunMetrics:
             CheckpointSaved: self.going_on.checkpoint_saved,
             DrainRequested: self.going_on.drain_requested,
             RunResumed: self._run_resumed,
-            SchedulerRecovered: lambda event: self.going_on.recovered(),
+            SchedulerRecovered: self._recovered,
         }
 
     def go_on(self) -> None:
@@ -302,6 +302,11 @@ class RunMetrics:
     def _run_resumed(self, event: RunResumed) -> None:
         self.going_on.resumed(event)
         self.groups.resumed(event)
+        self.finished_at = event.at
+
+    def _recovered(self, event: SchedulerRecovered) -> None:
+        self.going_on.recovered()
+        self.finished_at = self.going_on.checkpoint_at = event.at
 
     def _group_generated(self, event: GroupGenerated) -> None:
         group, waiting = self.state.groups.get(event.group), self.generated.waiting

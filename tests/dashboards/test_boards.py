@@ -1,6 +1,7 @@
 """The boards: up to date, in Grafana's own schema, understandable, and about names that exist."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -175,6 +176,15 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     assert main([str(tmp_path / "file" / "boards")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("dashboards: ") and "cannot be written" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--into"], ["a", "b"]])
+def test_arguments_that_are_no_folder_are_refused(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dashboards.generate", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "usage: python -m dashboards.generate [-h] [FOLDER]" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_of_the_docs_writes_the_boards(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clockwork import Clockwork, clockwork
@@ -69,16 +70,17 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 class Terminal:
-    """`engine top` in a pseudo-terminal of 80 columns."""
+    """`engine top` in a pseudo-terminal of 80 columns. `gone_s`: how long it waits for a run that does not answer."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, gone_s: float = 60.0, **variables: str) -> None:
         self.outer, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self.before = termios.tcgetattr(inner)
         self.inner = inner
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": "", **variables}
+        program = f"import sys; from engine import cli, top; top.GONE_S = {gone_s}; sys.exit(cli.main(sys.argv[1:]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.cli", "top", str(directory)],
+            [sys.executable, "-c", program, "top", str(directory)],
             stdin=inner,
             stdout=inner,
             stderr=inner,
@@ -109,14 +111,25 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(served: Served) -> Iterator[Terminal]:
-    terminal = Terminal(served.directory)
-    yield terminal
-    if terminal.process.poll() is None:
-        terminal.process.kill()
-        terminal.process.wait()
-    os.close(terminal.outer)
-    os.close(terminal.inner)
+def open_terminal(served: Served) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_one(**options: Any) -> Terminal:
+        opened.append(Terminal(served.directory, **options))
+        return opened[-1]
+
+    yield open_one
+    for terminal in opened:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+            terminal.process.wait()
+        os.close(terminal.outer)
+        os.close(terminal.inner)
+
+
+@pytest.fixture
+def terminal(open_terminal: Callable[..., Terminal]) -> Terminal:
+    return open_terminal()
 
 
 def test_it_follows_a_run_and_leaves_at_a_key(served: Served, terminal: Terminal) -> None:
@@ -149,11 +162,41 @@ def test_a_run_that_ends_ends_it(served: Served, terminal: Terminal) -> None:
     assert code == 0 and "the run has ended" in said and "engine replay" in said
 
 
-def test_a_run_that_is_killed_is_told(served: Served, terminal: Terminal) -> None:
+def test_a_run_that_is_killed_is_told(served: Served, open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal(gone_s=1.0)
     terminal.until("admission")
     served.server.close()
     code, said = terminal.close()
     assert code == 2 and "nothing answers at 127.0.0.1" in said and "Traceback" not in said
+
+
+def test_a_run_whose_scheduler_starts_again_is_followed_to_its_new_address(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    served.server.close()
+    terminal.until("nothing answers at")
+    served.steps(7)
+    served.server = MetricsServer(registry(served.world.metrics), describe=served.describe)
+    announce([served.directory / FILE], served.server.address, served.directory.name)
+    terminal.until(r"step\s+7/\?")
+    terminal.type("q")
+    code, said = terminal.close()
+    assert code == 0 and "goes on" in said
+
+
+def test_a_run_that_does_not_answer_can_be_left(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    served.server.close()
+    terminal.until("nothing answers at")
+    terminal.type("q")
+    assert terminal.close()[0] == 0
+
+
+def test_a_terminal_that_is_not_utf_8_has_it_in_plain_letters(open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal(PYTHONIOENCODING="latin-1")
+    terminal.until(r"step\s+3/\?.*replicas.*ready +v\d +[#.]{24} +\d/6")
+    terminal.type("q")
+    code, said = terminal.close()
+    assert code == 0 and "Traceback" not in said
 
 
 def test_without_a_terminal_it_shows_one_picture(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
