@@ -215,7 +215,7 @@ def test_every_alert_fires_where_it_must_and_nowhere_else() -> None:
 
 @needs_prometheus
 def test_the_queries_that_reckon_say_what_they_should(tmp_path: Path) -> None:
-    """The p95 of staleness is a staleness that there was, and the code of a state is that of the one that is."""
+    """The p95 of staleness is one that there was, the code of a state is that of the one that is, alerts have names."""
     states = names.REPLICA_STATE.labels["state"]
     (state,) = titled("rollout", "State of each replica")["targets"]
 
@@ -242,8 +242,19 @@ def test_the_queries_that_reckon_say_what_they_should(tmp_path: Path) -> None:
         for name in states
     ]
     codes = [(f'{{replica="{id}"}}', float(1 + states.index(now))) for id, now in (("0", "ready"), ("1", "lost"))]
-    cases = [case(STALENESS_SPREAD["p95"], ("{}", 5.0)), case(state["expr"], *codes)]
-    tests = [{"interval": "1m", "input_series": staleness + shown, "promql_expr_test": cases}]
+    (alerts,) = titled("overview", "Alerts that fire")["targets"]
+    firing = [
+        {"series": 'engine_uptime_seconds{run="a"}', "values": "7x20"},
+        {"series": 'ALERTS{run="a", alertname="EngineReplicaLost", alertstate="firing"}', "values": "1x20"},
+        {"series": 'ALERTS{run="a", alertname="EngineSyncSlow", alertstate="pending"}', "values": "1x20"},
+        {"series": 'ALERTS{run="b", alertname="EngineDiskFilling", alertstate="firing"}', "values": "1x20"},
+    ]
+    cases = [
+        case(STALENESS_SPREAD["p95"], ("{}", 5.0)),
+        case(state["expr"], *codes),
+        case(alerts["expr"], ('{alertname="EngineReplicaLost"}', 1.0), ('{alertname="none"}', 0.0)),
+    ]
+    tests = [{"interval": "1m", "input_series": staleness + shown + firing, "promql_expr_test": cases}]
     (tmp_path / "queries_test.yml").write_text(yaml.safe_dump({"tests": tests}))
     promtool("test", "rules", str(tmp_path / "queries_test.yml"))
 
