@@ -149,11 +149,12 @@ class RunMetrics:
             CheckpointSaved: self.going_on.checkpoint_saved,
             DrainRequested: self.going_on.drain_requested,
             RunResumed: self._run_resumed,
-            SchedulerRecovered: self._recovered,
+            SchedulerRecovered: lambda event: self.going_on.recovered(),
         }
 
     def go_on(self) -> None:
-        """After a record was replayed up to the present: the steps under way are known from here on."""
+        """After a record was replayed up to the present: what is under way, and waited for, is known from here on."""
+        self.finished_at = self.going_on.checkpoint_at = self.state.now
         for step in self.state.steps.values():
             if step.groups or step.state == "collecting":
                 self.steps.changed(step.id, step.state, self.state.now)
@@ -303,10 +304,6 @@ class RunMetrics:
         self.going_on.resumed(event)
         self.groups.resumed(event)
         self.finished_at = event.at
-
-    def _recovered(self, event: SchedulerRecovered) -> None:
-        self.going_on.recovered()
-        self.finished_at = self.going_on.checkpoint_at = event.at
 
     def _group_generated(self, event: GroupGenerated) -> None:
         group, waiting = self.state.groups.get(event.group), self.generated.waiting
