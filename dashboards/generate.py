@@ -1,8 +1,9 @@
 """Writes the boards as JSON: `python -m dashboards.generate [FOLDER]`, into `dashboards/generated/` if none is given.
 
-Exit codes: 0 done, 2 the folder cannot be written.
+Exit codes: 0 done, 2 the folder cannot be written, or is none.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ def text_of(board: Dashboard) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else GENERATED
+    asked = argparse.ArgumentParser(prog="python -m dashboards.generate", description="Write the boards as JSON.")
+    asked.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=GENERATED)
+    folder = asked.parse_args(arguments).folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, board in BOARDS.items():

@@ -3,22 +3,39 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards.panels import board, glance, graph, row
-from dashboards.queries import idle_share, mean, of, quantile, rate, share_by_cause
+from dashboards.queries import RUN, idle_share, mean, of, rate, share_by_cause, whole_quantile
 from engine.metrics import names
 
 STALENESS_SPREAD = {
     "least": of(names.STEP_STALENESS, stat="min"),
     "mean": of(names.STEP_STALENESS, stat="mean"),
-    "p95": quantile(0.95, names.STALENESS),
+    "p95": whole_quantile(0.95, names.STALENESS, names.MAX_STALENESS),
     "most": of(names.STEP_STALENESS, stat="max"),
     "bound S": of(names.MAX_STALENESS),
 }
+
+ALERTS_FIRING = (
+    f'sum by (alertname) (ALERTS{{alertstate="firing", run="{RUN}"}}'
+    f' or label_replace(0 * {of(names.UPTIME)}, "alertname", "none", "", ""))'
+)
+"""By name, with a line at 0 that says that Prometheus was asked."""
 
 
 def overview() -> Dashboard:
     made = board("overview", "Overview", "Is the run healthy, what limits it, and does it learn?")
     for panel in _at_a_glance():
         made = made.with_panel(panel)
+    made = made.with_row(row("What is wrong"))
+    made = made.with_panel(
+        graph(
+            "Alerts that fire",
+            "None. docs/OPERATIONS.md has a heading for each name: what it means, and what to do.",
+            "short",
+            {"{{alertname}}": ALERTS_FIRING},
+            span=24,
+            steps=True,
+        ).height(5)
+    )
     made = made.with_row(row("Does it learn"))
     made = made.with_panel(
         graph(

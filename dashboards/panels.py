@@ -44,10 +44,13 @@ def glance(
     legend: str = "",
     decimals: int = -1,
 ) -> stat.Panel:
-    """One figure of the row on top. `legend` names what is shown where the query gives one series for each."""
+    """One figure of the row on top. `legend` names what is shown where the query gives one series for each that holds
+    now."""
     panel = stat.Panel().title(title).description(good).unit(unit).datasource(SOURCE).height(4).span(4)
-    panel = panel.with_target(query(expression, legend or title, "A")).thresholds(thresholds(steps))
-    panel = panel.graph_mode(common_models.BigValueGraphMode.AREA).no_value("none yet")
+    target = query(expression, legend or title, "A")
+    panel = panel.with_target(target.instant() if legend else target).thresholds(thresholds(steps))
+    mode = common_models.BigValueGraphMode.NONE if legend else common_models.BigValueGraphMode.AREA
+    panel = panel.graph_mode(mode).no_value("none yet")
     chosen = common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
     panel = panel.reduce_options(chosen)
     if legend:
@@ -91,12 +94,18 @@ def graph(
     return panel if high is None else panel.max(high)
 
 
-def timeline(title: str, good: str, expression: str, legend: str, *, span: int = 24) -> statetimeline.Panel:
-    """What is 1 of several, over time: a line for each series, coloured while it is 1."""
-    panel = statetimeline.Panel().title(title).description(good).unit("bool_on_off").datasource(SOURCE)
+def timeline(
+    title: str, good: str, expression: str, legend: str, colours: Mapping[str, str], *, span: int = 24
+) -> statetimeline.Panel:
+    """Which of several is so, over time: a line for each series of `queries.coded`, named and coloured by its value."""
+    named = {
+        str(code): models.ValueMappingResult(text=text, color=color, index=code - 1)
+        for code, (text, color) in enumerate(colours.items(), start=1)
+    }
+    panel = statetimeline.Panel().title(title).description(good).unit("none").datasource(SOURCE)
     panel = panel.height(8).span(span).with_target(query(expression, legend, "A")).merge_values(True)
-    panel = panel.show_value(common_models.VisibilityMode.NEVER).line_width(0).fill_opacity(70)
-    return panel.thresholds(thresholds(((None, "transparent"), (1.0, "blue"))))
+    panel = panel.mappings([models.ValueMap(options=named)])
+    return panel.show_value(common_models.VisibilityMode.AUTO).line_width(0).fill_opacity(70)
 
 
 def row(title: str) -> dashboard.Row:

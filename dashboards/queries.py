@@ -52,3 +52,14 @@ def idle_share(busy: Metric, idle: Metric) -> str:
 def share_by_cause(busy: Metric, idle: Metric) -> str:
     """Idle time by cause, as a share of all time."""
     return f"{rate(idle, by='cause')} / scalar({rate(idle)} + {rate(busy)})"
+
+
+def coded(metric: Metric, label: str, by: str = "") -> str:
+    """Which value of `label` is 1, as its place among those it can have, from 1 on: `panels.timeline` names it."""
+    parts = (f"{of(metric, **{label: value})} * {code}" for code, value in enumerate(metric.labels[label], start=1))
+    return f"sum{f' by ({by})' if by else ''} ({' or '.join(parts)})"
+
+
+def whole_quantile(share: float, metric: Metric, most: Metric) -> str:
+    """A quantile of a histogram of whole numbers that are never above `most`: no guess between two of them."""
+    return f"clamp_max(ceil({quantile(share, metric)}), scalar({of(most)}))"

@@ -7,6 +7,7 @@ from dashboards.queries import of, rate
 from engine.metrics import names
 
 BAD: tuple[tuple[float | None, str], ...] = ((None, "green"), (1.0, "red"))
+KEPT = f"{of(names.BATCHES_KEPT)} * {of(names.BATCH_SIZE)}"
 
 
 def grown(expression: str) -> str:
@@ -22,9 +23,9 @@ def reliability() -> Dashboard:
     made = made.with_panel(
         graph(
             "Failed attempts, by cause",
-            "0, or rare. group_data: prompts or rewards; group_infrastructure and replica_lost: machines; weight_sync, "
-            "publish: transfers.",
-            "suffix: in the window",
+            "Over the window; 0, or rare. group_data: prompts or rewards; group_infrastructure and replica_lost: "
+            "machines; weight_sync, publish: transfers.",
+            "suffix: attempts",
             {"{{cause}}": f"sum by (cause) (increase({of(names.RETRIES)}[$window]))"},
             stacked=True,
         )
@@ -33,7 +34,7 @@ def reliability() -> Dashboard:
         graph(
             "Groups that failed for good or were dropped",
             "0. A group fails once it has spent a budget: the attempts shown beside.",
-            "suffix: groups",
+            "short",
             {"{{state}}": of(names.GROUPS_ENDED, state="~failed|dropped"), "budget, {{budget}}": of(names.BUDGET)},
         )
     )
@@ -73,9 +74,12 @@ def reliability() -> Dashboard:
     made = made.with_panel(
         graph(
             "Groups in the trajectory store",
-            "No more than the groups that live.",
+            "Below the other line: the groups that live, and those of the steps that no checkpoint contains.",
             "suffix: groups",
-            {"held": of(names.STORE_GROUPS), "live groups": f"sum ({of(names.GROUPS, state='~[^q].*')})"},
+            {
+                "held": of(names.STORE_GROUPS),
+                "live, or of kept batches": f"sum ({of(names.GROUPS, state='~[^q].*')}) + sum ({KEPT})",
+            },
         )
     )
     made = made.with_panel(
@@ -183,7 +187,12 @@ def _at_a_glance() -> list:
             "s",
             of(names.CHECKPOINT_AGE),
         ),
-        glance("Trajectories held", "Bounded by the groups in flight.", "bytes", of(names.STORE_BYTES)),
+        glance(
+            "Trajectories held",
+            "Bounded by the groups in flight and the steps since the newest checkpoint.",
+            "bytes",
+            of(names.STORE_BYTES),
+        ),
         glance(
             "Disk free",
             "Above 10 %. The alert EngineDiskFilling watches it.",

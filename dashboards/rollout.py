@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards.panels import board, glance, graph, row, timeline
-from dashboards.queries import idle_share, mean, of, quantile, rate
+from dashboards.queries import coded, idle_share, mean, of, quantile, rate
 from engine.metrics import names
 
 VLLM = (
@@ -17,6 +17,19 @@ VLLM = (
 )
 """Names that vLLM exports, where Prometheus scrapes it."""
 
+GENERATED = rate(names.REPLICA_GROUPS, by="replica", end="generated")
+
+STATE_COLOURS = {
+    **dict.fromkeys(names.REPLICA_STATE.labels["state"], "yellow"),
+    "joining": "light-blue",
+    "ready": "green",
+    "lost": "red",
+    "yielding": "light-purple",
+    "asleep": "purple",
+    "draining": "orange",
+    "drained": "text",
+}
+
 
 def rollout() -> Dashboard:
     made = board("rollout", "Rollout", "What each replica does, how fast it samples and how long it stands still.")
@@ -26,10 +39,11 @@ def rollout() -> Dashboard:
     made = made.with_panel(
         timeline(
             "State of each replica",
-            "ready, with short gaps while weights are swapped. draining, drained: let go, or the run comes to rest; "
-            "asleep: its pool trains; lost: see the Reliability board.",
-            of(names.REPLICA_STATE),
-            "replica {{replica}} {{state}}",
+            "ready, green, with short gaps while weights are swapped. draining, drained: let go, or the run comes to "
+            "rest; asleep: its pool trains; lost: see the Reliability board.",
+            coded(names.REPLICA_STATE, "state", by="replica"),
+            "replica {{replica}}",
+            STATE_COLOURS,
         )
     )
     made = made.with_panel(
@@ -62,7 +76,7 @@ def rollout() -> Dashboard:
     )
     made = made.with_panel(
         graph(
-            "Slots whose replica is not rollout's now",
+            "Slots held back by weight sync, a pool or draining",
             "pool: the trainer has the machines the slots stand on, as it does by turns in shared pools; draining: the "
             "replica is let go, or the run comes to rest; weight_sync: pauses.",
             "suffix: slots",
@@ -73,13 +87,13 @@ def rollout() -> Dashboard:
     made = made.with_row(row("Groups cut short"))
     made = made.with_panel(
         graph(
-            "Attempts aborted, failed and gone on with",
+            "Attempts aborted, failed and gone on with, by replica",
             "With sync mode abort, each weight sync aborts what runs, and resumes follow. Failed ones should be 0.",
             "suffix: groups/s",
             {
-                "aborted": rate(names.REPLICA_GROUPS, end="aborted"),
-                "failed": rate(names.REPLICA_GROUPS, end="failed"),
-                "resumed": rate(names.REPLICA_RESUMED),
+                "replica {{replica}} aborted": rate(names.REPLICA_GROUPS, by="replica", end="aborted"),
+                "replica {{replica}} failed": rate(names.REPLICA_GROUPS, by="replica", end="failed"),
+                "replica {{replica}} resumed": rate(names.REPLICA_RESUMED, by="replica"),
             },
         )
     )
@@ -134,6 +148,15 @@ def rollout() -> Dashboard:
             "s",
             {"median": quantile(0.5, names.GROUP_SECONDS), "p95": quantile(0.95, names.GROUP_SECONDS)},
             exemplars=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Response tokens of a group, by replica",
+            "About the same on every replica. One whose groups are longer has the stragglers, or goes on with many "
+            "that were cut short.",
+            "suffix: tokens",
+            {"replica {{replica}}": f"{rate(names.REPLICA_TOKENS, by='replica')} / {GENERATED}"},
         )
     )
     return _vllm(made.with_row(row("vLLM's own, where Prometheus scrapes it")))

@@ -4,8 +4,20 @@ for."""
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards.panels import board, glance, graph, row, timeline
-from dashboards.queries import of, quantile, rate
+from dashboards.queries import coded, of, quantile, rate
 from engine.metrics import names
+
+LIMIT_COLOURS = {
+    **dict.fromkeys(names.ADMISSION_LIMIT.labels["limit"], "text"),
+    "slots_full": "green",
+    "no_replica": "red",
+    "weight_sync": "yellow",
+    "pool": "purple",
+    "worker_bound": "blue",
+    "staleness_bound": "orange",
+    "waiting_for_prompts": "light-yellow",
+    "waiting_for_weights": "dark-yellow",
+}
 
 
 def scheduler() -> Dashboard:
@@ -37,10 +49,11 @@ def scheduler() -> Dashboard:
     made = made.with_panel(
         timeline(
             "What keeps the next group from starting",
-            "slots_full most of the time. Whatever else is coloured for long is what to change: workers (K), staleness "
-            "(S), prompts, weight sync.",
-            of(names.ADMISSION_LIMIT),
-            "{{limit}}",
+            "slots_full, green, most of the time. Whatever else is there for long is what to change: workers (K), "
+            "staleness (S), prompts, weight sync.",
+            coded(names.ADMISSION_LIMIT, "limit"),
+            "limit",
+            LIMIT_COLOURS,
         )
     )
     made = made.with_row(row("Deadlines"))
@@ -107,10 +120,14 @@ def scheduler() -> Dashboard:
     )
     made = made.with_panel(
         graph(
-            "Changes of shared pools a second",
-            "Two or three for each task that takes turns in a pool; 0 where nothing is shared.",
+            "Pools taken and given back a second",
+            "The two go together, once for each task of a pool, as a train step is. Taken and not given back: a task "
+            "that does not end.",
             "suffix: /s",
-            {"{{from}} to {{to}}": f"{rate(names.TRANSITIONS, by='from, to', machine='pool')} or vector(0)"},
+            {
+                "taken": f"{rate(names.TRANSITIONS, machine='pool', to='leased')} or vector(0)",
+                "given back": f"{rate(names.TRANSITIONS, machine='pool', to='free')} or vector(0)",
+            },
         )
     )
     return made.with_panel(
@@ -132,7 +149,10 @@ def _at_a_glance() -> list:
         glance("Bound K", "Groups that may run at once.", "suffix: groups", of(names.MAX_GROUPS)),
         glance("Batch size B", "Groups that a train step takes.", "suffix: groups", of(names.BATCH_SIZE)),
         glance(
-            "Groups ready for a step", "Up to B waits are usual.", "suffix: groups", of(names.GROUPS, state="generated")
+            "Groups ready for a step",
+            "Up to B times S are usual. As many for long: the trainer is the bottleneck.",
+            "suffix: groups",
+            of(names.GROUPS, state="generated"),
         ),
         glance(
             "Time since the last train step",

@@ -145,7 +145,7 @@ def training() -> Dashboard:
             "Validations under way",
             "Mostly 0 or 1 running. Queued ones that pile up are cancelled by newer versions: measure less often, or on"
             " more replicas.",
-            "short",
+            "suffix: validations",
             {"{{state}}": of(names.VALIDATIONS)},
         )
     )
@@ -153,23 +153,31 @@ def training() -> Dashboard:
         graph(
             "Validations ended",
             "All of them reported. Cancelled: superseded or in conflict; failed: their rows or replicas were at fault.",
-            "short",
+            "suffix: validations",
             {"{{state}}": of(names.VALIDATIONS_ENDED)},
         )
     )
     made = made.with_panel(
         graph(
-            "How long a validation takes, and rows a second",
-            "Well below the time between two of them.",
-            "short",
-            {"seconds": mean(names.VALIDATION_SECONDS), "rows a second": rate(names.VALIDATION_ROWS)},
+            "How long a validation takes",
+            "From the version that is to be measured to its report: well below the time between two of them.",
+            "s",
+            {"mean": mean(names.VALIDATION_SECONDS)},
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Held-out rows measured a second",
+            "0 between validations. Steady while one runs.",
+            "suffix: rows/s",
+            {"measured": rate(names.VALIDATION_ROWS)},
         )
     )
     return made.with_panel(
         graph(
             "Weights version measured last",
             "Follows the version trained, at the distance that validation.every says.",
-            "short",
+            "none",
             {"measured": of(names.VALIDATION_VERSION), "published": of(names.WEIGHTS_VERSION)},
         )
     )

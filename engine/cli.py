@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine import __version__, running
 from engine.commanding import add_commands
 from engine.errors import ConfigError, EngineError, RecordError
-from engine.interrupts import INTERRUPTED, complain, notes_of, to_nowhere
+from engine.interrupts import INTERRUPTED, complain, in_its_letters, notes_of, to_nowhere
 
 if TYPE_CHECKING:
     from engine.config import Config
@@ -27,6 +27,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Never raises, and never lets a traceback be the only message."""
     arguments = _parser().parse_args(argv)
+    in_its_letters(sys.stdout)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -3,16 +3,20 @@
 Used by the command line alone.
 """
 
+import codecs
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from types import FrameType, TracebackType
 from typing import Any, Self, TextIO
 
 INTERRUPTED = 130
 """The exit code of a command that was told to end."""
+PLAIN = dict(zip("▁▂▃▄▅▆▇█░…×━", "_.-=+*%#.~x-", strict=True))
+"""What stands for the letters of the views where they cannot be written."""
 
 
 def notes_of(error: BaseException) -> list[str]:
@@ -29,6 +33,19 @@ def to_nowhere(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def in_its_letters(stream: TextIO) -> None:
+    """A terminal or file that cannot take bars and boxes gets plain letters for them, in place of an error."""
+    if isinstance(stream, TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+        codecs.register_error("plain letters", _plain)
+        stream.reconfigure(errors="plain letters")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 class Output:

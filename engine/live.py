@@ -172,8 +172,8 @@ def validation_line(row: Mapping[str, Any]) -> str:
     return said + (f" reason={row['reason']!r}" if row["reason"] else "")
 
 
-def panel(status: Status, title: str) -> RenderableType:
-    """The whole live view."""
+def panel(status: Status, title: str, *, replicas: bool = True) -> RenderableType:
+    """The whole live view. `replicas`: with their line, for those that show them nowhere else."""
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="bold", no_wrap=True, width=9)
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -181,7 +181,8 @@ def panel(status: Status, title: str) -> RenderableType:
     grid.add_row("reward", _reward(status))
     grid.add_row("staleness", _staleness(status))
     grid.add_row("rollout", _rollout(status))
-    grid.add_row("replicas", _replicas(status))
+    if replicas:
+        grid.add_row("replicas", _replicas(status))
     grid.add_row("trainer", f"version {status.version}, idle {percent(status.trainer_idle_share)}")
     if status.failures:
         grid.add_row("failures", Text(_failures(status), style="yellow"))

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """`engine run CONFIG`."""
     from engine import rundir
     from engine.config.inputs import check_inputs
+    from engine.metrics.server import check_address
 
     output = cast(TextIO, Output(sys.stdout))
     with redirect_stdout(output), Interrupts() as interrupts:
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"resume: the newest unfinished run of this configuration is {before.shown}")
                 return _go_on(before, Path(arguments.config), arguments, interrupts)
             print("resume: no unfinished run of this configuration, a new one begins")
+        check_address(config.metrics.host, config.metrics.port)
         directory = rundir.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
         return _train(config, directory, interrupts, Way(plain=arguments.plain))
 

@@ -4,11 +4,13 @@ Called by the CLI. It asks the run's own endpoint for a `Status` once a second a
 and nothing it does can disturb the run. Everything fits 80 columns.
 """
 
+import http.client
 import json
 import os
 import select
 import sys
 import termios
+import time
 import tty
 import urllib.error
 import urllib.request
@@ -30,20 +32,26 @@ from engine.rundir import RunDirectory, open_run
 EVERY_S = 1.0
 PATIENCE_S = 5.0
 """How long the endpoint may take to answer."""
+GONE_S = 30.0
+"""How long a run that was seen may be without an answer: a scheduler that died comes back, at another address."""
 LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
+ROWS_ALWAYS = 18
+"""Rows of a screen without replicas and without what is told only at times."""
 BAR_WIDTH = 24
 SILENCE_S = 5.0
 """Silence that is shorter than this is not told; one that has lasted is told by the run itself."""
 HELD, FREE = "█", "░"
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""What a proxy answers is no run."""
 
 
 def watch(run: str, console: Console) -> str:
     """Show a run until its end, or until the user leaves; one picture of it where there is no terminal. The closing
     line.
 
-    Raises: ConfigError for a run that is not there, has ended, or does not answer.
+    Raises: ConfigError for a run that is not there, has ended, or does not answer (any more, for `GONE_S`).
     """
     directory = open_run(run)
     address = address_of(directory.path, directory.shown)
@@ -53,41 +61,54 @@ def watch(run: str, console: Console) -> str:
         console.print(screen(status, title))
         return f"as of {status.elapsed_s:.0f} s after its start"
     live = Live(console=console, screen=True, auto_refresh=False)
+    head, answered_at = title, time.monotonic()
     with suppress(KeyboardInterrupt), _keys() as pressed, live:
         while True:
-            live.update(screen(status, title, height=console.height), refresh=True)
+            live.update(screen(status, head, height=console.height), refresh=True)
             if pressed(EVERY_S) or status.outcome is not None:
                 break
             try:
-                status = ask(address, directory.shown)
+                address = address_of(directory.path, directory.shown)
+                status, head, answered_at = ask(address, directory.shown), title, time.monotonic()
             except ConfigError:
-                if (directory.path / FILE).exists():
+                if not (directory.path / FILE).exists():
+                    return _ended(directory, status)
+                if time.monotonic() - answered_at > GONE_S:
                     raise
-                return _ended(directory, status)
+                head = f"Step Engine  nothing answers at {address}; it is asked again"
     return _ended(directory, status) if status.outcome is not None else f"{directory.shown} goes on"
 
 
 def ask(address: str, shown: str) -> Status:
     """What a run is doing now. Raises: ConfigError where nothing answers, or not a run."""
     try:
-        with urllib.request.urlopen(f"http://{address}/status", timeout=PATIENCE_S) as answer:
+        with _OPENER.open(f"http://{address}/status", timeout=PATIENCE_S) as answer:
             body = answer.read(LARGEST_ANSWER_BYTES + 1)
             if len(body) > LARGEST_ANSWER_BYTES:
                 raise ValueError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
             return status_of(json.loads(body))
+    except urllib.error.HTTPError as error:
+        raise _no_run(address, shown, error) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         law = f"nothing answers at {address} ({reason}): the run was killed, or its machine cannot be reached"
         raise ConfigError("RUN", shown, law, f"`engine replay {shown}` looks into its record") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        law = f"what answers at {address} is no run of this version: {error}"
-        raise ConfigError("RUN", shown, law, "the engine that runs it would hold") from None
+    except (ValueError, TypeError, KeyError, AttributeError, http.client.HTTPException) as error:
+        raise _no_run(address, shown, error) from None
+
+
+def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())
+    law = f"what answers at {address} is no run of this version: {reason}"
+    return ConfigError("RUN", shown, law, "the engine that runs it would hold")
 
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
     """The whole picture: the live view of the run, and its machines below."""
-    room = height - 20 - bool(status.silence) - len(_going_on(status))
-    return Group(panel(status, title), _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
+    further = (status.failures, status.silence, status.validation_now, *_going_on(status))
+    room = height - ROWS_ALWAYS - sum(map(bool, further))
+    upper = panel(status, title, replicas=False)
+    return Group(upper, _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
 
 
 def _machines(status: Status) -> RenderableType:
@@ -96,7 +117,7 @@ def _machines(status: Status) -> RenderableType:
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     grid.add_row("groups", _counts(status.groups_live))
     grid.add_row("ended", _counts(status.groups_ended))
-    step = f"{status.step_phase}; {status.ready} of {status.batch_size} groups ready for the next"
+    step = f"{status.step_phase}; {status.ready} groups ready for the next, which takes {status.batch_size}"
     grid.add_row("step", step)
     grid.add_row("versions", f"{status.version} published, {status.versions_kept} kept")
     limit = status.admission_limit.replace("_", " ")
@@ -112,9 +133,10 @@ def _going_on(status: Status) -> dict[str, Text]:
     rows: dict[str, Text] = {}
     if status.checkpoint_every:
         behind = status.step - status.checkpoint_steps
-        said = (
-            f"holds {status.checkpoint_steps} steps, {behind} fewer than trained; {clock(status.checkpoint_age_s)} old"
-        )
+        said = f"nothing yet; a checkpoint is written every {status.checkpoint_every} steps"
+        if status.checkpoint_steps:
+            age = clock(status.checkpoint_age_s)
+            said = f"a checkpoint of {status.checkpoint_steps} steps, {behind} fewer than trained; {age} old"
         rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
     if status.draining:
         rows["rest"] = Text(f"the run has been coming to rest for {clock(status.draining_s)}", style="yellow")

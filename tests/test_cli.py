@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -283,6 +284,15 @@ def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"--run-dir = 'chosen': already holds a run \(config.yaml\)"):
         rundir.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
     assert chosen.config.read_text() == "a: 1\n"
+
+
+def test_a_port_in_use_is_told_before_anything_is_made(capsys: Capture) -> None:
+    config = write_config()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(capsys, "run", config, "--set", f"metrics.port={port}")
+    assert f"metrics.port = {port}" in said and "0 takes any free port" in said
+    assert not Path("runs").exists()
 
 
 def test_a_directory_that_cannot_be_made_is_bad_input(capsys: Capture) -> None:

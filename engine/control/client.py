@@ -3,6 +3,7 @@
 Called by `engine scale`, `set`, `drain` and `stop`. Every failure is a `ConfigError` in one line; the token is in none.
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -51,8 +52,9 @@ def tell(run_dir: Path, shown: str, asked: Operation) -> dict[str, Any]:
         reason = getattr(error, "reason", None) or error
         law = f"nothing answers at {place.url} ({reason}): the run was killed, or its machine cannot be reached"
         raise ConfigError("RUN", shown, law, f"`engine resume {shown}` goes on with it") from None
-    except ValueError as error:
-        raise ConfigError("RUN", shown, f"what answers at {place.url} is no run of this version: {error}") from None
+    except (ValueError, http.client.HTTPException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("RUN", shown, f"what answers at {place.url} is no run of this version: {reason}") from None
 
 
 def _refused(shown: str, error: urllib.error.HTTPError) -> ConfigError:

@@ -100,7 +100,7 @@ class RunMetrics:
         self.figures: dict[str, float] = {}
         """What the trainer said of the newest step it reported."""
         self.finished_at = 0.0
-        """When a train step was last finished."""
+        """When a train step was last finished, or the run went on."""
         self.step_staleness: tuple[int, ...] = ()
         """Of the groups of the newest trained step."""
         self.tokens_trained = 0
@@ -154,7 +154,8 @@ class RunMetrics:
         }
 
     def go_on(self) -> None:
-        """After a record was replayed up to the present: the steps under way are known from here on."""
+        """After a record was replayed up to the present: what is under way, and waited for, is known from here on."""
+        self.finished_at = self.going_on.checkpoint_at = self.state.now
         for step in self.state.steps.values():
             if step.groups or step.state == "collecting":
                 self.steps.changed(step.id, step.state, self.state.now)
@@ -303,6 +304,7 @@ class RunMetrics:
     def _run_resumed(self, event: RunResumed) -> None:
         self.going_on.resumed(event)
         self.groups.resumed(event)
+        self.finished_at = event.at
 
     def _group_generated(self, event: GroupGenerated) -> None:
         group, waiting = self.state.groups.get(event.group), self.generated.waiting

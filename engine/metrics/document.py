@@ -21,31 +21,41 @@ Exemplars (OpenMetrics, Prometheus with `--enable-feature=exemplar-storage`) car
 |---|---|---|---|---|
 """
 
-OTHERS = """
+IDLE_SHARE = """\
+    sum by (run) (rate(engine_rollout_idle_slot_seconds_total[1m]))
+      / (
+        sum by (run) (rate(engine_rollout_idle_slot_seconds_total[1m]))
+          + sum by (run) (rate(engine_rollout_busy_slot_seconds_total[1m]))
+      )
+"""
+
+OTHERS = f"""
 ## The names you may know
 
 | here | SkyRL | verl | vLLM |
 |---|---|---|---|
-| `engine_staleness_steps`, `engine_step_staleness_steps` | `async/staleness_{mean,min,max}` | | |
+| `engine_staleness_steps`, `engine_step_staleness_steps` | `async/staleness_{{mean,min,max}}` | | |
+| `engine_staleness_steps` above 0 | `async/staleness_ratio` | `fully_async/count/stale_samples_processed` | |
 | `engine_staleness_steps` above `engine_max_staleness_steps`: never | `async/staleness_violation_count` | | |
 | `engine_groups_running` | | | `vllm:num_requests_running` |
 | `engine_replica_slots` | | | `vllm:num_requests_running` |
 | `engine_rollout_idle_slot_seconds_total` | | `fully_async/rollouter/idle_ratio` | |
 | `engine_trainer_idle_seconds_total` | `timing/wait_for_generation_buffer` | `fully_async/trainer/idle_ratio` | |
-| `engine_trainer_busy_seconds_total{task="training"}` | `timing/run_training` | | |
+| `engine_trainer_busy_seconds_total{{task="training"}}` | `timing/run_training` | | |
 | `engine_step_phase_seconds` | `timing/step` | | |
-| `engine_weight_sync_seconds` | `timing/sync_weights` | | |
-| `engine_transitions_total{machine="group",to="aborted"}` | | `fully_async/partial/total_partial_num` | |
-| `engine_groups{state="aborted"}` | | `fully_async/partial/partial_ratio` | |
-| `engine_groups_ended_total{state="filtered"}` | `async/keep_rate` | | |
-| `engine_tokens_generated_total` | | | `vllm:generation_tokens` |
+| `engine_weight_sync_seconds` | `timing/sync_weights` | `timing_s/param_sync` | |
+| `engine_transitions_total{{machine="group",to="aborted"}}` | | `fully_async/partial/total_partial_num` | |
+| `engine_groups{{state="aborted"}}` | | `fully_async/partial/partial_ratio` | |
+| `engine_groups_ended_total{{state="filtered"}}` | `async/keep_rate` | | |
+| `engine_groups_ended_total{{state="dropped"}}` | | `fully_async/count/dropped_stale_samples` | |
+| `engine_weights_version` | | `fully_async/count/current_param_version` | |
+| `engine_tokens_generated_total` | | | `vllm:generation_tokens_total` |
+| `engine_validation_seconds` | `timing/eval` | | |
 | `engine_trainer_figure` | what the trainer logs | what the actor logs | |
 
 An idle share over the last minute, for example:
 
-    sum(rate(engine_rollout_idle_slot_seconds_total[1m]))
-      / (sum(rate(engine_rollout_idle_slot_seconds_total[1m])) + rate(engine_rollout_busy_slot_seconds_total[1m]))
-
+{IDLE_SHARE}
 ## metrics.jsonl
 
 A line of JSON per train step, and one per validation that ended; a figure that is not finite is null. Groups aborted,

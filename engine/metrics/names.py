@@ -114,7 +114,9 @@ OLDEST_GROUP_AGE = _gauge(
 )
 STEPS = _counter("engine_train_steps_total", "steps", "Outer train steps trained.")
 STEP_AGE = _gauge(
-    "engine_step_age_seconds", "seconds", "Time since a train step was last finished, or since the run began."
+    "engine_step_age_seconds",
+    "seconds",
+    "Time since a train step was last finished, or the run began or went on.",
 )
 STEP_SECONDS = _histogram(
     "engine_step_phase_seconds", "seconds", "Time a finished train step spent in a phase.", {"phase": STEP_PHASES}

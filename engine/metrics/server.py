@@ -4,6 +4,7 @@ Runs on threads of its own and never waits for or slows the scheduler. It serves
 what is in it.
 """
 
+import errno
 import json
 import logging
 import socket
@@ -39,6 +40,23 @@ class _Quiet(WSGIRequestHandler):
         log.debug(format, *args)
 
 
+def check_address(host: str, port: int) -> None:
+    """Whether a run could listen there now; nothing does afterwards. Raises: ConfigError."""
+    kind = _IPv6Server if ":" in host else _Server
+    try:
+        kind((host, port), _Quiet).server_close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _refused(host, port, error) from None
+
+
+def _refused(host: str, port: int, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        law, holds = f"cannot be listened on: {reason}", "127.0.0.1 is for this machine alone, 0.0.0.0 for all"
+        return ConfigError("metrics.host", host, law, holds)
+    return ConfigError("metrics.port", port, f"cannot listen on {host}: {reason}", "0 takes any free port")
+
+
 class MetricsServer:
     """Serves a registry at `url` until `close`. Port 0 takes any free one; `port` is the one taken."""
 
@@ -55,11 +73,8 @@ class MetricsServer:
         kind = _IPv6Server if ":" in host else _Server
         try:
             self._server = make_server(host, port, app, server_class=kind, handler_class=_Quiet)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                "metrics.port", port, f"cannot listen on {host}: {reason}", "0 takes any free port"
-            ) from None
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise _refused(host, port, error) from None
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.host = host

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import socketserver
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -320,6 +322,21 @@ def test_a_run_that_was_killed_is_said_to_be_gone(tmp_path: Path, capsys: Captur
     announce(tmp_path, ControlPlace("http://127.0.0.1:1", "secret"))
     said = refused(capsys, "drain", str(tmp_path))
     assert "nothing answers at http://127.0.0.1:1" in said and "secret" not in said
+
+
+def test_what_speaks_no_http_is_no_run(tmp_path: Path, capsys: Capture) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+    (tmp_path / "schedule").mkdir()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        announce(tmp_path, ControlPlace(f"http://127.0.0.1:{other.server_address[1]}", "secret"))
+        said = refused(capsys, "drain", str(tmp_path))
+        other.shutdown()
+    assert "is no run of this version" in said and "secret" not in said
 
 
 def test_a_token_of_another_run_is_refused(rig: Rig, capsys: Capture) -> None:

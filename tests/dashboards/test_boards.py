@@ -1,6 +1,7 @@
 """The boards: up to date, in Grafana's own schema, understandable, and about names that exist."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from prometheus_server import ALERTS, BOARDS, ROOT, needs_prometheus
 
 from dashboards.generate import BOARDS as MADE
 from dashboards.generate import main, text_of
+from dashboards.overview import STALENESS_SPREAD
 from dashboards.queries import of
 from dashboards.rollout import VLLM
 from engine.metrics import names
@@ -81,6 +83,58 @@ def test_panels_do_not_lie_on_each_other(path: Path) -> None:
                 taken[x, y] = panel["title"]
 
 
+def titled(board: str, title: str) -> dict[str, Any]:
+    (found,) = [panel for panel in panels(json.loads(text_of(MADE[board]()))) if panel["title"] == title]
+    return found
+
+
+def test_what_is_named_at_a_glance_is_what_holds_now() -> None:
+    """Over a span of time it would name whatever held at some moment of it."""
+    (target,) = titled("overview", "What limits the rollout now")["targets"]
+    assert target["instant"] is True and target["range"] is False and "== 1" in target["expr"]
+
+
+@pytest.mark.parametrize(
+    ("board", "title", "values", "lines"),
+    [
+        ("rollout", "State of each replica", names.REPLICA_STATE.labels["state"], "replica {{replica}}"),
+        ("scheduler", "What keeps the next group from starting", names.ADMISSION_LIMIT.labels["limit"], "limit"),
+    ],
+)
+def test_a_timeline_has_one_line_that_names_and_colours_what_is(
+    board: str, title: str, values: tuple[str, ...], lines: str
+) -> None:
+    panel = titled(board, title)
+    (target,) = panel["targets"]
+    assert target["legendFormat"] == lines
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    named = [mapping["options"][str(code)] for code in range(1, len(values) + 1)]
+    assert [said["text"] for said in named] == list(values) and len(named) == len(mapping["options"])
+    for code, said in enumerate(named, start=1):
+        assert said["color"]
+        assert re.search(rf'="{said["text"]}"[^}}]*}} \* {code}\b', target["expr"]), said["text"]
+
+
+def test_what_the_rollout_board_tells_of_each_replica_is_told_apart() -> None:
+    for title in (
+        "Slots of each replica",
+        "Response tokens a second, by replica",
+        "Attempts aborted, failed and gone on with, by replica",
+        "Share of time a replica stands still for new weights",
+        "Response tokens of a group, by replica",
+    ):
+        for target in titled("rollout", title)["targets"]:
+            assert "{{replica}}" in target["legendFormat"], title
+
+
+def test_no_line_of_a_graph_is_without_a_name() -> None:
+    """`vector(0)` has no labels for a legend to name it by."""
+    for path in GENERATED:
+        for panel in panels(json.loads(path.read_text("utf-8"))):
+            for target in panel["targets"]:
+                assert "vector(0)" not in target["expr"] or "{{" not in target["legendFormat"], panel["title"]
+
+
 def asked(text: str) -> set[str]:
     return set(re.findall(r"\b(?:engine_|vllm:)[a-z_]+", text))
 
@@ -124,6 +178,15 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     assert said.startswith("dashboards: ") and "cannot be written" in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [["--into"], ["a", "b"]])
+def test_arguments_that_are_no_folder_are_refused(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dashboards.generate", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "usage: python -m dashboards.generate [-h] [FOLDER]" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_of_the_docs_writes_the_boards(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "dashboards.generate", str(tmp_path)], cwd=ROOT, check=True)
     assert done.returncode == 0
@@ -148,6 +211,52 @@ def test_promtool_accepts_rules_and_configuration() -> None:
 @needs_prometheus
 def test_every_alert_fires_where_it_must_and_nowhere_else() -> None:
     promtool("test", "rules", "alerts_test.yml")
+
+
+@needs_prometheus
+def test_the_queries_that_reckon_say_what_they_should(tmp_path: Path) -> None:
+    """The p95 of staleness is one that there was, the code of a state is that of the one that is, alerts have names."""
+    states = names.REPLICA_STATE.labels["state"]
+    (state,) = titled("rollout", "State of each replica")["targets"]
+
+    def series(metric: str, labels: str, value: int) -> dict[str, str]:
+        return {"series": f'{metric}{{run="a", {labels}}}', "values": f"0+{value}x20"}
+
+    def case(expression: str, *samples: tuple[str, float]) -> dict[str, Any]:
+        text = expression.replace("$run", "a").replace("$replica", ".*").replace("$window", "5m")
+        return {
+            "eval_time": "10m",
+            "expr": text,
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in samples],
+        }
+
+    buckets = {"0.0": 0, "1.0": 1, "2.0": 50, "3.0": 50, "4.0": 50, "6.0": 100, "+Inf": 100}
+    staleness = [series("engine_staleness_steps_bucket", f'le="{le}"', count) for le, count in buckets.items()]
+    staleness.append({"series": 'engine_max_staleness_steps{run="a"}', "values": "5x20"})
+    shown = [
+        {
+            "series": f'engine_replica_state{{run="a", replica="{replica}", state="{name}"}}',
+            "values": f"{int(name == now)}x20",
+        }
+        for replica, now in (("0", "ready"), ("1", "lost"))
+        for name in states
+    ]
+    codes = [(f'{{replica="{id}"}}', float(1 + states.index(now))) for id, now in (("0", "ready"), ("1", "lost"))]
+    (alerts,) = titled("overview", "Alerts that fire")["targets"]
+    firing = [
+        {"series": 'engine_uptime_seconds{run="a"}', "values": "7x20"},
+        {"series": 'ALERTS{run="a", alertname="EngineReplicaLost", alertstate="firing"}', "values": "1x20"},
+        {"series": 'ALERTS{run="a", alertname="EngineSyncSlow", alertstate="pending"}', "values": "1x20"},
+        {"series": 'ALERTS{run="b", alertname="EngineDiskFilling", alertstate="firing"}', "values": "1x20"},
+    ]
+    cases = [
+        case(STALENESS_SPREAD["p95"], ("{}", 5.0)),
+        case(state["expr"], *codes),
+        case(alerts["expr"], ('{alertname="EngineReplicaLost"}', 1.0), ('{alertname="none"}', 0.0)),
+    ]
+    tests = [{"interval": "1m", "input_series": staleness + shown + firing, "promql_expr_test": cases}]
+    (tmp_path / "queries_test.yml").write_text(yaml.safe_dump({"tests": tests}))
+    promtool("test", "rules", str(tmp_path / "queries_test.yml"))
 
 
 @needs_prometheus
@@ -188,5 +297,11 @@ def test_what_is_provisioned_is_there() -> None:
     (source,) = yaml.safe_load((BOARDS / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
     assert source["type"] == "prometheus"
     (provider,) = yaml.safe_load((BOARDS / "grafana/provisioning/dashboards/boards.yaml").read_text())["providers"]
-    mounted = [volume.split(":")[1] for volume in compose["services"]["grafana"]["volumes"]]
-    assert provider["options"]["path"] in mounted
+    assert provider["options"]["path"] == "${STEP_ENGINE_BOARDS}"
+    grafana = compose["services"]["grafana"]
+    mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in grafana["volumes"]}
+    boards = grafana["environment"]["STEP_ENGINE_BOARDS"]
+    assert mounted[boards] == "./generated"
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{boards}/overview.json"
+    operations = (ROOT / "docs" / "OPERATIONS.md").read_text("utf-8")
+    assert 'STEP_ENGINE_BOARDS="$PWD/dashboards/generated" grafana server' in operations

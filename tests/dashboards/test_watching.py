@@ -17,6 +17,7 @@ from prometheus_server import ALERTS, BOARDS, Prometheus, hurried, needs_prometh
 from dashboards.rollout import VLLM
 from engine.actors.run import RunHandle, launch
 from engine.config.loading import parse_config
+from engine.metrics.document import IDLE_SHARE
 from engine.metrics.endpoint import FILE, FOLDER
 from engine.tasks.quickstart import Quickstart, prepare
 
@@ -103,6 +104,7 @@ def test_every_query_of_every_panel_has_data_and_no_alert_fires(watched: Watched
         for _, _, asked in queries:
             prometheus.query(asked)  # vLLM's too are taken, though nobody exports them here
         assert prometheus.value(f'engine_disk_free_bytes{{run="{RUN}"}}') > 0
+        assert 0 <= prometheus.value(IDLE_SHARE) <= 1, "the example of docs/METRICS.md"
 
         alerts = {rule["alert"]: rule for rule in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"][0]["rules"]}
         for rule in alerts.values():

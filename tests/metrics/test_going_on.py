@@ -210,3 +210,24 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
     ended, ledger = metrics.groups.ended(), recovered.scheduler.state.ledger
     assert ended == {"consumed": ledger.consumed, "filtered": 0, "dropped": 0, "failed": ledger.released}
     assert 0 < ledger.released < world.metrics.groups.ended()["failed"]
+
+
+@pytest.mark.parametrize(("how", "age_s"), [("resumed", 3.0), ("by another scheduler", 5.0)])
+def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how: str, age_s: float) -> None:
+    """Its process knows nothing of earlier steps and checkpoints: their ages count from where it went on."""
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2)
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = Clockwork(limits, recorder=recorder)
+    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    recovered = recover(read(recorder))
+    metrics = RunMetrics(recovered.scheduler, Transitions())
+    event: fact.Event = recovered.resumed(steps=5, replicas=2)
+    if how != "resumed":
+        metrics.go_on()
+        event = fact.SchedulerRecovered()
+    fact.stamp(event, recovered.events, recovered.at + 2.0)
+    metrics.observe(event, recovered.scheduler.handle(event))
+    own = registry(metrics, Around(now=lambda: recovered.at + 5.0))
+    assert own.get_sample_value("engine_step_age_seconds") == age_s
+    assert own.get_sample_value("engine_checkpoint_age_seconds") == age_s
+    assert metrics.status(recovered.at + 5.0).checkpoint_age_s == age_s

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.metrics.document import markdown
 from engine.metrics.export import Around, registry
 from engine.metrics.names import FIGURES_KEPT, METRICS
-from engine.metrics.server import MetricsServer
+from engine.metrics.server import MetricsServer, check_address
 from engine.states.limits import ValidationLimits
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -190,6 +190,23 @@ def test_a_port_in_use_is_told() -> None:
     again = MetricsServer(registry(clockwork().metrics), port=first.port)
     again.close()
     again.close()
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "no host", "a..b", "203.0.113.7"])
+def test_a_host_that_is_none_of_this_machine_is_told_as_such(host: str) -> None:
+    for refuse in (lambda: MetricsServer(registry(clockwork().metrics), host=host), lambda: check_address(host, 0)):
+        with pytest.raises(ConfigError, match=rf"metrics.host = '{host}'.*127.0.0.1 is for this machine alone"):
+            refuse()
+
+
+def test_an_address_is_checked_and_left_free() -> None:
+    check_address("127.0.0.1", 0)
+    first = MetricsServer(registry(clockwork().metrics))
+    with pytest.raises(ConfigError, match=rf"metrics.port = {first.port}.*0 takes any free port"):
+        check_address("127.0.0.1", first.port)
+    first.close()
+    check_address("127.0.0.1", first.port)
+    MetricsServer(registry(clockwork().metrics), port=first.port).close()
 
 
 def test_the_page_is_up_to_date() -> None:

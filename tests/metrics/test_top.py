@@ -7,13 +7,16 @@ import os
 import pty
 import re
 import select
+import socketserver
 import struct
 import subprocess
 import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clockwork import Clockwork, clockwork
@@ -67,16 +70,17 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 class Terminal:
-    """`engine top` in a pseudo-terminal of 80 columns."""
+    """`engine top` in a pseudo-terminal of 80 columns. `gone_s`: how long it waits for a run that does not answer."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, gone_s: float = 60.0, **variables: str) -> None:
         self.outer, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self.before = termios.tcgetattr(inner)
         self.inner = inner
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": "", **variables}
+        program = f"import sys; from engine import cli, top; top.GONE_S = {gone_s}; sys.exit(cli.main(sys.argv[1:]))"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.cli", "top", str(directory)],
+            [sys.executable, "-c", program, "top", str(directory)],
             stdin=inner,
             stdout=inner,
             stderr=inner,
@@ -107,14 +111,25 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(served: Served) -> Iterator[Terminal]:
-    terminal = Terminal(served.directory)
-    yield terminal
-    if terminal.process.poll() is None:
-        terminal.process.kill()
-        terminal.process.wait()
-    os.close(terminal.outer)
-    os.close(terminal.inner)
+def open_terminal(served: Served) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_one(**options: Any) -> Terminal:
+        opened.append(Terminal(served.directory, **options))
+        return opened[-1]
+
+    yield open_one
+    for terminal in opened:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+            terminal.process.wait()
+        os.close(terminal.outer)
+        os.close(terminal.inner)
+
+
+@pytest.fixture
+def terminal(open_terminal: Callable[..., Terminal]) -> Terminal:
+    return open_terminal()
 
 
 def test_it_follows_a_run_and_leaves_at_a_key(served: Served, terminal: Terminal) -> None:
@@ -147,11 +162,41 @@ def test_a_run_that_ends_ends_it(served: Served, terminal: Terminal) -> None:
     assert code == 0 and "the run has ended" in said and "engine replay" in said
 
 
-def test_a_run_that_is_killed_is_told(served: Served, terminal: Terminal) -> None:
+def test_a_run_that_is_killed_is_told(served: Served, open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal(gone_s=1.0)
     terminal.until("admission")
     served.server.close()
     code, said = terminal.close()
     assert code == 2 and "nothing answers at 127.0.0.1" in said and "Traceback" not in said
+
+
+def test_a_run_whose_scheduler_starts_again_is_followed_to_its_new_address(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    served.server.close()
+    terminal.until("nothing answers at")
+    served.steps(7)
+    served.server = MetricsServer(registry(served.world.metrics), describe=served.describe)
+    announce([served.directory / FILE], served.server.address, served.directory.name)
+    terminal.until(r"step\s+7/\?")
+    terminal.type("q")
+    code, said = terminal.close()
+    assert code == 0 and "goes on" in said
+
+
+def test_a_run_that_does_not_answer_can_be_left(served: Served, terminal: Terminal) -> None:
+    terminal.until("admission")
+    served.server.close()
+    terminal.until("nothing answers at")
+    terminal.type("q")
+    assert terminal.close()[0] == 0
+
+
+def test_a_terminal_that_is_not_utf_8_has_it_in_plain_letters(open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal(PYTHONIOENCODING="latin-1")
+    terminal.until(r"step\s+3/\?.*replicas.*ready +v\d +[#.]{24} +\d/6")
+    terminal.type("q")
+    code, said = terminal.close()
+    assert code == 0 and "Traceback" not in said
 
 
 def test_without_a_terminal_it_shows_one_picture(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +232,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
         return "\n".join(lines)
 
     before = shown()
-    assert "holds 0 steps, 6 fewer than trained" in before and "nothing has been heard for 0:12" in before
+    assert "a checkpoint is written every 2 steps" in before and "nothing has been heard for 0:12" in before
     assert "changed" not in before and "rest" not in before
     world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="11"))
     world.driver.deliver(fact.ReplicasWanted(replicas=5))
@@ -202,6 +247,33 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
         "what limits the next: draining",
     ):
         assert text in after, text
+
+
+def test_on_the_smallest_terminal_everything_that_is_told_leaves_room_for_replicas() -> None:
+    """24 rows, as a terminal has that nobody made larger."""
+    limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, checkpoint_every=2)
+    world = Clockwork(limits, replicas=3, slots=4)
+    world.run(lambda world: world.scheduler.state.steps_trained == 6 and world.scheduler.state.ledger.running > 0)
+    status = status_of(plain_status(world.metrics, world.at + 12.0))
+    told = replace(
+        status, failures={"group_data": 3}, last_failure="group 4: no number", validation_now="version 3: 2 of 4 rows"
+    )
+    for shown in (status, told, replace(told, silence="nothing has changed for 300 s", settings={"a.b": "1"})):
+        console = Console(width=COLUMNS, record=True, file=io.StringIO())
+        console.print(screen(shown, "Step Engine  runs/latest", height=24))
+        lines = console.export_text().splitlines()
+        assert len(lines) <= 24 and "4/4" in "".join(lines[-4:]) and lines[-1].startswith("╰"), "\n".join(lines)
+
+
+def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
+    def shown(**figures: int) -> str:
+        console = Console(width=COLUMNS, record=True, file=io.StringIO())
+        status = replace(status_of(served.describe()), checkpoint_every=50, **figures)
+        console.print(screen(status, "Step Engine  runs/latest"))
+        return console.export_text()
+
+    assert "saved     nothing yet; a checkpoint is written every 50 steps" in shown(step=3, checkpoint_steps=0)
+    assert "saved     a checkpoint of 100 steps, 3 fewer than trained" in shown(step=103, checkpoint_steps=100)
 
 
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
@@ -244,7 +316,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schedule").mkdir()
-    assert "is not going on" in complaint(tmp_path, capsys)
+    assert "is not going on: it is still starting, has ended, or" in complaint(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '[{"targets": []}]', "\xff"])
@@ -257,6 +329,50 @@ def test_an_endpoint_file_that_says_nothing(tmp_path: Path, text: str, capsys: p
 def test_an_endpoint_that_is_gone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.server.close()
     assert "nothing answers at 127.0.0.1" in complaint(served.directory, capsys)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no run of this version"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "is no run of this version: HTTP Error 404"),
+        (b"HTTP/1.0 500 Internal Server Error\r\n\r\n", "is no run of this version: HTTP Error 500"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{", "is no run of this version"),
+        (b"HTTP/1.0 200 OK\r\n\r\n[1]", "is no run of this version"),
+        (b"", "nothing answers at 127.0.0.1"),
+    ],
+    ids=["no http", "not found", "broken", "half of it", "a list", "nothing"],
+)
+def test_another_program_has_the_port(
+    answer: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(answer)
+
+    (tmp_path / "schedule").mkdir()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        announce([tmp_path / FILE], f"127.0.0.1:{other.server_address[1]}", "other")
+        said = complaint(tmp_path, capsys)
+        other.shutdown()
+    assert told in said
+
+
+def test_an_address_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schedule").mkdir()
+    announce([tmp_path / FILE], "a host:no port", "other")
+    assert "a host:no port" in complaint(tmp_path, capsys)
+
+
+def test_no_proxy_stands_between_it_and_the_run(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert main(["top", str(served.directory)]) == 0
+    assert "what limits the next" in capsys.readouterr().out
 
 
 def test_something_else_answers(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
