@@ -23,7 +23,7 @@ from engine.config import Config, load_config
 from engine.config.loading import parse_config
 from engine.config.resumed import resumed
 from engine.errors import ConfigError, EngineError
-from engine.hosts.checkpoints import SUMS, verify_checkpoint
+from engine.hosts.checkpoints import SUMS, damaged_of, verify_checkpoint
 from engine.metrics.endpoint import FILE, address_of, announce
 from engine.rollout import openai_http
 from engine.rollout.openai_http import Http, Unavailable
@@ -80,6 +80,14 @@ def test_sums_that_were_cut_short_vouch_for_nothing(tmp_path: Path, left: str) -
     (tmp_path / SUMS).write_text(left)
     with pytest.raises(ConfigError, match=rf"model\.safetensors.* {SUMS} does not name it"):
         verify_checkpoint(tmp_path)
+
+
+def test_sums_that_are_no_text_are_told_as_damage(tmp_path: Path) -> None:
+    """As a bit that the disk has turned over leaves them: whoever can goes on from another checkpoint."""
+    (tmp_path / SUMS).write_bytes(b"\xb0" * 64 + b"  config.json\n")
+    with pytest.raises(ConfigError, match=rf"its {SUMS} cannot be read"):
+        verify_checkpoint(tmp_path)
+    assert list(damaged_of([tmp_path])) == [tmp_path]
 
 
 def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:

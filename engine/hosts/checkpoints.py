@@ -82,8 +82,8 @@ def verify_checkpoint(directory: Path) -> None:
     """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be."""
     try:
         lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        law = f"its {SUMS} cannot be read: {error.strerror or error}"
+    except (OSError, UnicodeDecodeError) as error:
+        law = f"its {SUMS} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one") from None
     unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS}
     for line in lines:
