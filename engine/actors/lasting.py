@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "step-engine"
 LAUNCH = "launch.txt"
-"""In the run's directory: what the names of the newest launch's actors begin with."""
+"""In the run's directory: what the names of the newest launch's actors begin with, and the directory's inode."""
 
 
 def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
@@ -75,16 +75,29 @@ def end_living(launch: str) -> None:
 def end_earlier(run_dir: Path) -> None:
     """Kill what a launch of the same run left in this cluster, which has not noticed yet that its scheduler is gone: it
     would still write. To be called by whoever holds the run's record. Blocks."""
-    noted = run_dir / LAUNCH
-    if noted.exists():
-        end_living(noted.read_text(encoding="utf-8").strip())
+    earlier = noted_launch(run_dir)
+    if earlier is not None:
+        end_living(earlier)
+
+
+def noted_launch(run_dir: Path) -> str | None:
+    """What the names of its newest launch's actors begin with; None where none is noted, or it is another run's: in a
+    copy of a run that may be going on."""
+    try:
+        launch, _, number = (run_dir / LAUNCH).read_text(encoding="utf-8").strip().rpartition(" ")
+        return launch if launch and number == str(run_dir.stat().st_ino) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read: %s", run_dir / LAUNCH, error)
+        return None
 
 
 def note_launch(run_dir: Path, launch: str) -> None:
     """For `end_earlier`. To be called before the first of the launch's actors is there. Where that fails the run goes
     on."""
     try:
-        (run_dir / LAUNCH).write_text(launch + "\n", encoding="utf-8")
+        (run_dir / LAUNCH).write_text(f"{launch} {run_dir.stat().st_ino}\n", encoding="utf-8")
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / LAUNCH, error)
 
