@@ -3,6 +3,7 @@
 Used by `durable.py`. A batch is mostly read before its groups leave here; what has left is on the disk.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable
 
 
@@ -12,7 +13,8 @@ class Recent:
     def __init__(self, most: int) -> None:
         """`most`: bytes; 0 keeps nothing."""
         self._most = self._room = most
-        self._data: dict[Hashable, bytes] = {}
+        self._data: OrderedDict[Hashable, bytes] = OrderedDict()
+        """A plain `dict` looks for its first entry past all that were dropped before it."""
 
     def keep(self, place: Hashable, data: bytes) -> None:
         """`place` holds nothing yet."""
