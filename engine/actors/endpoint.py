@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.actors.plan import Plan
+from engine.control import place as control
 from engine.driver import Driver
 from engine.metrics.collector import RunMetrics
 from engine.metrics.endpoint import FILE, announce, withdraw
@@ -23,6 +24,21 @@ from engine.schedule import Recorder
 log = logging.getLogger(__name__)
 
 ANYWHERE = ("0.0.0.0", "::")
+
+
+def places_of(plan: Plan) -> list[Path]:
+    """Where it is written down at which address the metrics of a run are."""
+    run_dir, folder = plan.run_dir, plan.endpoints
+    if run_dir is None:
+        return []
+    return [run_dir / FILE] + ([] if folder is None else [folder / f"{run_dir.name}.json"])
+
+
+def leave_no_word(plan: Plan) -> None:
+    """That a run has ended, where the process that was to take its addresses back ended first."""
+    withdraw(places_of(plan))
+    if plan.run_dir is not None:
+        control.withdraw(plan.run_dir)
 
 
 class StoreWatch:
@@ -88,10 +104,10 @@ class Endpoint:
 
     def announce(self) -> None:
         """Write down where the metrics are; to be called once the run has begun. Where that fails the run goes on."""
-        run_dir, folder = self._plan.run_dir, self._plan.endpoints
+        run_dir = self._plan.run_dir
         if run_dir is None:
             return
-        self._places = [run_dir / FILE] + ([] if folder is None else [folder / f"{run_dir.name}.json"])
+        self._places = places_of(self._plan)
         host = self.server.host
         address = f"{socket.gethostname()}:{self.server.port}" if host in ANYWHERE else self.server.address
         try:

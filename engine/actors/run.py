@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from engine.actors.endpoint import leave_no_word
 from engine.actors.failures import raised, unwrapped
 from engine.actors.lasting import end_living
 from engine.actors.models import Progress, plan_of
@@ -215,6 +216,7 @@ class RunHandle:
         try:
             self._launched = Launched.of(again)
         except RunFinished:  # its scheduler died as it took the rest down
+            leave_no_word(self._plan)
             self._found = status_at_end(self._plan.run_dir)
         self._seen, self._relaunch = 0, ""
         return True

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from engine.actors.control import Control
-from engine.actors.endpoint import Endpoint
+from engine.actors.endpoint import Endpoint, leave_no_word
 from engine.actors.executor import RayExecutor
 from engine.actors.failures import named, raised
 from engine.actors.fleet import GOODBYE_S, Fleet
@@ -202,6 +202,7 @@ class SchedulerActor:
         """The process that ended had only to take the rest down."""
         survived.lock.release()
         await asyncio.to_thread(end_living, self._packed.launch)
+        leave_no_word(self._plan)
         self._metrics = metrics_at_end(survived, self._transitions)
         self._failure, self._ended = survived.failure, True
         self._leaving.set()
