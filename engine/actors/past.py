@@ -195,6 +195,7 @@ def _holds_batches(store: DurableStore, recovered: Recovered, steps: StepId) -> 
     return all(
         attempts.get(group) == state.groups[group].attempt and _is_whole(store, group)
         for formed in state.formed_steps
+        if formed.id >= state.steps_trained
         for group in formed.groups
     )
 

@@ -11,7 +11,7 @@ from ray_plans import Mortal, plan, restore_mortal
 from engine.actors.past import Past, past_of
 from engine.actors.plan import Plan
 from engine.errors import ConfigError, RecordError
-from engine.events import PrefixStored
+from engine.events import PrefixStored, StepTrained
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import pack_group
@@ -164,6 +164,23 @@ def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scen
     store.put(other, scene.state.groups[other].attempt - 1, pack_group(group_of(other)))
     store.close()
     assert not scene.past().event(replicas=1).kept
+
+
+@pytest.mark.parametrize("saved", [SAVED, TRAINED + 1])
+def test_a_step_that_is_trained_and_not_finished_is_trained_again_only_where_no_checkpoint_has_it(
+    scene: Scene, saved: int
+) -> None:
+    (formed,) = scene.state.formed_steps
+    scene.made.driver.deliver(StepTrained(step=formed.id, attempt=formed.attempt))
+    scene.write_record()
+    assert formed in scene.state.formed_steps and not scene.state.groups.keys() & set(scene.formed)
+    scene.fill(without=() if saved == SAVED else [*scene.trained, *scene.formed])
+    trainer = Mortal(scene.directory.parent, ())
+    trainer.steps = saved
+    save_checkpoint(trainer, scene.directory.parent / "checkpoints", saved, keep=2)
+    past = scene.past()
+    assert past.event(replicas=1).kept
+    assert [redo.step for redo in past.restore.redo] == list(range(saved, TRAINED + 1))
 
 
 def test_a_torn_end_is_told_and_what_it_held_is_missing(scene: Scene) -> None:
