@@ -18,8 +18,10 @@ from test_ray_runs import actors_of_ours, wait_for_no_actors
 
 from engine.actors.run import RunHandle, start
 from engine.commands import TrainStep
+from engine.control.place import FILE as CONTROL_FILE
 from engine.events import ReplicaLost, RunResumed, SchedulerRecovered, StepFailed
 from engine.hosts.prompts import listed
+from engine.metrics.endpoint import FILE as METRICS_FILE
 from engine.schedule import Handled, read
 from engine.schedule.lock import RecordLock
 
@@ -124,11 +126,12 @@ def test_a_run_that_gets_no_further_is_not_begun_again_for_ever(tmp_path: Path) 
 
 
 def test_a_run_whose_scheduler_dies_as_it_is_taken_down_has_finished(tmp_path: Path) -> None:
-    with start(plan(tmp_path, lambda replica: Treacherous(), scheduler_restarts=0)) as run:
+    with start(plan(tmp_path, lambda replica: Treacherous(), scheduler_restarts=0, metrics_port=0)) as run:
         *_, last = run.updates()
         assert run.wait() is last
     assert (last.outcome, last.step) == ("finished", PROMPTS // 4)
     assert events_of(tmp_path, RunResumed, SchedulerRecovered) == []
+    assert not any((tmp_path / name).exists() for name in (METRICS_FILE, CONTROL_FILE)), "nobody is there any more"
     wait_for_no_actors()
 
 

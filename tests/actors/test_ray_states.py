@@ -66,12 +66,13 @@ def test_the_configured_reward_is_given_in_a_pool_of_its_own(tmp_path: Path) -> 
         "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4, "state_timeout_s": 7.0},
         "rollout": {"slots": 6, "max_tokens": 30},
         "pools": [{"tasks": ["rollout"]}, {"tasks": ["train"]}, {"tasks": ["reward"], "slots": 3}],
+        "reward": {"timeout_s": 9.0},
         "trainer": {"checkpoint_every": 0, "threads": 1},
         "validation": {"at_start": False, "prompts": 4},
     }
     (tmp_path / "run").mkdir()
     planned = plan_of(parse_config(config), tmp_path / "run")
-    assert planned.state_timeout_s == 7.0
+    assert (planned.state_timeout_s, planned.reward_timeout_s) == (7.0, 9.0)
     model, settings = planned.make_trainer.args[:2]  # type: ignore[attr-defined]
     with start(replace(planned, make_trainer=lambda: Rewarded(model, settings))) as run:
         status = run.wait()

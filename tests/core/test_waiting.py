@@ -85,7 +85,7 @@ def test_one_of_a_kind_is_told_as_one() -> None:
     world.run(lambda world: world.scheduler.state.ledger.running == 1)
     said = held_up(world.scheduler.state)
     assert said.startswith(
-        "step 0 waits for 1 group, 0 of 1 are ready, and 1 that is due by step 0 is not; 1 group wait"
+        "step 0 waits for 1 group, 0 of 1 are ready, and 1 that is due by step 0 is not; 1 group waits "
     )
     measured = clockwork(validation=ValidationLimits(rows=1), measure_s=1e9)
     measured.run(lambda world: world.scheduler.state.validations.out > 0)
