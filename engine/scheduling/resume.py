@@ -28,7 +28,7 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
-    validation.begin_again(event.steps, kept=event.kept)
+    validation.begin_again(event.steps)
     _lose_replicas(event, state, rollout)
     if event.kept:
         _take_up(event, state, rollout, training)

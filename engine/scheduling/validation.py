@@ -111,11 +111,14 @@ class ValidationScheduling:
         if self.limits.at_end and self.books.newest != self.state.latest_version:
             self._queue(self.state.latest_version, self.limits)
 
-    def begin_again(self, steps: StepId, *, kept: bool) -> None:
+    def begin_again(self, steps: StepId) -> None:
         """The run is resumed after so many train steps: versions published before are gone, and whatever was being
-        measured with them. `kept`: weights of which a validation was cut off are measured in their new version."""
-        self.cancel_all("the run ended before it did, and was resumed without the version")
-        self.books.owed = kept and self.books.interrupted == steps
+        measured with them. The first version to come is measured instead: it holds their steps, and most often the
+        same weights. A validation of steps that are to be trained again comes again with them."""
+        for run in list(self.books.runs.values()):
+            again = "its steps are trained again" if run.steps > steps else "the next version is measured in its place"
+            self._cut_off(run, f"the run ended before it did: {again}")
+        self.books.owed |= 0 <= self.books.interrupted <= steps
         self.books.interrupted = -1
         self.books.closing = False
         if self.limits is not None:
@@ -125,8 +128,12 @@ class ValidationScheduling:
     def cancel_all(self, reason: str) -> None:
         """The run ends before its validations do."""
         for run in list(self.books.runs.values()):
-            self.books.interrupted = max(self.books.interrupted, run.steps)
-            self._end(run, "cancel", reason)
+            self._cut_off(run, reason)
+
+    def _cut_off(self, run: Validation, reason: str) -> None:
+        known = self.books.interrupted
+        self.books.interrupted = run.steps if known < 0 else min(known, run.steps)
+        self._end(run, "cancel", reason)
 
     # deciding
 

@@ -119,9 +119,9 @@ class Validations:
         self.closing = False
         """No newer version will be published."""
         self.interrupted: StepId = -1
-        """Train steps in the newest version of which a run was cut off by the end of the process; -1: none was."""
+        """Fewest train steps in a version of which a run was cut off by the end of the process; -1: none was."""
         self.owed = False
-        """The next version holds the weights of a run that was cut off: it is measured in its place."""
+        """The next version is measured in the place of a run that was cut off."""
         self.sendable = 0
         """Chunks of the served run that wait for a slot; what the scheduler looks at after every event."""
         self.out = 0

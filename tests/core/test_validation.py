@@ -9,7 +9,15 @@ import pytest
 
 from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring
 from engine.errors import ConfigError, EngineError
-from engine.events import ReplicaJoined, ReplicaLost, RowsFailed, RowsMeasured, StopRequested, SyncFailed
+from engine.events import (
+    ReplicaJoined,
+    ReplicaLost,
+    RowsFailed,
+    RowsMeasured,
+    RunResumed,
+    StopRequested,
+    SyncFailed,
+)
 from engine.policies import PolicySet
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.validation import ValidationScheduling
@@ -357,6 +365,53 @@ def test_a_stopped_run_cancels_what_is_being_measured() -> None:
     world.tell(StopRequested(reason="enough"))
     assert (world.ends(), world.ended[0].reason) == ([("cancelled", 0)], "the run ended: enough")
     assert world.ordered(FinishRun)[0].outcome == "stopped"
+
+
+def resumed_at(steps: int, *, kept: bool) -> Measured:
+    """Version 2, the first to contain two steps, is being measured as the third step is trained; then every process
+    ends, and the run goes on after `steps`."""
+    world = Measured(replace(ON_THE_WAY, every=2))
+    for _ in range(3):
+        world.next_version()
+    assert [order.version for order in world.out()] == [] and list(world.state.validations.runs)
+    again = tuple(range(steps, 3))
+    world.tell(RunResumed(steps=steps, replicas=2, consumed=again, released=(), kept=kept))
+    world.publish()
+    world.come_back(0)
+    world.install(0)
+    return world
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(3, True), (2, False)])
+def test_a_validation_that_a_crash_cut_off_is_made_of_the_weights_that_the_run_goes_on_with(
+    steps: int, kept: bool
+) -> None:
+    world = resumed_at(steps, kept=kept)
+    assert world.ends() == [("cancelled", 2)] and "the next version is measured in its place" in world.ended[0].reason
+    assert {order.version for order in world.out()} == {4}
+    world.measure_all()
+    assert world.ends() == [("cancelled", 2), ("reported", 4)] and world.ended[1].steps == steps
+
+
+def test_a_validation_of_steps_that_a_resume_took_back_comes_again_with_them() -> None:
+    world = resumed_at(1, kept=False)
+    assert world.ends() == [("cancelled", 2)] and "its steps are trained again" in world.ended[0].reason
+    assert not world.state.validations.runs
+    world.next_version()
+    world.install(0)
+    assert {order.version for order in world.out()} == {5}
+
+
+def test_a_run_that_is_cut_off_twice_owes_its_validation_still() -> None:
+    world = Measured(replace(ON_THE_WAY, every=2))
+    for _ in range(3):
+        world.next_version()
+    for _ in range(2):
+        world.tell(RunResumed(steps=3, replicas=2, consumed=(), released=(), kept=True))
+    world.publish()
+    world.come_back(0)
+    world.install(0)
+    assert {order.version for order in world.out()} == {4}
 
 
 # replicas of its own
