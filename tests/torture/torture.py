@@ -36,7 +36,8 @@ from tests.torture.chain import ACTORS, FIRST, MARK, ROOT, TREE, Point, last_wei
 LIVES = 8
 LIFE_S = 240.0
 """After which a life that has not ended is taken for one that never will: the class `liveness`."""
-GONE_S = 60.0
+GONE_S = 150.0
+"""Ray's own agent of a node that ended while it started looks for its control store for a minute."""
 
 
 class Failure(Exception):
