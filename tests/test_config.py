@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from engine.config import Config, check_config, load_config, parse_config
 from engine.config.check import check_nccl
 from engine.config.loading import expected, fields
-from engine.config.machine import gpu_count
 from engine.config.schema import ArithmeticSection, TrainerSection
 from engine.errors import ConfigError
+from engine.hardware import gpu_count
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart

@@ -53,13 +53,14 @@ ALLOWED: dict[str, set[str]] = {
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
     "hosts": {*EVENTS, "schedule"},  # how frames lie on disk, and who may write them
     "local": {*DRIVER, "hosts", "metrics"},
-    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "gateway", "control"},
+    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "hardware", "gateway", "control"},
     # the work itself, which knows nothing of the scheduler
     "rollout": BOTTOM,
     "gateway": {*BOTTOM, "rollout"},  # agents' calls become requests to a replica
     "training": BOTTOM,
     "tasks": BOTTOM,
-    # readers, and where a run's files are
+    # readers, where a run's files are, and what the machine has
+    "hardware": BOTTOM,
     "rundir": BOTTOM,
     "live": {*STATES, "metrics"},
     "top": {*STATES, "metrics", "live", "rundir"},
@@ -68,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": STATES,
     "inspect": SCHEDULE,
     # data about all of the above, and the wiring
-    "config": {*POLICIES, *WORK, "scheduling"},
+    "config": {*POLICIES, *WORK, "scheduling", "hardware"},
     "running": {*DRIVER, *WORK, "actors", "metrics", "config", "rundir", "live", "interrupts"},
     "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
     | {"config", "rundir", "live", "top", "interrupts", "commanding", "running"},

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine.actors.gateway import GatewayParts
 from engine.config import Config
 from engine.config.agent import AgentSection
+from engine.gateway.parts import GatewayParts
 from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
 from engine.gateway.sessions import Bounds
 from engine.gateway.tool_calls import PARSERS

@@ -7,42 +7,23 @@ and are asked for samples in turn; the scheduler says which groups nobody wants 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
-from engine.actors.failures import named, raised
+from engine.actors.failures import raised
 from engine.actors.lasting import end_when_orphaned
 from engine.actors.process import PackedPlan, prepare_process
 from engine.errors import EngineError
 from engine.gateway.agents import Agents
-from engine.gateway.runners import Runner
 from engine.gateway.server import GatewayServer
-from engine.gateway.sessions import Bounds
-from engine.gateway.tool_calls import Parser
 from engine.ids import GroupId
 from engine.rollout.agent import AgentCall, GroupOutcome, OpenGroup
 from engine.rollout.backend import SampleResult
-from engine.rollout.chat import Chat
 from engine.trajectory import Prompt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayParts:
-    """What a gateway is made of; `Plan.make_gateway` makes them in its actor."""
-
-    chat: Chat
-    runner: Runner
-    bounds: Bounds
-    model: str
-    parser: Parser
-    max_body_bytes: int
-    host: str = "127.0.0.1"
-    port: int = 0
 
 
 class GatewayActor:
@@ -108,28 +89,3 @@ class ReplicaSampler:
         except RayError as error:
             raise raised(error) from None
         return result
-
-
-class GatewayLink:
-    """The gateway as a replica sees it, from inside its actor. Where it is dead the run ends: nothing is said of groups
-    then, so that their failures do not tell another story first."""
-
-    def __init__(self, gateway: Any) -> None:
-        self._gateway = gateway
-        self._replica = ray.get_runtime_context().current_actor
-
-    async def open(self, work: OpenGroup) -> GroupOutcome:
-        outcome: GroupOutcome = await _answered(self._gateway.open_group.remote(work, self._replica))
-        return outcome
-
-    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
-        await _answered(self._gateway.cut.remote(group, attempt, how))
-
-
-async def _answered(call: Any) -> Any:
-    with named():
-        try:
-            return await call
-        except RayActorError:
-            log.warning("the gateway is gone: waiting for the end of the run")
-            return await asyncio.Event().wait()

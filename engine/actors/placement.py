@@ -21,8 +21,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from engine.actors.plan import Plan
-from engine.config.machine import gpus_of_their_own
 from engine.errors import ConfigError
+from engine.hardware import gpus_of_their_own
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from engine.states.limits import REWARDING, Limits
 from engine.trajectory import Prompt
 
 if TYPE_CHECKING:
-    from engine.actors.gateway import GatewayParts
+    from engine.gateway.parts import GatewayParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

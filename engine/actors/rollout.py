@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from engine.actors.gateway import GatewayLink
+from engine.actors.gateway_link import GatewayLink
 from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Outbox
 from engine.actors.plan import Rollout

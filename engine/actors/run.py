@@ -30,9 +30,9 @@ from engine.actors.survived import status_at_end
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
-from engine.config.machine import object_store_limit
 from engine.control.requests import Drain, Operation, Stop
 from engine.errors import RunFinished
+from engine.hardware import object_store_limit
 from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)

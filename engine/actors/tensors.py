@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
@@ -48,6 +46,7 @@ def unpack_tensors(packed: Any) -> Any:
     """Tensors that share memory with the arrays: to be read, never written."""
     if not isinstance(packed, PackedTensors):
         return packed
+    import numpy as np
     import torch
 
     seen: dict[int, Any] = {}

@@ -6,10 +6,10 @@ A configuration that breaks a law is refused before it comes here; these are the
 from collections.abc import Callable, Iterator
 
 from engine.config.deterministic import remarks
-from engine.config.machine import gpu_count, gpus_of_their_own
 from engine.config.pools import layout, surprises
 from engine.config.schema import Config
 from engine.errors import ConfigError
+from engine.hardware import gpu_count, gpus_of_their_own
 from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from engine.config.machine import object_store_limit
 from engine.config.schema import Config
 from engine.errors import ConfigError
+from engine.hardware import object_store_limit
 from engine.tasks.dataset import Dataset
 from engine.tasks.rewards import load_reward
 from engine.tasks.tokenizer import END, PAD, UNKNOWN

@@ -1,4 +1,4 @@
-"""What the machine has: for `config.inputs`, which says what does not fit, and for `actors.run`, which keeps to it."""
+"""What the machine has: for `config.inputs`, which says what does not fit, and for `actors`, which keep to it."""
 
 import os
 from pathlib import Path
