@@ -6,6 +6,7 @@ policy and what it saw (`on_error: stop`), or the decision's built-in policy is 
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import msgpack
@@ -62,11 +63,12 @@ class Decisions:
         self.remember(decision, policy)
 
     def remember(self, decision: str, policy: Any) -> None:
-        """Give a policy that declares a memory one that is empty, or what it was made with."""
+        """Give a policy that declares a memory one that is empty, or what it was made with: a copy, since what its
+        class gives is every instance's."""
         if not has_memory(policy):
             return
-        if not isinstance(getattr(policy, "memory", None), dict):
-            policy.memory = {}
+        given = getattr(policy, "memory", None)
+        policy.memory = deepcopy(given) if isinstance(given, dict) else {}
         self._remembering[decision] = policy
         self._keep(decision)
 

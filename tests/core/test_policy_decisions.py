@@ -2,7 +2,7 @@
 hand."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -250,6 +250,19 @@ def test_memory_is_fresh_for_each_run_and_put_back_after_an_error(registered: No
     assert _memory(run) == {"asked": 2, "seen": [0, 0]}
     assert run.view.policy_errors == 1
     assert _memory(small(policies={"admission": "widening"})) == {"asked": 2, "seen": [0, 0]}
+
+
+def test_a_memory_that_the_class_was_given_is_each_run_s_own(registered: None) -> None:
+    class Counting:
+        memory: ClassVar[dict[str, Any]] = {"asked": [0]}
+
+        def admit(self, view: View, legal: int) -> int:
+            self.memory["asked"][0] += 1
+            return legal
+
+    policies.register("admission", "counting")(Counting)
+    first, second = (_memory(small(policies={"admission": "counting"})) for _ in range(2))
+    assert first == second != {"asked": [0]} and Counting.memory == {"asked": [0]}
 
 
 def _memory(run: Scripted, decision: str = "admission") -> dict[str, Any]:
