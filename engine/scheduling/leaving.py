@@ -96,18 +96,24 @@ class LeavingScheduling:
         returns = returns and not self._unwanted(replica)
         if replica.state == "lost" and (returns or not replica.returns):
             del self.live.leaving[replica.id]  # it left by itself
+        elif replica.state in ("lost", "joining"):
+            self._stop(replica, reason, returns=returns)  # it is on its way
         elif replica.state not in ("drained", "asleep"):
             self._bring_to_rest(replica, alone=True)
         else:
-            del self.live.leaving[replica.id]
-            replica.returns = returns
+            self._stop(replica, reason, returns=returns)
+
+    def _stop(self, replica: Replica, reason: str, *, returns: bool) -> None:
+        """Nothing runs there: it need not be there any more."""
+        del self.live.leaving[replica.id]
+        replica.returns = returns
+        if replica.state != "lost":
             self.rollout.lose_replica(replica, reason)
-            told = reason[:REASON_LENGTH]
-            self.orders.add(
-                StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=told, returns=returns,
-                            cause=self.orders.cause)
-            )  # fmt: skip
-            self.sync.note_none_left(replica, reason)
+        self.orders.add(
+            StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=reason[:REASON_LENGTH],
+                        returns=returns, cause=self.orders.cause)
+        )  # fmt: skip
+        self.sync.note_none_left(replica, reason)
 
     def _bring_to_rest(self, replica: Replica, *, alone: bool = False) -> None:
         """Park what runs on a replica that is in no sync; one that is comes to it at the end of that."""

@@ -33,7 +33,7 @@ from engine.events import (
 )
 from engine.policies import PolicySet
 from engine.scheduling.settings import check_setting, live_settings
-from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.limits import Limits, Pool
 from tests.core.scripted import Scripted
 from tests.core.test_validation import Measured
 
@@ -176,14 +176,6 @@ def test_a_drain_waits_for_no_validation_and_the_weights_are_measured_later() ->
     assert [r.version for r in run.state.validations.runs.values()] == [2], "the same weights under another version"
 
 
-def test_a_validation_of_older_weights_is_not_owed() -> None:
-    run = Measured(ValidationLimits(rows=4, rows_per_slot=2, at_start=True, every=0, at_end=False), replicas=2)
-    run.next_version()
-    run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
-    run.publish()
-    assert not run.state.validations.runs
-
-
 # replicas leave and come
 
 
@@ -238,6 +230,30 @@ def test_a_replica_that_joins_beyond_those_wanted_leaves() -> None:
     joined(run, 1, 1)
     paused(run, 1)
     assert [order.replica for order in run.ordered(StopReplica)] == [1]
+
+
+def test_replicas_on_their_way_that_are_not_wanted_any_more_are_stopped_and_hide_no_end() -> None:
+    run = small(replicas=1, give_up_s=60.0)
+    run.tell(ReplicasWanted(replicas=3))
+    run.tell(ReplicasWanted(replicas=1))
+    assert [(order.replica, order.returns) for order in run.ordered(StopReplica)] == [(1, False), (2, False)]
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="the node is gone"))
+    run.fire()
+    (end,) = run.ordered(FinishRun)
+    assert "no replica is left; the last was lost because: the node is gone" in end.reason
+
+
+def test_a_lost_replica_that_was_to_return_and_is_not_wanted_any_more_is_stopped() -> None:
+    run = small()
+    run.tell(ReplicaLost(replica=1, incarnation=1, returns=True, reason="killed"))
+    run.tell(ReplicasWanted(replicas=1))
+    assert [(order.replica, order.returns) for order in run.ordered(StopReplica)] == [(1, False)]
+    run.tell(ReplicaLost(replica=1, incarnation=2, returns=False, reason="not wanted"))
+    joined(run, 1, 2)
+    assert run.state.stale_echoes == 1 and run.state.fleet.replicas[1].state == "lost", "it was stopped as it came"
+    run.tell(ReplicasWanted(replicas=2))
+    joined(run, 1, 3)
+    assert run.state.fleet.replicas[1].state == "ready"
 
 
 def test_a_replica_that_is_taken_away_may_come_back() -> None:
