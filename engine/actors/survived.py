@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from engine.actors.books import RunBooks
 from engine.actors.failures import failure_reason
 from engine.actors.lasting import Living, find_living
 from engine.actors.plan import Plan, Redo, Restore
@@ -25,9 +26,8 @@ from engine.metrics.journal import keep_rows
 from engine.metrics.status import Status
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.schedule import After, Recovered, read, recover
+from engine.schedule import After, Handled, Recovered, read, recover
 from engine.schedule.lock import RecordLock
-from engine.schedule.open_orders import OpenOrders
 from engine.states.state import State
 
 SENT = 1 << 24
@@ -85,19 +85,18 @@ class Survived:
         return dict.fromkeys(lives, (0, False, True)) | shown
 
 
-def survived_of(run_dir: Path, observe: Transitions) -> Survived:
+def survived_of(run_dir: Path, books: RunBooks) -> Survived:
     """Read what is left of a run and take over its record. Raises: `RecordError`."""
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
-        orders, under_way = OpenOrders(), ReplayedRows(observe)
-        recovered = recover(
-            record,
-            observe,
-            lambda frame: orders.take(frame.event, frame.commands),
-            books=observe,
-            replayed=lambda frame, state: under_way.watch(frame.event, frame.commands, state),
-        )
+        under_way = ReplayedRows(books.transitions)
+
+        def replayed(frame: Handled, state: State) -> None:
+            books.orders.take(frame.event, frame.commands)
+            under_way.watch(frame.event, frame.commands, state)
+
+        recovered = recover(record, books.transitions, books, replayed)
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -113,15 +112,15 @@ def survived_of(run_dir: Path, observe: Transitions) -> Survived:
         redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
     )
     later = {step: count for step, count in updates.items() if step >= first}
-    return Survived(recovered, lock, orders.left(recovered.at), restore, later, under_way.rows)
+    return Survived(recovered, lock, books.orders.left(recovered.at), restore, later, under_way.rows)
 
 
 def status_at_end(run_dir: Path) -> Status:
     """Of a run that has finished, as its record shows it. Raises: `RecordError`."""
-    transitions = Transitions()
-    survived = survived_of(run_dir, transitions)
+    books = RunBooks()
+    survived = survived_of(run_dir, books)
     survived.lock.release()
-    return metrics_at_end(survived, transitions).status()
+    return metrics_at_end(survived, books.transitions).status()
 
 
 def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:

@@ -5,8 +5,9 @@
         orders.take(frame.event, frame.commands)
     executor.execute(orders.left(at))
 
-Called by whoever takes up a run whose scheduler's process ended while its actors live on. Carrying an order out twice
-must do no harm, so nothing is lost by ordering too much; an order that is missing here would wedge the run.
+Kept by the scheduler's process as it goes, since a snapshot says what is open with the rest; used by the one that takes
+its place while the actors live on. Carrying an order out twice must do no harm, so nothing is lost by ordering too
+much; an order that is missing here would wedge the run.
 """
 
 from collections import deque
@@ -68,9 +69,11 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import Incarnation, ReplicaId
+from engine.schedule.codec import command_from, plain_command
 
-UNANSWERED = 1024
-"""Of the orders that nothing answers so many are kept, the newest: what was sent long ago has arrived."""
+UNANSWERED, ARRIVED_S = 1024, 600.0
+"""Of the orders that nothing answers so many are kept, the newest, and none that was sent so long before the last: an
+actor that had not heard it would be gone."""
 
 Key = tuple[Any, ...]
 SYNC = (StageWeights, PauseReplica, InstallWeights)
@@ -83,7 +86,7 @@ class OpenOrders:
     def __init__(self) -> None:
         self._open: dict[Key, tuple[int, Command]] = {}
         self._set_at: dict[Key, float] = {}
-        self._unanswered: deque[tuple[int, Command]] = deque(maxlen=UNANSWERED)
+        self._unanswered: deque[tuple[int, float, Command]] = deque(maxlen=UNANSWERED)
         self._count = 0
 
     def take(self, event: Event, commands: Iterable[Command]) -> None:
@@ -99,7 +102,31 @@ class OpenOrders:
         """What is to be ordered again, in the order in which it was; `at`: when, in seconds since the run began. Timers
         have the rest of their time left."""
         left = [(number, self._rest(key, command, at)) for key, (number, command) in self._open.items()]
-        return [command for _, command in sorted([*left, *self._unanswered], key=lambda entry: entry[0])]
+        told = [(number, command) for number, _, command in self._unanswered]
+        return [command for _, command in sorted([*left, *told], key=lambda entry: entry[0])]
+
+    def to_plain(self) -> Any:
+        """Lists and tuples of scalars, for a snapshot."""
+        held = [
+            (number, self._set_at.get(key, 0.0), command.cause, *plain_command(command))
+            for key, (number, command) in self._open.items()
+        ]
+        told = [(number, at, command.cause, *plain_command(command)) for number, at, command in self._unanswered]
+        return [self._count, held, told]
+
+    @classmethod
+    def of_plain(cls, plain: Any) -> "OpenOrders":
+        """As they were. Raises: `CodecError`, `ValueError` or `TypeError` for anything that `to_plain` did not give."""
+        orders = cls()
+        count, held, told = plain
+        for number, at, cause, *said in held:
+            orders._count = int(number)
+            command = _command(said, cause)
+            _ORDERS[type(command)](orders, command, float(at))
+        for number, at, cause, *said in told:
+            orders._unanswered.append((int(number), float(at), _command(said, cause)))
+        orders._count = int(count)
+        return orders
 
     def _rest(self, key: Key, command: Command, at: float) -> Command:
         if not isinstance(command, SetTimer):
@@ -114,7 +141,9 @@ class OpenOrders:
 
     def _tell(self, command: Command, at: float) -> None:
         """One that nothing answers."""
-        self._unanswered.append((self._count, command))
+        while self._unanswered and self._unanswered[0][1] < at - ARRIVED_S:
+            self._unanswered.popleft()
+        self._unanswered.append((self._count, at, command))
 
     def _abort(self, command: AbortGroup, at: float) -> None:
         self._end_group(command.group, command.attempt)
@@ -202,22 +231,21 @@ class OpenOrders:
             if getattr(order, "replica", None) == replica and getattr(order, "incarnation", 0) <= until
         ])  # fmt: skip
 
-    def _trained(self, event: StepTrained) -> None:
-        self._step_ended(event, TrainStep)
-
     def _step_failed(self, event: StepFailed) -> None:
-        self._step_ended(event, ScoreBatch | TrainStep)
-
-    def _step_ended(self, event: StepTrained | StepFailed, kinds: Any) -> None:
         self._close([
             key for key, (_, order) in self._open.items()
-            if isinstance(order, kinds) and _same(order, event, "step", "attempt")
+            if isinstance(order, ScoreBatch | TrainStep) and _same(order, event, "step", "attempt")
         ])  # fmt: skip
 
     def _answered(self, key: Key, event: Event, *fields: str) -> None:
         order = self._open.get(key, (0, None))[1]
         if order is not None and _same(order, event, *fields):
             del self._open[key]
+
+
+def _command(said: list[Any], cause: int) -> Command:
+    """From what `plain_command` gave: a record has lists where that has tuples."""
+    return command_from([list(value) if type(value) is tuple else value for value in said], cause)
 
 
 def _same(order: Command, event: Event, *fields: str) -> bool:
@@ -261,7 +289,7 @@ _ANSWERS: dict[type[Event], Callable[[OpenOrders, Any], None]] = {
     ReplicaJoined: lambda self, e: self._replica_gone(e.replica, e.incarnation - 1),
     ReplicaLost: lambda self, e: self._replica_gone(e.replica, e.incarnation),
     BatchScored: lambda self, e: self._answered(("score", e.step, e.task), e, "attempt"),
-    StepTrained: OpenOrders._trained,
+    StepTrained: lambda self, e: self._answered(("train", e.step), e, "attempt"),
     StepFailed: OpenOrders._step_failed,
     **dict.fromkeys(
         (WeightsPublished, PublishFailed), lambda self, e: self._answered(("publish", e.version), e, "attempt")

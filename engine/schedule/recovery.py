@@ -17,7 +17,7 @@ from engine.policies import PolicySet
 from engine.schedule.frames import Handled
 from engine.schedule.packing import CodecError
 from engine.schedule.reader import Place, Record
-from engine.schedule.replayer import ReplayReport, Watch, replay
+from engine.schedule.replayer import ReplayReport, replay
 from engine.schedule.snapshots import Books, restore
 from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
@@ -33,16 +33,14 @@ class Recovered:
         self,
         record: Record,
         observe: Observer | None = None,
-        watch: Watch | None = None,
         books: Books | None = None,
         replayed: Callable[[Handled, State], None] | None = None,
     ) -> None:
         """`observe` is what the scheduler will have for good; `books`, of the same observer, are what it had counted at
-        the snapshot. `watch` sees every frame of the record in order, those before the snapshot as they were recorded.
-        `replayed` sees those behind it, and the state after each. Raises: `RecordError`."""
+        the snapshot. `replayed` sees the frames behind that in order, and the state after each.
+        Raises: `RecordError`."""
         self._record = record
         self._replayed_for = replayed
-        self._watched_by = watch
         self.passed_over: list[RecordError] = []
         """Why newer snapshots than that which was begun with could not be used."""
         self.began_at: Place | None = None
@@ -50,10 +48,6 @@ class Recovered:
         self.at = 0.0
         """When the last event happened, in seconds since the run began."""
         self.scheduler, self.began_at = self._begin(observe, books)
-        if watch is not None and self.began_at is not None:
-            for frame in record.frames(before=self.began_at):
-                if isinstance(frame, Handled):
-                    watch(frame)
         self._replay(self.scheduler)
         self._history = _taken_from(self.scheduler)
 
@@ -114,8 +108,6 @@ class Recovered:
 
     def _watch(self, frame: Handled) -> None:
         self.at = frame.event.at
-        if self._watched_by is not None:
-            self._watched_by(frame)
         if self._replayed_for is not None:
             self._replayed_for(frame, self.scheduler.state)
 
@@ -136,9 +128,8 @@ def _taken_from(scheduler: Scheduler) -> Ended:
 def recover(
     record: Record,
     observe: Observer | None = None,
-    watch: Watch | None = None,
     books: Books | None = None,
     replayed: Callable[[Handled, State], None] | None = None,
 ) -> Recovered:
     """Bring a record back to its end. Raises: `RecordError`, also where it does not replay to the bit."""
-    return Recovered(record, observe, watch, books, replayed)
+    return Recovered(record, observe, books, replayed)

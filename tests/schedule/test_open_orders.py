@@ -12,6 +12,7 @@ from engine.commands import (
     MeasureRows,
     ResumeGroup,
     ResumeReplica,
+    RetireWeights,
     ScoreBatch,
     SetTimer,
     StageWeights,
@@ -64,6 +65,8 @@ class Forgetful(World):
             self._over = False
             self.life += 1
             commands = self.orders.left(self.time)
+            self.orders = OpenOrders.of_plain(self.orders.to_plain())
+            assert self.orders.left(self.time) == commands, "a snapshot says them all"
         super().execute(commands)
 
     def _in_this_life(self, action: Callable[[], None]) -> Callable[[], None]:
@@ -150,3 +153,10 @@ def test_measuring_is_not_stopped_again_once_it_goes_on() -> None:
     assert orders.left(0.0) == [stop]
     orders.take(RunStarted(id=1, at=1.0), [rows(0, 2), rows(1, 1)])
     assert orders.left(1.0) == [rows(0, 2), rows(1, 1)]
+
+
+def test_what_arrived_long_ago_is_not_ordered_again() -> None:
+    orders = OpenOrders()
+    for at in (0.0, 400.0, 900.0):
+        orders.take(RunStarted(id=0, at=at), [RetireWeights(version=int(at), cause=0)])
+    assert orders.left(900.0) == [RetireWeights(version=400, cause=0), RetireWeights(version=900, cause=0)]
