@@ -164,7 +164,7 @@ class Fleet:
         for replica, (incarnation, up, returns) in replicas.items():
             link = self._links.get(replica)
             actor = self._living.actors.get((f"rollout-{replica}", incarnation))
-            if link is not None:
+            if up and link is not None:  # else `_return` watches it, once it is up
                 self.spawn(self._watch(link))
             elif up:
                 why = self._living.silent.get(f"rollout-{replica}", "it ended while there was no scheduler")
