@@ -53,6 +53,10 @@ class RecordError(EngineError):
         super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
 
 
+class RecordHeld(RecordError):
+    """A schedule record that another process is writing."""
+
+
 class RecordNotBegun(RecordError):
     """A schedule record without a header: the run ended before it did anything."""
 

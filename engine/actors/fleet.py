@@ -68,6 +68,11 @@ async def _first(enough: int, opening: Mapping[ReplicaId, "asyncio.Future[None]"
             return
 
 
+def _is_up(opened: "asyncio.Future[None]") -> bool:
+    """Looks at the failure, too: else asyncio says that nobody did."""
+    return opened.done() and not opened.cancelled() and opened.exception() is None
+
+
 class Fleet:
     """The rollout actors, the trainer and the workers of one run."""
 
@@ -109,20 +114,23 @@ class Fleet:
         """Start every actor and wait until each is ready, but for replicas for which the cluster has no room as it is;
         the trainer begins where `restore` says.
 
-        Raises the first thing that goes wrong.
+        Raises the first thing that goes wrong, but for what befalls a replica once enough others are up: `join` has it
+        started again.
         """
         for replica in self._plan.lives():
             self._links[replica] = self._start(replica)
         opening = {
             replica: asyncio.ensure_future(link.actor.bring_up.remote()) for replica, link in self._links.items()
         }
+        for opened in opening.values():  # `join` asks those that are late again, and is told the same
+            opened.add_done_callback(_is_up)
         room = await asyncio.to_thread(room_now, self._plan)
         enough = max(1, min(room, len(opening)))
         try:
             await asyncio.gather(_first(enough, opening), self.trainer.open(restore), self._workers.open())
         except RayError as error:
             raise raised(error) from None
-        self._late = [replica for replica, opened in opening.items() if not opened.done()]
+        self._late = [replica for replica, opened in opening.items() if not _is_up(opened)]
 
     def join(self) -> None:
         """Let every replica report itself to the scheduler, and watch it from now on."""
@@ -156,7 +164,7 @@ class Fleet:
         for replica, (incarnation, up, returns) in replicas.items():
             link = self._links.get(replica)
             actor = self._living.actors.get((f"rollout-{replica}", incarnation))
-            if link is not None:
+            if up and link is not None:  # else `_return` watches it, once it is up
                 self.spawn(self._watch(link))
             elif up:
                 why = self._living.silent.get(f"rollout-{replica}", "it ended while there was no scheduler")

@@ -135,7 +135,8 @@ class Plan:
     trainer_restarts: int = 3
     """Times in a row that the trainer may be started again without a step trained in between."""
     worker_restarts: int = 3
-    """Times each scorer, and the process of the added states, may be started again."""
+    """Times in a row that each scorer, and the process of the added states, may be started again without an order
+    carried out in between."""
     restarts: int = 5
     """Times the run is begun again from its record, in place, without a train step trained in between, where something
     is lost that nothing can take the place of."""

@@ -31,7 +31,7 @@ from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
-from engine.errors import RunFinished
+from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFinished, StorageFull
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
 
@@ -43,6 +43,9 @@ RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
 """A setting of Ray: whether whoever launched a run is told, on their terminal, of each call that is made again."""
 GOODBYE_S = 10.0
 """How long actors may take to end by themselves."""
+RESPITE_S = 5.0
+"""Between two starts of a run that begins again. Memory, and the record, are given back a while after Ray says that
+whoever had them ended; nothing says when."""
 
 
 def launch(
@@ -202,24 +205,40 @@ class RunHandle:
 
     def _begin_again(self, reason: str, step: int) -> bool:
         """Start the run again from its record, unless it never gets any further or was told to end; should it have
-        finished, find how. Raises why it cannot be."""
+        finished, find how. A start that fails takes one of the attempts, too. Raises why it cannot be."""
         if self._plan.run_dir is None or self.told:
             return False
         if step > self._step:
             self._begun_again, self._step = 0, step
         if self._begun_again >= self._plan.restarts:
             return False
+        self._note_again(reason)
+        self._launched.end()
+        while True:
+            try:
+                self._start_again(self._plan.run_dir)
+                return True
+            except EngineError as error:
+                if _is_lasting(error) or self._begun_again >= self._plan.restarts:
+                    raise
+                failure = error
+            threading.Event().wait(RESPITE_S)
+            if self.told:
+                raise failure
+            self._note_again(f"it could not begin again: {failure}")
+
+    def _note_again(self, reason: str) -> None:
         self._begun_again += 1
         self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
-        self._launched.end()
+
+    def _start_again(self, run_dir: Path) -> None:
         again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
         try:
             self._launched = Launched.of(again)
         except RunFinished:  # its scheduler died as it took the rest down
             leave_no_word(self._plan)
-            self._found = status_at_end(self._plan.run_dir)
+            self._found = status_at_end(run_dir)
         self._seen, self._relaunch = 0, ""
-        return True
 
     def wait(self) -> Status:
         """The status at the end of the run. Raises like `updates`."""
@@ -273,3 +292,9 @@ class RunHandle:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _is_lasting(error: EngineError) -> bool:
+    """Whether a start that failed so fails again until somebody does something. A record is held by the scheduler of
+    the start before until that has ended."""
+    return isinstance(error, ConfigError | RecordError | StorageFull) and not isinstance(error, RecordHeld)

@@ -36,6 +36,8 @@ PATIENCE_S = 30.0
 """For an actor to let itself be taken over, where no heartbeat says otherwise."""
 Replica = tuple[Incarnation, bool, bool]
 """Its last life, whether that is up, and whether another comes."""
+NOT_UP = ("lost", "joining")
+"""What the record says of a replica that has no life, or none yet of which it was heard that it is up."""
 STORES = ("trajectories", "weights")
 
 log = logging.getLogger(__name__)
@@ -79,9 +81,10 @@ class Survived:
 
     def replicas(self, lives: list[ReplicaId]) -> dict[ReplicaId, Replica]:
         """Of each replica, as the record shows it: its last life, whether that is up, and whether another comes.
-        `lives`: those that the run began with, of which the record need not have heard yet."""
+        `lives`: those that the run began with, of which the record need not have heard yet. One that is joining was
+        ordered, and is not up: it may wait for a node."""
         known = self.recovered.scheduler.state.fleet.replicas
-        shown = {id: (one.incarnation, one.state != "lost", one.returns) for id, one in known.items()}
+        shown = {id: (one.incarnation, one.state not in NOT_UP, one.returns) for id, one in known.items()}
         return dict.fromkeys(lives, (0, False, True)) | shown
 
 

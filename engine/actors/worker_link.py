@@ -11,14 +11,14 @@ from typing import Unpack
 from engine.actors.link import Link, LinkOptions
 from engine.actors.wire import Order
 from engine.commands import Command, DiscardGroups, EnterState
-from engine.events import Event
+from engine.events import BatchScored, Event, StateLeft
 
 log = logging.getLogger(__name__)
 
 
 class WorkerLink(Link):
     """One worker in all its lives. `what` names it in failures; `answers` says whether an event is what an order waited
-    for."""
+    for; `restarts` are for deaths without an order carried out in between."""
 
     def __init__(
         self, *, what: str, restarts: int, answers: Callable[[Event, Command], bool], **options: Unpack[LinkOptions]
@@ -26,6 +26,8 @@ class WorkerLink(Link):
         self._what = what
         self._restarts = restarts
         self._answers = answers
+        self._deaths = 0
+        """Since an order was carried out."""
         super().__init__(**options)
 
     async def open(self) -> None:
@@ -42,7 +44,10 @@ class WorkerLink(Link):
 
     def answered(self, event: Event) -> None:
         """To be told of every event of the worker, before the scheduler is."""
-        self._pending = [command for command in self._pending if not self._answers(event, command)]
+        kept = [command for command in self._pending if not self._answers(event, command)]
+        if len(kept) < len(self._pending) and isinstance(event, BatchScored | StateLeft):
+            self._deaths = 0
+        self._pending = kept
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead worker was ordered, then go on with a new one if one is left."""
@@ -50,7 +55,8 @@ class WorkerLink(Link):
         log.warning("%s (life %d)", lost, self._incarnation)
         self._kill()
         pending, self._pending, self._orders = self._pending, [], []
-        if self._incarnation > self._restarts:
+        self._deaths += 1
+        if self._deaths > self._restarts:
             self._gone = f"{lost}; it died too often"
         else:
             self._begin()

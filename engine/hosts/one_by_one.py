@@ -13,6 +13,9 @@ from engine.commands import Command
 from engine.events import Event
 from engine.hosts.threads import contained
 
+REMEMBERED_ORDERS = 1024
+"""So many orders are kept in mind, the newest, so that a repeat is known as one; far fewer wait for their answer."""
+
 Orders = TypeVar("Orders", bound=Command)
 
 
@@ -23,7 +26,8 @@ class OneByOne(Generic[Orders]):
     def __init__(self, name: str, emit: Callable[[Event], None]) -> None:
         self._emit = emit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._seen: set[tuple[object, ...]] = set()
+        self._seen: dict[tuple[object, ...], None] = {}
+        """Keys of the newest orders; a dict for its order."""
         self._orders: asyncio.Queue[Orders] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
 
@@ -39,7 +43,9 @@ class OneByOne(Generic[Orders]):
         key = self._key(command)
         if key in self._seen:
             return
-        self._seen.add(key)
+        self._seen[key] = None
+        if len(self._seen) > REMEMBERED_ORDERS:
+            del self._seen[next(iter(self._seen))]
         self._orders.put_nowait(command)
         if self._worker is None:
             self._worker = asyncio.get_running_loop().create_task(self._work())

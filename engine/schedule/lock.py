@@ -8,7 +8,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from engine.errors import RecordError
+from engine.errors import RecordError, RecordHeld
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 """What file systems say that lock no directories, network ones for the most part: nobody can be told apart there."""
@@ -17,7 +17,7 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 class RecordLock:
     """Holds a record's directory, which is made if need be, until `release` or until the process ends.
 
-    Raises: `RecordError` where another process holds it, or it cannot be made.
+    Raises: `RecordHeld` where another process holds it, `RecordError` where it cannot be made.
     """
 
     def __init__(self, directory: Path, *, waits: bool = False) -> None:
@@ -29,7 +29,7 @@ class RecordLock:
             fcntl.flock(self._handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise RecordError(str(directory), 0, "another process is writing this record") from None
+            raise RecordHeld(str(directory), 0, "another process is writing this record") from None
         except OSError as error:
             if self._handle is None or error.errno not in WITHOUT_LOCKS:
                 self.release()

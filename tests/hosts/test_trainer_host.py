@@ -20,6 +20,7 @@ from engine.events import (
     StepTrained,
     WeightsPublished,
 )
+from engine.hosts import one_by_one
 from engine.hosts.checkpoints import list_checkpoints
 from engine.hosts.trainer import TrainerHost
 from engine.local import SimpleTrainer, response
@@ -145,6 +146,25 @@ def test_a_repeated_order_is_carried_out_once() -> None:
         bench.host.carry_out(train())
         await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
         assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_only_the_newest_orders_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_by_one, "REMEMBERED_ORDERS", 3)
+
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer)
+        await bench.fill(2, 4)
+        for step in range(9):
+            await bench.answer(train(step))
+        for step in range(6, 9):
+            bench.host.carry_out(train(step))
+        await bench.answer(PublishWeights(version=1, attempt=1, steps=9, cause=0))
+        assert [c.split()[0] for c in trainer.calls] == ["train"] * 9 + ["weights"], "repeats of the newest are known"
+        assert len(bench.host._seen) == 3
         await bench.host.close()
 
     play(scene)
