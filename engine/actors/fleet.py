@@ -18,9 +18,10 @@ from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import Living, lasting
 from engine.actors.placement import Place, found_place, place, room_now, shortfall
 from engine.actors.plan import Plan, Restore
+from engine.actors.replica_link import ReplicaLink, first_up, is_up
 from engine.actors.rollout import RolloutActor
 from engine.actors.trainer_link import Given, TrainerLink
-from engine.actors.wire import Order, pack_orders
+from engine.actors.wire import Order
 from engine.actors.workers import Workers
 from engine.commands import Command, DiscardGroups, StartReplica, StopReplica
 from engine.events import Event, ReplicaLost, StopRequested
@@ -31,46 +32,6 @@ log = logging.getLogger(__name__)
 
 GOODBYE_S = 5.0
 """How long a generator may take to close."""
-
-
-class ReplicaLink:
-    """One life of a replica as seen from here: its actor, and the orders that wait for the end of the drain."""
-
-    __slots__ = ("_place", "actor", "incarnation", "orders", "replica", "sequence")
-
-    def __init__(
-        self, replica: ReplicaId, incarnation: Incarnation, actor: Any, place: Place, sequence: int = 0
-    ) -> None:
-        self.replica = replica
-        self.incarnation = incarnation
-        self.actor = actor
-        self._place = place
-        self.orders: list[Order] = []
-        self.sequence = sequence
-
-    def send(self) -> None:
-        self.sequence += 1
-        self.actor.carry_out.remote(self.sequence, pack_orders(self.orders))
-        self.orders = []
-
-    def end(self) -> None:
-        """Kill the actor and give back what was set aside for it."""
-        if self.actor is not None:
-            ray.kill(self.actor)
-        self._place.free()
-
-
-async def _first(enough: int, opening: Mapping[ReplicaId, "asyncio.Future[None]"]) -> None:
-    """Returns when so many replicas are open. Raises what one of them raises before."""
-    for count, opened in enumerate(asyncio.as_completed(opening.values()), 1):
-        await opened
-        if count >= enough:
-            return
-
-
-def _is_up(opened: "asyncio.Future[None]") -> bool:
-    """Looks at the failure, too: else asyncio says that nobody did."""
-    return opened.done() and not opened.cancelled() and opened.exception() is None
 
 
 class Fleet:
@@ -95,7 +56,7 @@ class Fleet:
         self._give_up = give_up
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
-        self._starting: set[ReplicaId] = set()
+        self._starting: dict[ReplicaId, asyncio.Task[None]] = {}
         self._late: list[ReplicaId] = []
         self._begun = defaultdict(int, lived or {})
         """The last life of each replica that was begun."""
@@ -123,14 +84,14 @@ class Fleet:
             replica: asyncio.ensure_future(link.actor.bring_up.remote()) for replica, link in self._links.items()
         }
         for opened in opening.values():  # `join` asks those that are late again, and is told the same
-            opened.add_done_callback(_is_up)
+            opened.add_done_callback(is_up)
         room = await asyncio.to_thread(room_now, self._plan)
         enough = max(1, min(room, len(opening)))
         try:
-            await asyncio.gather(_first(enough, opening), self.trainer.open(restore), self._workers.open())
+            await asyncio.gather(first_up(enough, opening), self.trainer.open(restore), self._workers.open())
         except RayError as error:
             raise raised(error) from None
-        self._late = [replica for replica, opened in opening.items() if not _is_up(opened)]
+        self._late = [replica for replica, opened in opening.items() if not is_up(opened)]
 
     def join(self) -> None:
         """Let every replica report itself to the scheduler, and watch it from now on."""
@@ -174,8 +135,19 @@ class Fleet:
                     self._link(replica, incarnation, actor).end()
                 if returns:
                     self._bring_back(replica, incarnation, "it was being started")
+                else:
+                    self._end_unwanted(replica, incarnation)
         self._workers.recover()
         self._watch_the_others()
+
+    def _end_unwanted(self, replica: ReplicaId, incarnation: Incarnation) -> None:
+        """A life after this one was on its way as it was called off, and nobody was there to end it."""
+        assert self._living is not None
+        life, actor = self._living.newest(f"rollout-{replica}") or (0, None)
+        if life > incarnation:
+            self._last[replica] = life
+            self._link(replica, life, actor).end()
+            self._deliver(ReplicaLost(replica=replica, incarnation=life, returns=False, reason="it is not wanted"))
 
     def _watch_the_others(self) -> None:
         for name, actor in zip(("trajectory store", "weights store"), self._given[2:], strict=True):
@@ -222,6 +194,16 @@ class Fleet:
         link = self._links.get(command.replica)
         if link is not None and link.incarnation == command.incarnation:
             self._lose(link, command.reason, wanted=command.returns)
+        elif not command.returns and command.replica in self._starting:
+            self._call_off(command.replica, command.reason)
+
+    def _call_off(self, replica: ReplicaId, reason: str) -> None:
+        """End a life that is on its way. Should it have said that it is up, then nobody listens to that any more."""
+        self._starting.pop(replica).cancel()
+        self._links.pop(replica, None)
+        self._ordered.pop(replica, None)
+        life = self._last[replica] = self._begun[replica]
+        self._deliver(ReplicaLost(replica=replica, incarnation=life, returns=False, reason=reason))
 
     def start_replica(self, command: StartReplica) -> None:
         """Begin a life of a replica that is not there."""
@@ -296,7 +278,6 @@ class Fleet:
         scheduler has begun, or a new one."""
         if replica in self._links or replica in self._starting:
             return
-        self._starting.add(replica)
         source = f"rollout-{replica}"
         life, actor = (self._living.newest(source) if self._living is not None else None) or (0, None)
         if link is None and self._living is not None and life > before:
@@ -306,7 +287,7 @@ class Fleet:
                 link = None
             else:
                 self._links[replica] = link  # it may have joined already, and is given orders as soon as that is heard
-        self.spawn(self._return(replica, before, reason, link))
+        self._starting[replica] = self.spawn(self._return(replica, before, reason, link))
 
     async def _return(
         self, replica: ReplicaId, before: Incarnation, reason: str, link: ReplicaLink | None = None
@@ -326,7 +307,7 @@ class Fleet:
             story = f"{reason}; it could not be started again: {failure_reason(error)}"
             self._start_over(replica, before, story, link)
             return
-        self._starting.discard(replica)
+        self._starting.pop(replica, None)
         if self._closed:
             link.end()
             return
@@ -346,9 +327,9 @@ class Fleet:
             self._ordered.pop(replica, None)
         returns = self._may_restart(replica)
         if returns:
-            self.spawn(self._return(replica, before, reason))
+            self._starting[replica] = self.spawn(self._return(replica, before, reason))
         else:
-            self._starting.discard(replica)
+            self._starting.pop(replica, None)
         if heard or not returns:
             self._deliver(ReplicaLost(replica=replica, incarnation=before, returns=returns, reason=reason))
 
@@ -378,10 +359,11 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

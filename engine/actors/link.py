@@ -26,7 +26,7 @@ class LinkOptions(TypedDict):
     start: Callable[[Incarnation], Any]
     failure: Callable[[Any, str], Event]
     deliver: Callable[[Event], None]
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
 
 
 class Link:
@@ -42,7 +42,7 @@ class Link:
         start: Callable[[Incarnation], Any],
         failure: Callable[[Any, str], Event],
         deliver: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._start = start
         self._failure = failure

@@ -51,7 +51,7 @@ class TrainerLink(Link):
         plan: Plan,
         given: Given,
         deliver: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         living: Living | None = None,
     ) -> None:
         self._plan = plan

@@ -30,7 +30,7 @@ class Workers:
         plan: Plan,
         given: Given,
         deliver: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         living: Living | None = None,
     ) -> None:
         self._links: dict[str, WorkerLink] = {}

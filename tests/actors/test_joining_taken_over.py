@@ -12,15 +12,16 @@ import pytest
 import ray
 from ray_plans import plan
 
-from engine.actors.fleet import Fleet, ReplicaLink
+from engine.actors.books import RunBooks
+from engine.actors.fleet import Fleet
 from engine.actors.lasting import Living
 from engine.actors.placement import Place
 from engine.actors.process import PackedPlan
+from engine.actors.replica_link import ReplicaLink
 from engine.actors.survived import Survived, survived_of
 from engine.actors.wire import Order
-from engine.commands import StartGroup, StartReplica
+from engine.commands import StartGroup, StartReplica, StopReplica
 from engine.events import Event, ReplicaJoined, ReplicaLost, ReplicasWanted, RunStarted, stamp
-from engine.metrics.transitions import Transitions
 from engine.schedule import Header, Recorder
 from engine.scheduler import Scheduler
 
@@ -91,8 +92,11 @@ class Scene:
         """As the scheduler actor does it."""
         replicas = self.survived.replicas([0])
         self.fleet.take_up(replicas)
-        (start,) = [order for order in self.survived.orders if isinstance(order, StartReplica)]
-        self.fleet.start_replica(start)
+        for order in self.survived.orders:
+            if isinstance(order, StartReplica):
+                self.fleet.start_replica(order)
+            elif isinstance(order, StopReplica):
+                self.fleet.stop_replica(order)
         self.fleet.recover(replicas)
 
 
@@ -106,7 +110,7 @@ def recorded(run_dir: Path, events: tuple[Event, ...]) -> Survived:
         stamp(event, number, float(number))
         recorder.write(event, scheduler.handle(event), scheduler.state_hash)
     recorder.close()
-    survived = survived_of(run_dir, Transitions())
+    survived = survived_of(run_dir, RunBooks())
     survived.lock.release()
     return survived
 
@@ -185,5 +189,44 @@ def test_one_that_was_never_begun_or_is_gone_is_started_at_no_cost(
         assert scene.started == [(1, begins)]
         assert scene.second.watched == 1
         assert scene.events == killed == [] and not scene.fleet._restarts[1]
+
+    play(scene, story)
+
+
+CALLED_OFF = (*NEW, ReplicasWanted(replicas=1))
+
+
+def test_one_that_is_not_wanted_any_more_is_ended_on_its_way_and_may_be_wanted_again(
+    tmp_path: Path, killed: list[Any]
+) -> None:
+    scene = Scene(tmp_path, NEW, life=1)
+
+    async def story() -> None:
+        scene.take_over()
+        await scene.second.asked.wait()
+        scene.fleet.stop_replica(StopReplica(replica=1, incarnation=0, reason="enough", returns=False, cause=0))
+        await settled()
+        assert killed == [scene.second] and not scene.second.joined.is_set()
+        assert scene.events == [ReplicaLost(replica=1, incarnation=2, returns=False, reason="enough")]
+        scene.node.set()
+        scene.fleet.start_replica(StartReplica(replica=1, cause=0))
+        await scene.second.joined.wait()
+        assert scene.started == [(1, 3)], "the process before may have begun a second life"
+
+    play(scene, story)
+
+
+def test_one_that_was_not_wanted_any_more_as_the_scheduler_s_process_ended_is_ended_by_the_next(
+    tmp_path: Path, killed: list[Any]
+) -> None:
+    scene = Scene(tmp_path, CALLED_OFF, life=1)
+
+    async def story() -> None:
+        scene.take_over()
+        await settled()
+        assert killed == [scene.second] and scene.started == []
+        assert [(e.replica, e.incarnation, e.returns) for e in scene.events if isinstance(e, ReplicaLost)] == [
+            (1, 1, False)
+        ]
 
     play(scene, story)

@@ -13,10 +13,11 @@ import ray
 from ray.exceptions import RayError
 from ray_plans import plan
 
-from engine.actors.fleet import Fleet, ReplicaLink
+from engine.actors.fleet import Fleet
 from engine.actors.lasting import Living
 from engine.actors.placement import Place
 from engine.actors.process import PackedPlan
+from engine.actors.replica_link import ReplicaLink
 from engine.events import Event, ReplicaLost
 from engine.ids import Incarnation, ReplicaId
 
