@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from ray_plans import PROMPTS, Quick, Treacherous, check_record, endless, events
 from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
+from engine.actors.plan import Rollout
 from engine.actors.run import RunHandle, start
 from engine.commands import TrainStep
 from engine.control.place import FILE as CONTROL_FILE
@@ -108,6 +110,32 @@ def test_what_nothing_can_take_the_place_of_has_the_run_begin_again_from_its_rec
     for line, lost in zip(said, ("the weights store is lost", "SchedulerAct"), strict=True):
         assert lost in line and "begins again from its record" in line
     assert len(events_of(tmp_path, RunResumed)) == 2
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    wait_for_no_actors()
+
+
+def scarce(run_dir: Path, replica: int) -> Rollout:
+    """There is no memory for the first replica of the first start after one in which all went well."""
+    marker = run_dir / f"started-{replica}"
+    with marker.open("a") as file:
+        file.write("x")
+    if replica == 0 and marker.stat().st_size == 2:
+        raise RuntimeError("CUDA out of memory")
+    return Rollout(generator=paced(replica))
+
+
+def test_a_start_that_fails_as_the_run_begins_again_is_followed_by_another(tmp_path: Path) -> None:
+    said: list[str] = []
+    with start(plan(tmp_path, make_rollout=partial(scarce, tmp_path))) as run:
+        run.note = said.append
+        until_step(run, 2)
+        kill("WeightsStoreAct")
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    assert len(said) == 2, said
+    assert "the weights store is lost" in said[0] and "(1 of 5)" in said[0]
+    assert "it could not begin again: RuntimeError: CUDA out of memory" in said[1] and "(2 of 5)" in said[1]
+    assert len(events_of(tmp_path, RunResumed)) == 1
     assert check_record(tmp_path).state.ledger.consumed == PROMPTS
     wait_for_no_actors()
 
