@@ -192,10 +192,10 @@ class Fleet:
     def stop_replica(self, command: StopReplica) -> None:
         """End one life of a replica, say so, and begin the next if one is left and wanted."""
         link = self._links.get(command.replica)
-        if link is not None and link.incarnation == command.incarnation:
-            self._lose(link, command.reason, wanted=command.returns)
-        elif not command.returns and command.replica in self._starting:
+        if command.replica in self._starting and not command.returns:
             self._call_off(command.replica, command.reason)
+        elif link is not None and link.incarnation == command.incarnation:
+            self._lose(link, command.reason, wanted=command.returns)
 
     def _call_off(self, replica: ReplicaId, reason: str) -> None:
         """End a life that is on its way. Should it have said that it is up, then nobody listens to that any more."""

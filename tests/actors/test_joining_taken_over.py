@@ -196,15 +196,17 @@ def test_one_that_was_never_begun_or_is_gone_is_started_at_no_cost(
 CALLED_OFF = (*NEW, ReplicasWanted(replicas=1))
 
 
+@pytest.mark.parametrize("life", [0, 1], ids=["not heard of", "heard of"])
 def test_one_that_is_not_wanted_any_more_is_ended_on_its_way_and_may_be_wanted_again(
-    tmp_path: Path, killed: list[Any]
+    tmp_path: Path, life: int, killed: list[Any]
 ) -> None:
+    """As it was found it may have said that it is up, to the process before."""
     scene = Scene(tmp_path, NEW, life=1)
 
     async def story() -> None:
         scene.take_over()
         await scene.second.asked.wait()
-        scene.fleet.stop_replica(StopReplica(replica=1, incarnation=0, reason="enough", returns=False, cause=0))
+        scene.fleet.stop_replica(StopReplica(replica=1, incarnation=life, reason="enough", returns=False, cause=0))
         await settled()
         assert killed == [scene.second] and not scene.second.joined.is_set()
         assert scene.events == [ReplicaLost(replica=1, incarnation=2, returns=False, reason="enough")]
