@@ -49,9 +49,8 @@ $(VLLM): | $(STAMP)
 run: $(STAMP)  ## train the quickstart model to the end: no GPU, no download
 	@$(BIN)/engine run $(CONFIG) $(ARGS)
 
-# Two streams: the tests that start Ray, in turns, and all others beside them. ARGS=-n0 has them all in turns.
 test: $(VLLM)  ## run the tests
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest $(ARGS)
 
 torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/TORTURE.md
 	@$(BIN)/python -m tests.torture.durable --seeds 1000

@@ -29,15 +29,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of several workers (`pytest -n 2 --dist loadgroup`) one has all that start Ray; other files stay whole."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            alone = item.get_closest_marker("ray") is not None
-            item.add_marker(pytest.mark.xdist_group("ray" if alone else item.location[0]))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
