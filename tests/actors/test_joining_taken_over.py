@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import ray
+from fleets import FleetOfHandles, Lives, nothing, settled
 from ray_plans import plan
 
 from engine.actors.books import RunBooks
-from engine.actors.fleet import Fleet
 from engine.actors.lasting import Living
-from engine.actors.placement import Place
-from engine.actors.process import PackedPlan
-from engine.actors.replica_link import ReplicaLink
 from engine.actors.survived import Survived, survived_of
 from engine.actors.wire import Order
 from engine.commands import StartGroup, StartReplica, StopReplica
@@ -46,7 +43,7 @@ class Replica:
         self.join = SimpleNamespace(remote=self.joined.set)
         self.alive = SimpleNamespace(remote=self._alive)
         self.carry_out = SimpleNamespace(remote=self._carry_out)
-        self.close = SimpleNamespace(remote=lambda: asyncio.sleep(0))
+        self.close = SimpleNamespace(remote=nothing)
 
     async def _bring_up(self) -> None:
         self.asked.set()
@@ -72,21 +69,12 @@ class Scene:
         there.set()
         self.first, self.second = Replica(there), Replica(self.node)
         self.events: list[Event] = []
-        self.started: list[tuple[int, int]] = []
         actors: dict[tuple[str, int], Any] = {("trainer", 1): None, ("rollout-0", 1): self.first}
         if life:
             actors["rollout-1", life] = self.second
-        alive = SimpleNamespace(remote=asyncio.Event().wait)
-        given = (PackedPlan.of(made), None, SimpleNamespace(alive=alive), SimpleNamespace(alive=alive))
         lived = {one.id: one.incarnation for one in self.survived.recovered.scheduler.state.fleet.replicas.values()}
         living = Living(actors=actors, first=100)
-        self.fleet = Fleet(made, given, self.events.append, pytest.fail, lived=lived, living=living)
-        self.fleet._start = self._start  # type: ignore[method-assign]
-
-    def _start(self, replica: int) -> ReplicaLink:
-        self.fleet._begun[replica] += 1
-        self.started.append((replica, self.fleet._begun[replica]))
-        return ReplicaLink(replica, self.fleet._begun[replica], self.second, Place({}))
+        self.fleet = FleetOfHandles(made, self.events.append, living, lambda replica, life: self.second, lived=lived)
 
     def take_over(self) -> None:
         """As the scheduler actor does it."""
@@ -98,6 +86,14 @@ class Scene:
             elif isinstance(order, StopReplica):
                 self.fleet.stop_replica(order)
         self.fleet.recover(replicas)
+
+    async def expect_up(self, killed: list[Any], started: Lives) -> None:
+        """Replica 1 comes up, is watched once like the other, and that cost nothing."""
+        await self.second.joined.wait()
+        await settled()
+        assert (self.first.watched, self.second.watched) == (1, 1)
+        assert self.fleet.started == started
+        assert self.events == killed == [] and not self.fleet._restarts[1]
 
 
 def recorded(run_dir: Path, events: tuple[Event, ...]) -> Survived:
@@ -123,12 +119,6 @@ def play(scene: Scene, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(whole(), 60.0))
 
 
-async def settled() -> None:
-    """Until everything that waits for nothing has come as far as it can."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 @pytest.fixture(autouse=True)
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ended: list[Any] = []
@@ -148,10 +138,7 @@ def test_one_that_waits_for_a_node_is_not_watched_before_it_is_up(
         await settled()
         assert (scene.first.watched, scene.second.watched) == (1, 0)
         scene.node.set()
-        await scene.second.joined.wait()
-        await settled()
-        assert (scene.first.watched, scene.second.watched) == (1, 1)
-        assert scene.events == scene.started == killed == [] and not scene.fleet._restarts[1]
+        await scene.expect_up(killed, started=[])
 
     play(scene, story)
 
@@ -167,10 +154,7 @@ def test_one_that_is_up_and_has_not_been_heard_of_is_given_orders_at_once_and_wa
         scene.take_over()
         scene.fleet.order_replica(Order(StartGroup(group=1, attempt=1, replica=1, incarnation=life, cause=0)))
         assert scene.fleet.flush() == scene.second.orders == 1
-        await scene.second.joined.wait()
-        await settled()
-        assert (scene.first.watched, scene.second.watched) == (1, 1)
-        assert scene.events == scene.started == killed == [] and not scene.fleet._restarts[1]
+        await scene.expect_up(killed, started=[])
 
     play(scene, story)
 
@@ -184,11 +168,7 @@ def test_one_that_was_never_begun_or_is_gone_is_started_at_no_cost(
     async def story() -> None:
         scene.node.set()
         scene.take_over()
-        await scene.second.joined.wait()
-        await settled()
-        assert scene.started == [(1, begins)]
-        assert scene.second.watched == 1
-        assert scene.events == killed == [] and not scene.fleet._restarts[1]
+        await scene.expect_up(killed, started=[(1, begins)])
 
     play(scene, story)
 
@@ -213,7 +193,7 @@ def test_one_that_is_not_wanted_any_more_is_ended_on_its_way_and_may_be_wanted_a
         scene.node.set()
         scene.fleet.start_replica(StartReplica(replica=1, cause=0))
         await scene.second.joined.wait()
-        assert scene.started == [(1, 3)], "the process before may have begun a second life"
+        assert scene.fleet.started == [(1, 3)], "the process before may have begun a second life"
 
     play(scene, story)
 
@@ -226,7 +206,7 @@ def test_one_that_was_not_wanted_any_more_as_the_scheduler_s_process_ended_is_en
     async def story() -> None:
         scene.take_over()
         await settled()
-        assert killed == [scene.second] and scene.started == []
+        assert killed == [scene.second] and scene.fleet.started == []
         assert [(e.replica, e.incarnation, e.returns) for e in scene.events if isinstance(e, ReplicaLost)] == [
             (1, 1, False)
         ]

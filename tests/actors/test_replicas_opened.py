@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import ray
+from fleets import FleetOfHandles, nothing, settled
 from ray.exceptions import RayError
 from ray_plans import plan
 
-from engine.actors.fleet import Fleet
 from engine.actors.lasting import Living
-from engine.actors.placement import Place
-from engine.actors.process import PackedPlan
-from engine.actors.replica_link import ReplicaLink
 from engine.events import Event, ReplicaLost
 from engine.ids import Incarnation, ReplicaId
 
@@ -34,7 +31,7 @@ class Replica:
         self.bring_up = SimpleNamespace(remote=self._bring_up)
         self.join = SimpleNamespace(remote=joined)
         self.alive = SimpleNamespace(remote=asyncio.Event().wait)
-        self.close = SimpleNamespace(remote=lambda: asyncio.sleep(0))
+        self.close = SimpleNamespace(remote=nothing)
 
     async def _bring_up(self) -> None:
         await self.opens.wait()
@@ -55,11 +52,8 @@ class Opening:
         self.early = early
         alive = SimpleNamespace(remote=asyncio.Event().wait)
         trainer = SimpleNamespace(bring_up=SimpleNamespace(remote=self._bring_up_trainer), alive=alive)
-        stores = (SimpleNamespace(alive=alive), SimpleNamespace(alive=alive))
         living = Living(actors={("trainer", 1): trainer}, first=1)
-        given = (PackedPlan.of(made), None, *stores)
-        self.fleet = Fleet(made, given, self.events.put_nowait, pytest.fail, living=living)
-        self.fleet._start = self._start  # type: ignore[method-assign]
+        self.fleet = FleetOfHandles(made, self.events.put_nowait, living, self._make)
 
     async def _bring_up_trainer(self, restore: Any) -> dict[int, int]:
         if self.early:
@@ -68,22 +62,13 @@ class Opening:
             await settled()
         return {}
 
-    def _start(self, replica: ReplicaId) -> ReplicaLink:
-        self.fleet._begun[replica] += 1
-        life = self.fleet._begun[replica]
+    def _make(self, replica: ReplicaId, life: Incarnation) -> Replica:
         fails = (replica, life) == (LATE, 1)
-        actor: Any = Replica(
+        return Replica(
             self.failed if fails else self.up,
             lambda: self.joined.put_nowait((replica, life)),
             "the model's files are not here" if fails else "",
         )
-        return ReplicaLink(replica, life, actor, Place({}))
-
-
-async def settled() -> None:
-    """Until everything that waits for nothing has come as far as it can."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
