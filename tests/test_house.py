@@ -360,6 +360,16 @@ def test_a_light_import_brings_nothing_heavy(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("actor", ["rollout", "trainer", "stores", "scorer"])
+def test_the_process_of_an_actor_loads_what_it_uses_alone(actor: str) -> None:
+    """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours."""
+    heavy = ("aiohttp", "numpy", "pydantic", "torch", "vllm", "transformers")
+    code = f"import sys, engine.actors.{actor}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 # -- configs and documents ---------------------------------------------------------------------------------------------
 
 
