@@ -56,13 +56,15 @@ class ResumeGroup(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortGroup(Command):
-    """Stop generating a group whose tokens nobody wants any more. Nothing is reported back."""
+    """Stop generating a group whose tokens nobody wants any more → `OrderDone`."""
 
     tag: ClassVar[int] = 4
     group: GroupId
     attempt: int
     replica: ReplicaId
     incarnation: Incarnation
+    number: int
+    """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +80,12 @@ class TruncateGroup(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardGroups(Command):
-    """Forget the trajectories of groups that ended."""
+    """Forget the trajectories of groups that ended → `OrderDone`."""
 
     tag: ClassVar[int] = 6
     groups: tuple[GroupId, ...]
+    number: int
+    """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +129,14 @@ class InstallWeights(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReplica(Command):
-    """Sample again."""
+    """Sample again → `OrderDone`."""
 
     tag: ClassVar[int] = 10
     replica: ReplicaId
     incarnation: Incarnation
     attempt: int
+    number: int
+    """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +154,12 @@ class StopReplica(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetireWeights(Command):
-    """Drop a superseded version from the weights store."""
+    """Drop a superseded version from the weights store → `OrderDone`."""
 
     tag: ClassVar[int] = 12
     version: Version
+    number: int
+    """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,12 +247,14 @@ class MeasureRows(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMeasuring(Command):
-    """Measure nothing more for a validation. Nothing is reported back."""
+    """Measure nothing more for a validation → `OrderDone`."""
 
     tag: ClassVar[int] = 31
     validation: ValidationId
     replica: ReplicaId
     incarnation: Incarnation
+    number: int
+    """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

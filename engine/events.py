@@ -386,6 +386,14 @@ class SettingChanged(Event):
     value: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderDone(Event):
+    """Orders that only had to arrive were carried out; `orders` are their numbers."""
+
+    tag: ClassVar[int] = 39
+    orders: tuple[int, ...]
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
@@ -393,6 +401,6 @@ EVENTS: dict[int, type[Event]] = {
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
         RunResumed, RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
-        ReplicasWanted, SettingChanged,
+        ReplicasWanted, SettingChanged, OrderDone,
     )
 }  # fmt: skip

@@ -20,6 +20,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    OrderDone,
     PrefixStored,
     PromptsDrawn,
     PublishFailed,
@@ -65,7 +66,9 @@ from engine.states.state import Observer, State
 from engine.states.view import View
 from engine.states.waiting import held_up
 
-GROUP_EVENTS = (GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, StateLeft, StateFailed)
+GROUP_EVENTS = (
+    GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, StateLeft, StateFailed, OrderDone,
+)  # fmt: skip
 """Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
 
 
@@ -78,7 +81,7 @@ class Scheduler:
     def __init__(self, limits: Limits, policies: PolicySet | None = None, observe: Observer | None = None) -> None:
         self.state = State(limits, observe)
         self.view = View(self.state)
-        self._orders = Orders()
+        self._orders = Orders(self.state)
         policies = policies if policies is not None else PolicySet.from_names({})
         self.decisions = Decisions(policies, self.state, self.view)
         self.stages = StageScheduling(self.state, self.decisions, self._orders)
@@ -123,6 +126,7 @@ class Scheduler:
             ReplicasWanted: self.leaving.on_replicas_wanted,
             SettingChanged: self._on_setting_changed,
             SchedulerRecovered: lambda event: None,
+            OrderDone: lambda event: None,
             RowsMeasured: self.validation.on_rows_measured,
             RowsFailed: self.validation.on_rows_failed,
         }
@@ -152,6 +156,9 @@ class Scheduler:
             return ()
         state.now = event.at
         self._orders.begin(event.id)
+        if not state.orders.match(event) or self._of_an_older_life(event):
+            state.stale_echoes += 1
+            return ()
         kind = type(event)
         if kind not in GROUP_EVENTS:
             state.disturb()
@@ -182,6 +189,18 @@ class Scheduler:
             state.fewer_over()
         check_event(state)
         return self._orders.take(last=self._stop)
+
+    def _of_an_older_life(self, event: Event) -> bool:
+        """Whether a replica has had another life since what an event says of it."""
+        if not isinstance(event, ReplicaJoined | ReplicaLost | ReplicaLeaves):
+            return False
+        replica = self.state.fleet.replicas.get(event.replica)
+        if isinstance(event, ReplicaLeaves):
+            return replica is None or replica.state == "lost" or replica.incarnation != event.incarnation
+        if replica is None:
+            return False
+        joins = isinstance(event, ReplicaJoined)
+        return event.incarnation < replica.incarnation or (joins and 0 < event.incarnation == replica.incarnation)
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.

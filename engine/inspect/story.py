@@ -11,27 +11,17 @@ from typing import Any
 
 from engine.commands import (
     Command,
-    EnterState,
-    InstallWeights,
-    PauseReplica,
     ResumeGroup,
     ScoreBatch,
     StartGroup,
     TrainStep,
-    TruncateGroup,
 )
 from engine.events import (
     BatchScored,
     Event,
-    GroupAborted,
-    GroupFailed,
-    GroupGenerated,
-    PrefixStored,
     PromptsDrawn,
     ReplicaLost,
     ReplicaPaused,
-    StateFailed,
-    StateLeft,
     StepFailed,
     StepTrained,
     SyncFailed,
@@ -42,22 +32,6 @@ from engine.inspect.wording import stamped, worded
 from engine.schedule import Handled
 from engine.states.state import State
 
-GENERATION = (StartGroup, ResumeGroup, TruncateGroup)
-ANSWERS: dict[type[Event], tuple[tuple[type[Command], ...], tuple[str, ...]]] = {
-    GroupGenerated: (GENERATION, ("group", "attempt")),
-    GroupAborted: (GENERATION, ("group", "attempt")),
-    GroupFailed: (GENERATION, ("group", "attempt")),
-    PrefixStored: (GENERATION, ("group", "attempt")),
-    StateLeft: ((EnterState,), ("group", "attempt")),
-    StateFailed: ((EnterState,), ("group", "attempt")),
-    ReplicaPaused: ((PauseReplica,), ("replica", "incarnation", "attempt")),
-    WeightsInstalled: ((InstallWeights,), ("replica", "incarnation", "attempt")),
-    SyncFailed: ((PauseReplica, InstallWeights), ("replica", "incarnation", "attempt")),
-    BatchScored: ((ScoreBatch,), ("step", "attempt", "task")),
-    StepTrained: ((TrainStep,), ("step", "attempt")),
-    StepFailed: ((ScoreBatch, TrainStep), ("step", "attempt")),
-}
-"""Which orders an event answers, and the fields by which it does."""
 ABOUT_ITS_REPLICA = (ReplicaPaused, WeightsInstalled, SyncFailed, ReplicaLost)
 ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed)
 
@@ -98,8 +72,6 @@ class Story:
         """Where it runs."""
         self._step: StepId | None = None
         """Which step has it in its batch."""
-        self._orders: dict[type[Command], Command] = {}
-        """The last order of each kind that bears on it."""
         self._echoes = 0
 
     def tell(self, frame: Handled, changes: list[str], state: State) -> None:
@@ -110,7 +82,7 @@ class Story:
         commands = tuple((c, self._note(c, state)) for c in frame.commands if self._named_by(c))
         if commands or changes or self._named_in(event) or self._touched_by(event):
             self.chapters.append(
-                Chapter(event, self._order_behind(event), stale and not changes, tuple(changes), commands)
+                Chapter(event, self._order_behind(state), stale and not changes, tuple(changes), commands)
             )
         self._follow(frame.commands)
         if self.group not in state.groups:
@@ -140,29 +112,20 @@ class Story:
     def _named_by(self, command: Command) -> bool:
         return bool(getattr(command, "group", None) == self.group) or self.group in getattr(command, "groups", ())
 
-    def _order_behind(self, event: Event) -> tuple[EventId, str] | None:
-        kinds, names = ANSWERS.get(type(event), ((), ()))
-        found = [
-            order
-            for order in map(self._orders.get, kinds)
-            if order is not None and all(getattr(order, name) == getattr(event, name) for name in names)
-        ]
-        if not found:
+    def _order_behind(self, state: State) -> tuple[EventId, str] | None:
+        """What the order book says the event answers, or reports on."""
+        if not state.orders.matched:
             return None
-        last = max(found, key=lambda order: order.cause)
-        return last.cause, type(last).__name__
+        order = state.orders.matched[-1].command
+        return order.cause, type(order).__name__
 
     def _follow(self, commands: tuple[Command, ...]) -> None:
-        """Where the group runs, which step has it, and what was ordered there."""
-        for command in commands:
-            if self._named_by(command):
-                self._orders[type(command)] = command
-                if isinstance(command, (StartGroup, ResumeGroup)):
-                    self._replica = command.replica
-                elif isinstance(command, (ScoreBatch, TrainStep)):
-                    self._replica, self._step = None, command.step
-            elif isinstance(command, (PauseReplica, InstallWeights)) and command.replica == self._replica:
-                self._orders[type(command)] = command
+        """Where the group runs, and which step has it."""
+        for command in filter(self._named_by, commands):
+            if isinstance(command, (StartGroup, ResumeGroup)):
+                self._replica = command.replica
+            elif isinstance(command, (ScoreBatch, TrainStep)):
+                self._replica, self._step = None, command.step
 
     def _note(self, command: Command, state: State) -> str:
         """Versions and deadlines of an order to generate, place and staleness of a batch."""

@@ -29,7 +29,7 @@ def summarize(state: State) -> dict[str, Any]:
             "live": [
                 {
                     "step": s.id, "state": s.state, "attempt": s.attempt, "groups": list(s.groups), "timer": s.timer,
-                    "scoring": [state.limits.scoring_tasks[place] for place in s.under_way],
+                    "scoring": state.scoring(s),
                 }
                 for s in state.steps.values()
             ],

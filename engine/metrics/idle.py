@@ -319,7 +319,7 @@ class IdleTime:
     def _measure_trainer(self) -> None:
         state, ledger = self._state, self._state.ledger
         step = state.training_step
-        waits = step is not None and step.state == "scoring" and not step.under_way
+        waits = step is not None and step.state == "scoring" and not state.scoring(step)
         self.trainer_task = step.state if step is not None and step.state in TRAINER_TASKS and not waits else None
         if waits:
             lease = state.pools.of("train")

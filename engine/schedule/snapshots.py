@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from engine.commands import FinishRun
 from engine.errors import EngineError
 from engine.policies import PolicySet
+from engine.schedule.codec import command_from, plain_command
 from engine.schedule.packing import CodecError
 from engine.scheduler import Scheduler
 from engine.states.ended import Ended
@@ -31,6 +32,7 @@ from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.live import Live
+from engine.states.orders import Order, OrderBook
 from engine.states.pool import PoolLease, Pools
 from engine.states.replica import Replica
 from engine.states.stages import Stage, Stages
@@ -44,7 +46,7 @@ Plain = Any
 """None, bool, int, float, str, and lists of these that begin with what they stand for."""
 
 GROUPS_IN_A_PART = 4096
-LIST, TUPLE, QUEUE, MAPPING, BYTES, RECORD = range(6)
+LIST, TUPLE, QUEUE, MAPPING, BYTES, RECORD, ORDERS = range(7)
 SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, deque: QUEUE}
 SCHEDULING = "engine.scheduling."
 SCALARS = {type(None), bool, int, float, str}
@@ -68,11 +70,13 @@ WIRING: dict[str, set[str]] = {
     "Pools": {"_of_task", "_of_replica", "listed"},
     "PoolLease": {"pool"},
     "Fleet": {"_heap"},
-    "Validations": {"_fleet", "machine", "_disturb"},
+    "Stages": {"_orders"},
+    "Stage": {"_orders", "owner"},
+    "Validations": {"_fleet", "_orders", "machine", "_disturb"},
     "Scheduler": {"_handlers"},
     "Decisions": {"policies", "_builtin", "_remembering", "_methods"},
     "PoolScheduling": {"_shared"},
-    "Orders": {"_commands", "_discards", "cause"},
+    "Orders": {"_commands", "_discards", "_state", "cause"},
 }  # fmt: skip
 """Fields that the constructor makes, or that follow from others; besides them what the scheduler and the modules of
 `scheduling/` hold of one another and of the state, which `_is_hand` knows by its class."""
@@ -251,7 +255,23 @@ def _plain(value: Any, where: str = "") -> Plain:
         return [BYTES, *value]
     if kind.__name__ in SAMPLES or isinstance(value, PARTS):
         return [RECORD, kind.__name__, *_values(value)]
+    if isinstance(value, OrderBook):
+        return [ORDERS, value.next_number, *map(_order, value.all())]
     raise CodecError(f"{where}: a snapshot has no form for a {kind.__name__}")
+
+
+def _order(order: Order) -> Plain:
+    return [order.number, order.at, order.command.cause, *plain_command(order.command)]
+
+
+def _fill_orders(book: OrderBook, plain: Plain) -> None:
+    kind, following, *orders = plain
+    if kind != ORDERS:
+        raise CodecError("no order book where one belongs")
+    for number, at, cause, *said in orders:
+        told = [list(value) if type(value) is tuple else value for value in said]
+        book.put_back(number, command_from(told, cause), float(at))
+    book.next_number = following
 
 
 def _value(plain: Plain) -> Any:
@@ -286,7 +306,9 @@ def _fill(thing: Any, values: Plain) -> None:
     """Put the values of `_values` into an object whose constructor has made its parts."""
     for field, plain in zip(_fields(thing), values, strict=True):
         present = getattr(thing, field)
-        if isinstance(present, PARTS):
+        if isinstance(present, OrderBook):
+            _fill_orders(present, plain)
+        elif isinstance(present, PARTS):
             _fill(present, _entries_of(present, plain))
         elif isinstance(present, list | dict) and any(isinstance(part, PARTS) for part in _in_order(present)):
             entries = plain[1:] if isinstance(present, list) else plain[2::2]

@@ -4,7 +4,7 @@ Called by `scheduler.py`, where `Limits.group_timeout_s` is set. One timer serve
 that will have taken too long first, and looked at when it fires.
 """
 
-from engine.commands import ParkGroup, SetTimer
+from engine.commands import CancelTimer, ParkGroup, SetTimer
 from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.training import TIMER_SLACK_S
@@ -39,7 +39,9 @@ class AttemptTiming:
                 group = state.groups[id]
                 group.seated_at = group.seated_at or state.now
                 state.touch(group)
-        state.live.group_timer = None  # one that is set fires as an echo
+        timer, state.live.group_timer = state.live.group_timer, None
+        if timer is not None:
+            self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
 
     def on_timer(self) -> None:
         """Park what has run too long; give up a replica that was told to and did not."""

@@ -38,10 +38,7 @@ class LeavingScheduling:
             self.live.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
 
     def on_replica_leaves(self, event: ReplicaLeaves) -> None:
-        replica = self.state.fleet.replicas.get(event.replica)
-        if replica is None or replica.state == "lost" or replica.incarnation != event.incarnation:
-            self.state.stale_echoes += 1
-            return
+        replica = self.state.fleet.replicas[event.replica]
         self.live.moved = True
         if not self._taken_away(replica):
             self.live.leaving[replica.id] = (event.reason, True)
@@ -87,7 +84,7 @@ class LeavingScheduling:
             pooled = self.state.pools.of_replica(replica.id) is not None
             if replica.state == "drained" and (pooled or not self.live.draining):  # it was to leave, and stays
                 self.state.fire_replica(replica, "keep")
-                self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
+                self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
             if self.live.draining:
                 self._bring_to_rest(replica)
 
@@ -125,7 +122,7 @@ class LeavingScheduling:
             if replica.chunks:
                 self.orders.add(
                     StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
-                                  cause=self.orders.cause)
+                                  number=self.orders.number, cause=self.orders.cause)
                 )  # fmt: skip
             state.validations.release(run, replica)
         if not alone and state.pools.of_replica(replica.id) is not None:

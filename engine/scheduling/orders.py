@@ -1,18 +1,25 @@
-"""The commands of one event as they come up."""
+"""The commands of one event as they come up. Each enters the order book as it is given."""
 
 from engine.commands import Command, DiscardGroups
 from engine.ids import EventId, GroupId
+from engine.states.state import State
 
 
 class Orders:
     """Collects what one event leads to. `cause` is that event's id."""
 
-    __slots__ = ("_commands", "_discards", "cause")
+    __slots__ = ("_commands", "_discards", "_state", "cause")
 
-    def __init__(self) -> None:
+    def __init__(self, state: State) -> None:
         self.cause: EventId = -1
+        self._state = state
         self._commands: list[Command] = []
         self._discards: list[GroupId] = []
+
+    @property
+    def number(self) -> int:
+        """What the next order is numbered in the book."""
+        return self._state.orders.next_number
 
     def begin(self, cause: EventId) -> None:
         self.cause = cause
@@ -21,6 +28,7 @@ class Orders:
 
     def add(self, command: Command) -> None:
         self._commands.append(command)
+        self._state.orders.add(command, self._state.now)
 
     def discard(self, *groups: GroupId) -> None:
         """The trajectories of groups will not be asked for again; one command tells of all."""
@@ -28,7 +36,7 @@ class Orders:
 
     def take(self, last: Command | None = None) -> tuple[Command, ...]:
         if self._discards:
-            self._commands.append(DiscardGroups(groups=tuple(self._discards), cause=self.cause))
+            self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
         if last is not None:
-            self._commands.append(last)
+            self.add(last)
         return tuple(self._commands)

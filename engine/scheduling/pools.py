@@ -84,8 +84,9 @@ class PoolScheduling:
         if step.state != "scoring":
             return []
         names = self.state.limits.scoring_tasks
-        known = (*step.done, *step.under_way)
-        return [*(name for place, name in enumerate(names) if place not in known), TRAIN]
+        ordered = self.state.orders.open("score")
+        left = (name for place, name in enumerate(names) if place not in step.done and (step.id, name) not in ordered)
+        return [*left, TRAIN]
 
     def _needed(self, lease: PoolLease) -> bool:
         """Whether a formed step has a task left that is done there, and need not wait for another step first."""
@@ -139,7 +140,7 @@ class PoolScheduling:
             state.fire_step(step, "train")
             self.orders.add(TrainStep(**order, staleness=step.staleness))
         else:
-            step.under_way = (*step.under_way, state.limits.scoring_tasks.index(task))
+            state.disturb()
             self.orders.add(ScoreBatch(**order, task=task))
 
     def _send_all_to_sleep(self, lease: PoolLease) -> None:
@@ -163,7 +164,7 @@ class PoolScheduling:
             target = self.state.target_of(replica)
             if replica.version >= target:
                 self.state.fire_replica(replica, "wake")
-                self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
+                self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
             elif replica.staged == target:
                 self.state.fire_replica(replica, "install")
                 self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=target))

@@ -28,14 +28,20 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
+    unsaved = state.checkpoint_pending
+    worked_on = state.stages.put_back() if event.kept else []
     validation.begin_again(event.steps)
+    state.orders.clear()
     _lose_replicas(event, state, rollout)
     if event.kept:
+        for id in worked_on:
+            state.touch(state.groups[id])
         _take_up(event, state, rollout, training)
+        if unsaved:
+            training.checkpoint()
     else:
         state.branch(event.steps, event.consumed, event.released)
         state.checkpoint_ordered = event.steps
-        state.checkpoint_pending = False
     state.begin_again()
     training.failure = sync.failure = None
     sync.none_left = ""
@@ -85,8 +91,6 @@ def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, traini
         group = state.groups[id]
         group.forget_tokens()
         state.begin_anew(group, rollout.resume_key(group))
-    for group in [state.groups[id] for id in state.stages.put_back()]:
-        state.touch(group)
     for step in state.formed_steps:
         training.begin_again(step)
         if step.failures >= state.limits.infrastructure_attempts:
@@ -96,5 +100,3 @@ def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, traini
         if lease.task:
             state.give_back(lease)
     state.retire_all()
-    if state.checkpoint_pending:
-        training.checkpoint()

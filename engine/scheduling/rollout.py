@@ -19,7 +19,7 @@ from engine.events import (
     StateFailed,
     StateLeft,
 )
-from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.ids import ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.scheduling.pace import PaceScheduling
@@ -57,18 +57,12 @@ class RolloutScheduling:
 
     def on_prompts_drawn(self, event: PromptsDrawn) -> None:
         state = self.state
-        if not state.asked or event.first != state.ledger.drawn or not 0 <= event.count <= state.asked:
-            state.stale_echoes += 1
-            return
-        state.asked = 0
         state.exhausted = state.exhausted or event.exhausted
         require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
         state.draw(event.first, event.count)
 
     def on_group_generated(self, event: GroupGenerated) -> None:
-        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
-        if group is None:
-            return
+        group = self.state.groups[event.group]
         self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
         replica = self.state.fleet.replicas[event.replica]
         if replica.failed_groups:
@@ -103,9 +97,7 @@ class RolloutScheduling:
             self.release(group, "filter")
 
     def on_group_aborted(self, event: GroupAborted) -> None:
-        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
-        if group is None:
-            return
+        group = self.state.groups[event.group]
         if event.tokens:
             self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
             group.kept = True
@@ -128,18 +120,16 @@ class RolloutScheduling:
             self.release(group, "drop")
 
     def on_prefix_stored(self, event: PrefixStored) -> None:
-        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
-        if group is None or not event.tokens:
+        if not event.tokens:
             return
+        group = self.state.groups[event.group]
         self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
         group.kept = True
         group.unfinished = event.unfinished
         self.state.touch(group)
 
     def on_group_failed(self, event: GroupFailed) -> None:
-        group = self._current(event.group, event.attempt, event.replica, event.incarnation)
-        if group is None:
-            return
+        group = self.state.groups[event.group]
         if event.cause == "data" and group.kept:
             group.forget_tokens()
         group.failed_on = event.replica
@@ -169,6 +159,7 @@ class RolloutScheduling:
     def lose_replica(self, replica: Replica, reason: str) -> None:
         """Park what ran there: each group loses an attempt of the infrastructure budget, not its place."""
         state = self.state
+        state.orders.fail(replica.id)
         replica.staged = replica.staging = None
         replica.failed_groups = 0
         state.fire_replica(replica, "lose")
@@ -217,20 +208,10 @@ class RolloutScheduling:
             replica = self.state.fleet.replicas[group.replica]
             self.orders.add(
                 AbortGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                           cause=self.orders.cause)
+                           number=self.orders.number, cause=self.orders.cause)
             )  # fmt: skip
             self.state.unseat(group)
         self.release(group, "drop")
-
-    def _current(self, id: GroupId, attempt: int, replica: ReplicaId, incarnation: Incarnation) -> Group | None:
-        """The running group that an event is about; None, counted, for the echo of an attempt already over."""
-        state = self.state
-        group = state.groups.get(id)
-        current = group is not None and group.attempt == attempt and group.replica == replica >= 0
-        if current and state.fleet.replicas[replica].incarnation == incarnation:
-            return group
-        state.stale_echoes += 1
-        return None
 
     def _note_tokens(self, group: Group, tokens: int, oldest: Version, newest: Version) -> None:
         group.tokens = tokens
@@ -350,7 +331,6 @@ class RolloutScheduling:
             most = limits.max_steps * limits.train_batch_size + state.surplus_left
             want = min(want, most - state.held - waiting)
         if want > 0:
-            state.asked = want
             self.orders.add(DrawPrompts(count=want, cause=self.orders.cause))
 
 

@@ -39,9 +39,7 @@ class StageScheduling:
 
     def left(self, event: StateLeft) -> GroupGenerated | None:
         """A group's work is done: it goes on to the next state. Where none is left: what came of the group."""
-        group = self._current(event)
-        if group is None:
-            return None
+        group = self.state.groups[event.group]
         group.reward_mean = event.reward_mean
         self.state.touch(group)
         if self.enter(group, self.state.stages.by_name[event.state].number):
@@ -56,9 +54,7 @@ class StageScheduling:
 
     def failed(self, event: StateFailed) -> Group | None:
         """The work on a group came to nothing, and costs it an attempt. The group, if that was its last."""
-        group = self._current(event)
-        if group is None:
-            return None
+        group = self.state.groups[event.group]
         self.state.last_failure = event.reason
         if event.cause == "data":
             group.data_failures += 1
@@ -71,24 +67,14 @@ class StageScheduling:
         self.state.touch(group)
         return None
 
-    def _current(self, event: StateLeft | StateFailed) -> Group | None:
-        """The group that an answer is about; None, counted, for the echo of an order already over."""
-        group = self.state.groups.get(event.group)
-        stage = self.state.stages.by_name.get(event.state)
-        current = group is not None and (group.state, group.attempt) == (event.state, event.attempt)
-        if current and stage is not None and event.group in stage.working:
-            return group
-        self.state.stale_echoes += 1
-        return None
-
     def advance(self) -> None:
         """Order the work of every state while it may have more under way."""
         state = self.state
         if not state.started or state.outcome is not None or state.live.draining:
             return
         for stage in state.stages.by_name.values():
-            while stage.waiting and len(stage.working) < stage.concurrency:
-                group = state.groups[state.stages.work(stage)]
+            while stage.waiting and stage.working < stage.concurrency:
+                group = state.groups[state.stages.next(stage)]
                 group.attempt += 1
                 state.touch(group)
                 self.orders.add(

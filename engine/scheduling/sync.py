@@ -23,7 +23,6 @@ from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.view import View
 
-SyncEvent = WeightsStaged | ReplicaPaused | WeightsInstalled | SyncFailed
 IN_SYNC = ("pausing", "paused", "installing")
 EMPTYING = ("yielding", "draining")
 """Paused for something else than new weights."""
@@ -57,9 +56,6 @@ class SyncScheduling:
         replica = state.fleet.replicas.get(event.replica)
         if replica is None:
             replica = self.first_seen(event.replica)
-        elif replica.incarnation and event.incarnation <= replica.incarnation:
-            state.stale_echoes += 1
-            return
         elif replica.state not in ("lost", "joining"):
             self.rollout.lose_replica(replica, "another incarnation joined in its place")
             state.fire_replica(replica, "return")
@@ -83,10 +79,8 @@ class SyncScheduling:
         replica = self.state.fleet.replicas.get(event.replica)
         if replica is None:
             replica = self.first_seen(event.replica)
-        elif event.incarnation < replica.incarnation:
-            self.state.stale_echoes += 1
-            return
         replica.incarnation = event.incarnation
+        self.state.orders.fail(replica.id)
         replica.returns = event.returns
         if replica.state != "lost":
             self.rollout.lose_replica(replica, event.reason)
@@ -115,31 +109,12 @@ class SyncScheduling:
 
     # one replica's way to a version
 
-    def _current(self, event: SyncEvent, *states: str) -> Replica | None:
-        """The replica an answer is about, if it answers the sync under way there; None, counted, for an echo."""
-        replica = self.state.fleet.replicas.get(event.replica)
-        if (
-            replica is not None
-            and replica.state in states
-            and (replica.incarnation, replica.sync_attempt) == (event.incarnation, event.attempt)
-        ):
-            return replica
-        self.state.stale_echoes += 1
-        return None
-
     def on_weights_staged(self, event: WeightsStaged) -> None:
-        replica = self._current(event, "ready", "asleep")
-        if replica is None:
-            return
-        if replica.staging is None:
-            self.state.stale_echoes += 1
-            return
+        replica = self.state.fleet.replicas[event.replica]
         replica.staged, replica.staging = replica.staging, None
 
     def on_replica_paused(self, event: ReplicaPaused) -> None:
-        replica = self._current(event, "pausing", "yielding", "draining")
-        if replica is None:
-            return
+        replica = self.state.fleet.replicas[event.replica]
         if replica.state == "draining":
             self.state.fire_replica(replica, "drained")
             return
@@ -152,29 +127,22 @@ class SyncScheduling:
         self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=replica.staged))
 
     def on_weights_installed(self, event: WeightsInstalled) -> None:
-        replica = self._current(event, "installing")
-        if replica is None:
-            return
+        replica = self.state.fleet.replicas[event.replica]
         assert replica.staged is not None  # it was ordered to install what is staged
         replica.version, replica.staged = replica.staged, None
         replica.sync_failures = 0
         self.state.fire_replica(replica, "installed")
-        self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
+        self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
 
     def on_sync_failed(self, event: SyncFailed) -> None:
-        replica = self._current(event, "ready", "asleep", *EMPTYING, *IN_SYNC)
-        if replica is None:
-            return
-        if replica.staging is None and replica.staged is None and replica.state not in EMPTYING:
-            self.state.stale_echoes += 1
-            return
+        replica = self.state.fleet.replicas[event.replica]
         replica.staging = replica.staged = None
         replica.sync_failures += 1
         if replica.sync_failures >= self.state.limits.infrastructure_attempts:
             self._give_up(replica, event)
         elif replica.state in (*IN_SYNC, *EMPTYING):
             self.state.fire_replica(replica, "revert")
-            self.orders.add(ResumeReplica(**replica.address(self.orders.cause)))
+            self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
 
     def _give_up(self, replica: Replica, event: SyncFailed) -> None:
         """A replica has spent its install budget: another life may do. A version no replica can take ends the run."""
@@ -264,4 +232,4 @@ class SyncScheduling:
         wanted |= {run.version for run in state.validations.runs.values()}
         for id in [id for id in state.versions if id < latest and id not in wanted]:
             state.fire_version(state.versions[id], "retire")
-            self.orders.add(RetireWeights(version=id, cause=self.orders.cause))
+            self.orders.add(RetireWeights(version=id, number=self.orders.number, cause=self.orders.cause))

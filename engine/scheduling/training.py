@@ -25,7 +25,7 @@ from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
 from engine.states.group import PHASES, Group
-from engine.states.invariants import check_batch, check_room, require
+from engine.states.invariants import check_batch, check_room
 from engine.states.machine import Phase
 from engine.states.state import State
 from engine.states.step import Step
@@ -174,10 +174,7 @@ class TrainingScheduling:
 
     def on_timer_fired(self, event: TimerFired) -> None:
         state = self.state
-        step = state.steps.get(state.steps_batched)
-        if step is None or step.timer != event.timer:
-            state.stale_echoes += 1
-            return
+        step = state.steps[state.steps_batched]
         step.timer = None
         if state.live.draining:
             return  # nobody works on them: they are late for no fault of theirs
@@ -223,31 +220,13 @@ class TrainingScheduling:
 
     # scoring and training
 
-    def _current(self, id: int, attempt: int, *states: str) -> Step | None:
-        """The formed step an answer is about; None, counted, for the echo of an attempt already over."""
-        step = self.state.steps.get(id)
-        if step is not None and step.attempt == attempt and step.state in states:
-            return step
-        self.state.stale_echoes += 1
-        return None
-
     def on_batch_scored(self, event: BatchScored) -> None:
-        step = self._current(event.step, event.attempt, "scoring")
-        if step is None:
-            return
-        tasks = self.state.limits.scoring_tasks
-        place = tasks.index(event.task) if event.task in tasks else -1
-        if place not in step.under_way:
-            self.state.stale_echoes += 1
-            return
-        step.done = (*step.done, place)
-        step.under_way = tuple(other for other in step.under_way if other != place)
+        step = self.state.steps[event.step]
+        step.done = (*step.done, self.state.limits.scoring_tasks.index(event.task))
         self.pools.release(step.id, event.task)
 
     def on_step_failed(self, event: StepFailed) -> None:
-        step = self._current(event.step, event.attempt, "scoring", "training")
-        if step is None:
-            return
+        step = self.state.steps[event.step]
         step.failures += 1
         if step.failures >= self.state.limits.infrastructure_attempts:
             self.failure = f"train step {step.id} failed {step.failures} times, at last: {event.reason}"
@@ -256,10 +235,8 @@ class TrainingScheduling:
         self.pools.release(step.id)
 
     def on_step_trained(self, event: StepTrained) -> None:
-        step = self._current(event.step, event.attempt, "training")
-        if step is None:
-            return
         state = self.state
+        step = state.steps[event.step]
         state.fire_step(step, "trained")
         state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
         for id in step.groups:
@@ -284,7 +261,7 @@ class TrainingScheduling:
         if step.state in ("scoring", "training"):
             self.state.fire_step(step, "retry")
             step.attempt += 1
-            step.done = step.under_way = ()
+            step.done = ()
 
     def _finish(self, step: Step) -> None:
         """A step is trained and, where it is to be, published."""
@@ -306,7 +283,6 @@ class TrainingScheduling:
         """Order the next version. Called for a k-th step, and at the end of the run for steps that no version holds
         yet."""
         state = self.state
-        state.publishing = True
         state.publishing_attempt += 1
         self.orders.add(
             PublishWeights(version=state.latest_version + 1, attempt=state.publishing_attempt,
@@ -316,14 +292,6 @@ class TrainingScheduling:
 
     def on_weights_published(self, event: WeightsPublished) -> None:
         state = self.state
-        if not state.publishing or event.attempt != state.publishing_attempt:
-            state.stale_echoes += 1
-            return
-        require(
-            event.version == state.latest_version + 1, "law 6: another version was published than was ordered",
-            version=event.version, latest=state.latest_version,
-        )  # fmt: skip
-        state.publishing = False
         state.publish_failures = 0
         version = WeightsVersion(event.version, state.steps_trained)
         state.versions[event.version] = version
@@ -336,9 +304,6 @@ class TrainingScheduling:
 
     def on_publish_failed(self, event: PublishFailed) -> None:
         state = self.state
-        if not state.publishing or event.attempt != state.publishing_attempt:
-            state.stale_echoes += 1
-            return
         state.publish_failures += 1
         if state.publish_failures >= state.limits.infrastructure_attempts:
             self.failure = f"version {event.version} could not be published, at last: {event.reason}"
@@ -351,18 +316,12 @@ class TrainingScheduling:
         """Order a checkpoint of the weights as they are now."""
         state = self.state
         state.checkpoint_ordered = state.steps_trained
-        state.checkpoint_pending = True
         self.orders.add(SaveCheckpoint(steps=state.steps_trained, cause=self.orders.cause))
 
     def on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
         state = self.state
         if isinstance(event, CheckpointSaved):
             self.orders.discard(*state.kept.let_go(event.steps))
-        if not state.checkpoint_pending or event.steps != state.checkpoint_ordered:
-            state.stale_echoes += 1
-            return
-        state.checkpoint_pending = False
-        if isinstance(event, CheckpointSaved):
             state.ended.saved(event.steps)
         if isinstance(event, CheckpointFailed) and self.nothing_left():
             self.failure = f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"

@@ -31,10 +31,7 @@ class ValidationScheduling:
     # facts
 
     def on_rows_measured(self, event: RowsMeasured) -> None:
-        found = self._current(event)
-        if found is None:
-            return
-        run, chunk = found
+        run, chunk = self._subject(event)
         if event.version != run.version or not 0 <= event.right <= event.measured <= chunk.count:
             self._attempt_lost(
                 run, chunk, f"its replica answers with version {event.version}, {event.measured} of {chunk.count} rows"
@@ -49,20 +46,12 @@ class ValidationScheduling:
             self._end(run, "fail", "not one row could be measured")
 
     def on_rows_failed(self, event: RowsFailed) -> None:
-        found = self._current(event)
-        if found is not None:
-            self._attempt_lost(*found, event.reason)
+        self._attempt_lost(*self._subject(event), event.reason)
 
-    def _current(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk] | None:
-        """The chunk an event is about; None, counted, for the echo of an attempt already over."""
-        run = self.books.runs.get(event.validation)
-        if run is not None and 0 <= event.chunk < len(run.chunks):
-            chunk, replica = run.chunks[event.chunk], self.state.fleet.replicas.get(event.replica)
-            ours = replica is not None and replica.incarnation == event.incarnation and chunk.replica == replica.id
-            if ours and chunk.attempt == event.attempt:
-                return run, chunk
-        self.state.stale_echoes += 1
-        return None
+    def _subject(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk]:
+        """What an answer is about."""
+        run = self.books.runs[event.validation]
+        return run, run.chunks[event.chunk]
 
     def _attempt_lost(self, run: Validation, chunk: Chunk, reason: str) -> None:
         self.books.put_back(run, chunk)
@@ -116,6 +105,10 @@ class ValidationScheduling:
         measured with them. The first version to come is measured instead: it holds their steps, and most often the
         same weights. A validation of steps that are to be trained again comes again with them."""
         for run in list(self.books.runs.values()):
+            for id in list(run.replicas):
+                self.books.release(
+                    run, self.state.fleet.replicas[id]
+                )  # gone with its process: nothing is stopped there
             again = "its steps are trained again" if run.steps > steps else "the next version is measured in its place"
             self._cut_off(run, f"the run ended before it did: {again}")
         self.books.owed |= 0 <= self.books.interrupted <= steps
@@ -212,6 +205,6 @@ class ValidationScheduling:
             if replica.chunks:
                 self.orders.add(
                     StopMeasuring(validation=run.id, replica=id, incarnation=replica.incarnation,
-                                  cause=self.orders.cause)
+                                  number=self.orders.number, cause=self.orders.cause)
                 )  # fmt: skip
         self.books.fire(run, trigger)

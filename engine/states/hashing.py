@@ -26,9 +26,9 @@ def digest_figures(state: "State", others: int) -> int:
         others += digest((), (state.step_reward,))
     return others + digest(
         (
-            state.ledger.drawn, *state.ledger.count, state.started, state.exhausted, state.asked, state.steps_batched,
+            state.ledger.drawn, *state.ledger.count, state.started, state.exhausted, state.steps_batched,
             state.steps_trained, state.latest_version, state.publishing_attempt, state.publish_failures,
-            state.publishing, state.checkpoint_ordered, state.checkpoint_pending, state.next_timer, state.next_ready,
+            state.checkpoint_ordered, state.orders.next_number, state.next_timer, state.next_ready,
             state.stale_echoes, state.failed_in_a_row, state.outcome is not None,
         )
     )  # fmt: skip

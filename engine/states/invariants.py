@@ -8,10 +8,12 @@ the records and runs in tests and simulation. Checks of a decision stand where t
 
 from typing import Any
 
+from engine.commands import InstallWeights, PauseReplica, StageWeights
 from engine.errors import InvariantViolated
 from engine.states.digest import MASK
 from engine.states.group import PHASES
 from engine.states.machine import Phase
+from engine.states.orders import stage_owner
 from engine.states.pool import ROLLOUT
 from engine.states.state import State
 
@@ -112,10 +114,39 @@ def check_all(state: State) -> None:
     require(parked >= aborted, "law 7: a parked group is forgotten")
     require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
+    check_orders(state)
     check_stages(state)
     check_validations(state)
     check_pools(state)
     require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")
+
+
+IN_SYNC = {
+    "pausing": PauseReplica, "yielding": PauseReplica, "draining": PauseReplica, "installing": InstallWeights,
+}  # fmt: skip
+"""States of a replica, and the order that it is in one of them for."""
+
+
+def check_orders(state: State) -> None:
+    """Law 10: what the records say is in flight is in the order book, and nothing else is."""
+    orders, replicas = state.orders, state.fleet.replicas
+    if state.outcome is not None:
+        require(not len(orders), "law 10: the run is over and orders are open", open=len(orders))
+        return
+    running = {id for replica in replicas.values() for id in replica.groups}
+    require(orders.open("group").keys() == running, "law 10: a running group was not ordered, or another was")
+    require(orders.open("cut").keys() <= running, "law 10: a group that does not run is to be cut short")
+    rows = {(r.held, chunk) for r in replicas.values() for chunk in r.chunks}
+    require(orders.open("rows").keys() == rows, "law 10: rows are measured that were not ordered, or are not")
+    training = [step.id for step in state.formed_steps if step.state == "training"]
+    require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
+    timers = {state.steps[state.steps_batched].timer, state.live.group_timer, state.live.give_up_timer} - {None}
+    require(orders.open("timer").keys() == timers, "law 10: a timer is forgotten", timers=sorted(timers))
+    for replica in replicas.values():
+        sync = orders.find("sync", replica.id)
+        kind = IN_SYNC.get(replica.state, StageWeights if replica.staging is not None else None)
+        ordered = None if sync is None else type(sync.command)
+        require(ordered is kind, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
 
 
 def check_stages(state: State) -> None:
@@ -123,10 +154,10 @@ def check_stages(state: State) -> None:
     stages = state.stages
     for name, stage in stages.by_name.items():
         there = {group.id for group in state.groups.values() if group.state == name}
-        require(not stage.waiting.keys() & stage.working.keys(), "law 1: a group is in a state twice", state=name)
-        require(there == {*stage.waiting, *stage.working}, "law 1: a group is lost in an added state", state=name)
-        require(len(stage.working) <= stage.concurrency, "law 2: a state works on more than it may", state=name)
-    require(stages.out == sum(len(s.working) for s in stages.by_name.values()), "law 2: added states are miscounted")
+        ordered = {order.id for order in state.orders.owned(stage_owner(name))}
+        require(not stage.waiting.keys() & ordered, "law 1: a group is in a state twice", state=name)
+        require(there == {*stage.waiting, *ordered}, "law 1: a group is lost in an added state", state=name)
+        require(stage.working <= stage.concurrency, "law 2: a state works on more than it may", state=name)
     require(stages.waiting == sum(len(s.waiting) for s in stages.by_name.values()), "law 7: a group waits unseen")
 
 
@@ -145,8 +176,7 @@ def check_pools(state: State) -> None:
         step = state.steps.get(lease.step)
         require(step is not None, "a pool is leased to a step that is over", pool=lease.id, step=lease.step)
         assert step is not None
-        under_way = [state.limits.scoring_tasks[place] for place in step.under_way]
-        busy = lease.task in under_way if step.state == "scoring" else lease.task == "train"
+        busy = lease.task in state.scoring(step) if step.state == "scoring" else lease.task == "train"
         require(busy, "a pool is leased to a task that is not under way", pool=lease.id, task=lease.task)
         for id in lease.replicas if lease.shared else ():
             replica = replicas.get(id)
@@ -196,4 +226,3 @@ def check_validations(state: State) -> None:
             on_its_way = replica.staging is not None or replica.staged == state.latest_version
             newest = replica.version == state.latest_version or state.latest_version not in state.versions
             require(newest or on_its_way, "an install is delayed where nobody validates", replica=replica.id)
-    require(books.out == sum(map(len, out.values())), "law 2: chunks under way are miscounted", books=books.out)

@@ -1,75 +1,86 @@
-"""The added states that groups of a run pass through between their last token and `generated`: who waits, who is worked
-on.
+"""The added states that groups of a run pass through between their last token and `generated`: who waits for its work,
+and in which order.
 
-Kept by `states/state.py` as groups enter and leave; driven by `scheduling/stages.py`. A group in an added state is
-parked to the ledger: it keeps its place and its deadline and has no slot.
+Kept by `states/state.py` as groups enter and leave; driven by `scheduling/stages.py`. Whose work is ordered is in the
+order book alone. A group in an added state is parked to the ledger: it keeps its place and deadline and has no slot.
 """
 
 from engine.ids import GroupId
 from engine.states.limits import AddedState
+from engine.states.orders import OrderBook, stage_owner
 
 
 class Stage:
-    """One added state. Both dicts are for their order: of entry, and of the work ordered."""
+    """One added state."""
 
-    __slots__ = ("concurrency", "name", "number", "waiting", "working")
+    __slots__ = ("_orders", "concurrency", "name", "number", "owner", "waiting")
 
-    def __init__(self, number: int, added: AddedState) -> None:
+    def __init__(self, number: int, added: AddedState, orders: OrderBook) -> None:
         self.number = number
         """Its place among the added states."""
         self.name = added.name
         self.concurrency = added.concurrency
+        self.owner = stage_owner(added.name)
         self.waiting: dict[GroupId, None] = {}
-        self.working: dict[GroupId, None] = {}
+        """Groups whose work is not ordered, in the order they came; a dict for its order."""
+        self._orders = orders
+
+    @property
+    def working(self) -> int:
+        """Groups whose work is ordered."""
+        return self._orders.held(self.owner)
 
 
 class Stages:
     """Every added state of a run, in the order in which groups pass through them."""
 
-    __slots__ = ("by_name", "out", "waiting")
+    __slots__ = ("_orders", "by_name", "waiting")
 
-    def __init__(self, added: tuple[AddedState, ...]) -> None:
-        self.by_name = {state.name: Stage(number, state) for number, state in enumerate(added)}
+    def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
+        self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}
         self.waiting = 0
         """Groups, over all states, whose work is not ordered; what the scheduler looks at after every event."""
-        self.out = 0
+        self._orders = orders
+
+    @property
+    def out(self) -> int:
         """Groups whose work is ordered."""
+        return len(self._orders.open("stage"))
 
     def enter(self, name: str, group: GroupId) -> None:
         self.by_name[name].waiting[group] = None
         self.waiting += 1
 
     def leave(self, name: str, group: GroupId) -> None:
-        stage = self.by_name[name]
-        if group in stage.working:
-            del stage.working[group]
-            self.out -= 1
-        else:
-            del stage.waiting[group]
+        """A group is out of a state: whatever was ordered of it there is not wanted any more."""
+        waiting = self.by_name[name].waiting
+        if group in waiting:
+            del waiting[group]
             self.waiting -= 1
+        else:
+            self._orders.withdraw("stage", group)
 
-    def work(self, stage: Stage) -> GroupId:
-        """The group that has waited longest is worked on from now on."""
+    def next(self, stage: Stage) -> GroupId:
+        """The group that has waited longest; its work is to be ordered now."""
         group = next(iter(stage.waiting))
         del stage.waiting[group]
-        stage.working[group] = None
         self.waiting -= 1
-        self.out += 1
         return group
 
     def put_back(self) -> list[GroupId]:
-        """Whatever is worked on waits again, before all that waited already; which groups those are."""
+        """Whatever is worked on waits again, before all that waited already; which groups those are. To be called
+        while the book still knows what that is."""
         put_back: list[GroupId] = []
         for stage in self.by_name.values():
-            stage.waiting = {**stage.working, **stage.waiting}
-            put_back += stage.working
-            stage.working = {}
-        self.waiting += self.out
-        self.out = 0
+            worked_on = [order.id for order in self._orders.owned(stage.owner)]
+            for group in worked_on:
+                self._orders.withdraw("stage", group)
+            stage.waiting = {**dict.fromkeys(worked_on), **stage.waiting}
+            self.waiting += len(worked_on)
+            put_back += worked_on
         return put_back
 
     def clear(self) -> None:
         for stage in self.by_name.values():
             stage.waiting.clear()
-            stage.working.clear()
-        self.waiting = self.out = 0
+        self.waiting = 0

@@ -22,6 +22,7 @@ from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.live import Live
 from engine.states.machine import Phase, SharedMachine
+from engine.states.orders import OrderBook
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.replica import REPLICA, Replica
 from engine.states.stages import Stages
@@ -50,11 +51,12 @@ class State:
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
         groups no longer parked are skipped."""
+        self.orders = OrderBook(limits.scored_apart)
         self.pools = Pools(limits)
         self.steps: dict[StepId, Step] = {}
         """Those whose batch is formed and that are not finished, and the one that comes next."""
         self.next_step(0)
-        self.stages = Stages(self.limits.added_states)
+        self.stages = Stages(self.limits.added_states, self.orders)
         self.fleet = Fleet()
         self.kept = KeptBatches()
         self.live = Live(limits)
@@ -68,12 +70,10 @@ class State:
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
-        self.asked = 0
-        """Prompts ordered from the source and not yet drawn."""
         self.steps_batched = self.steps_trained = 0
         self.publishing_attempt = self.publish_failures = 0
-        self.publishing = False
-        self.checkpoint_ordered, self.checkpoint_pending = 0, False
+        self.checkpoint_ordered = 0
+        """Train steps in the checkpoint that was ordered last."""
         self.next_timer: TimerId = 0
         self.next_ready = 0
         self.next_entered = 1
@@ -101,7 +101,7 @@ class State:
         self._pool_machine = SharedMachine(POOL, observe)
         self.disturbed = True
         """Something other than a group may have changed since the weights were last looked after."""
-        self.validations = Validations(self.fleet, SharedMachine(VALIDATION, observe), self.disturb)
+        self.validations = Validations(self.fleet, self.orders, SharedMachine(VALIDATION, observe), self.disturb)
         self._touched: list[Group] = []
         self._sum = 0
         self._others: int | None = None
@@ -210,7 +210,6 @@ class State:
         """New processes carry the run: nothing is under way any more, and it is not over."""
         self.started = True
         self.outcome = None
-        self.asked = 0
         self.publish_failures = self.failed_in_a_row = 0
         self.last_failure = ""
         self.live.rest_is_over()
@@ -319,6 +318,28 @@ class State:
         self.disturb()
         return timer
 
+    # what is in flight, as the order book says
+
+    @property
+    def asked(self) -> int:
+        """Prompts ordered from the source and not yet drawn."""
+        order: Any = self.orders.find("draw", None)
+        return 0 if order is None else order.command.count
+
+    @property
+    def publishing(self) -> bool:
+        """A version is on its way to the store."""
+        return bool(self.orders.open("publish"))
+
+    @property
+    def checkpoint_pending(self) -> bool:
+        """A checkpoint is being written."""
+        return bool(self.orders.open("checkpoint"))
+
+    def scoring(self, step: Step) -> list[str]:
+        """The scoring tasks of a step that are ordered and not done."""
+        return [task for of, task in self.orders.open("score") if of == step.id]
+
     # figures of the laws
 
     @property
@@ -392,9 +413,10 @@ class State:
         """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
         if self._others is None:
             self._others = digest_records(self)
-        return (self._sum + digest_figures(self, self._others) + self.policy_books) & MASK
+        return (self._sum + digest_figures(self, self._others) + self.orders.digest + self.policy_books) & MASK
 
     def hash_from_scratch(self) -> int:
         """The same figure from the records alone; differs from `hash` only by a defect."""
         groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        return (groups + digest_figures(self, digest_records(self)) + self.policy_books) & MASK
+        others = digest_figures(self, digest_records(self))
+        return (groups + others + self.orders.digest_from_scratch() + self.policy_books) & MASK

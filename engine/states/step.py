@@ -25,7 +25,6 @@ class Step:
 
     __slots__ = (
         "acts", "attempt", "done", "failures", "groups", "id", "pooled", "short", "staleness", "state", "timer",
-        "under_way",
     )  # fmt: skip
 
     def __init__(self, id: StepId, *, pooled: bool = False) -> None:
@@ -39,8 +38,6 @@ class Step:
         self.staleness: tuple[int, ...] = ()
         self.done: tuple[int, ...] = ()
         """Scoring tasks done in this attempt, by their place in `Limits.scoring_tasks`."""
-        self.under_way: tuple[int, ...] = ()
-        """Those ordered and not done."""
         self.timer: TimerId | None = None
         """Set while only stragglers keep the batch from forming."""
         self.acts = 0
@@ -53,7 +50,7 @@ class Step:
         return (
             self.id, STATE_NUMBER[self.state], self.attempt, self.failures, len(self.done), *self.groups,
             *self.staleness, -1 if self.timer is None else self.timer, self.acts, self.short,
-            *((-1, *self.done, -1, *self.under_way) if self.pooled else ()),
+            *((-1, *self.done) if self.pooled else ()),
         )  # fmt: skip
 
 

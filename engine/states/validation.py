@@ -12,6 +12,7 @@ from engine.ids import ReplicaId, StepId, ValidationId, Version
 from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
 from engine.states.machine import SharedMachine, Table, transitions
+from engine.states.orders import OrderBook
 from engine.states.replica import Replica
 
 VALIDATION = Table(
@@ -109,7 +110,7 @@ class Validation:
 class Validations:
     """The runs that have not ended, in the order they were queued: the first is served, the others wait."""
 
-    def __init__(self, fleet: Fleet, machine: SharedMachine, disturb: Callable[[], None]) -> None:
+    def __init__(self, fleet: Fleet, orders: OrderBook, machine: SharedMachine, disturb: Callable[[], None]) -> None:
         self.runs: dict[ValidationId, Validation] = {}
         self.created = 0
         self.considered: Version = -1
@@ -124,11 +125,15 @@ class Validations:
         """The next version is measured in the place of a run that was cut off."""
         self.sendable = 0
         """Chunks of the served run that wait for a slot; what the scheduler looks at after every event."""
-        self.out = 0
-        """Chunks being measured, each in a slot."""
+        self._orders = orders
         self._fleet = fleet
         self.machine = machine
         self._disturb = disturb
+
+    @property
+    def out(self) -> int:
+        """Chunks being measured, each in a slot."""
+        return len(self._orders.open("rows"))
 
     @property
     def served(self) -> Validation | None:
@@ -181,7 +186,6 @@ class Validations:
         chunk.attempt += 1
         chunk.replica = replica.id
         replica.chunks[chunk.index] = None
-        self.out += 1
         self._seats_changed(replica)
         self._note(run, chunk)
         self._changed()
@@ -214,7 +218,7 @@ class Validations:
         replica = self._fleet.replicas[chunk.replica]
         del replica.chunks[chunk.index]
         chunk.replica = -1
-        self.out -= 1
+        self._orders.withdraw("rows", (run.id, chunk.index))
         self._seats_changed(replica)
         self._note(run, chunk)
 

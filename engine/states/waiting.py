@@ -1,16 +1,44 @@
-"""What a run waits for: every order under way, by whom it is carried out, since when, and which fact would end it.
+"""What a run waits for: every open order, by whom it is carried out, since when, and which fact would end it; and what
+waits without an order.
 
-Asked when a run has been silent for long, by the control endpoint, and where nothing can come any more. Reads the state
-and changes nothing; a look costs as much as there is under way.
+Asked when a run has been silent for long, by the control endpoint, and where nothing can come any more. Reads the order
+book and the state and changes nothing; a look costs as much as there is in flight.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from engine.commands import (
+    AbortGroup,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    EnterState,
+    InstallWeights,
+    MeasureRows,
+    ParkGroup,
+    PauseReplica,
+    PublishWeights,
+    ResumeGroup,
+    ResumeReplica,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StageWeights,
+    StartGroup,
+    StartReplica,
+    StopMeasuring,
+    StopReplica,
+    TrainStep,
+    TruncateGroup,
+)
+from engine.events import ReplicaLost
 from engine.ids import GroupId
+from engine.states.orders import RELATIONS, Order
 from engine.states.replica import Replica
 from engine.states.state import State
-from engine.states.step import Step
 
 Since = Mapping[tuple[str, int], float]
 """When the present state of a record was entered, by (machine, id), where that is known: seconds since the run
@@ -36,13 +64,20 @@ class Wait:
 
 
 def waits(state: State, since: Since | None = None) -> list[Wait]:
-    """Everything under way, what keeps the next train step first. Empty once the run is over."""
+    """Everything that is waited for, what keeps the next train step first. Empty once the run is over."""
     if state.outcome is not None:
         return []
-    known = since or {}
-    found = [*_of_the_trainer(state, known), *_of_replicas(state, known), *_of_groups(state), *_of_stages(state)]
-    found += [*_of_validations(state, known), *_of_the_rest(state, known)]
-    return found
+    orders: dict[tuple[str, Any], list[Order]] = {}
+    for order in state.orders.all():
+        orders.setdefault(_together(order), []).append(order)
+    found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
+    said = [wait for _, _, wait in found if wait is not None]
+    return [*said, *_unordered(state, since or {})]
+
+
+LAST = 9
+RANK = {"train": 0, "score": 0, "publish": 0, "sync": 1, "start": 1, "stop": 1, "group": 2, "stage": 3, "rows": 4}
+"""By subject: what keeps the next train step comes first."""
 
 
 def held_up(state: State) -> str:
@@ -71,131 +106,136 @@ def held_up(state: State) -> str:
     return "; ".join(told)
 
 
-def _of_the_trainer(state: State, since: Since) -> Iterator[Wait]:
-    for step in state.formed_steps:
-        yield from _of_step(state, step, since.get(("step", step.id)))
-    if state.publishing and all(step.state != "publishing" for step in state.formed_steps):
-        yield _publication(state, None)
+def _together(order: Order) -> tuple[str, Any]:
+    """Orders that one sentence tells: groups by replica, the work of a state, the rows of a validation."""
+    if order.subject in ("group", "stage"):
+        return order.subject, order.owner
+    return order.subject, order.id[0] if order.subject == "rows" else order.id
 
 
-def _of_step(state: State, step: Step, since: float | None) -> Iterator[Wait]:
-    trainer, batch = "the trainer", f"step {step.id} on {_groups(len(step.groups))}"
-    again = f", attempt {step.attempt}" if step.attempt > 1 else ""
-    if step.state == "training":
-        yield Wait(what=f"trains {batch}{again}", by=trainer, since=since, ends="StepTrained or StepFailed")
-    elif step.state == "publishing":
-        yield _publication(state, since)
-    elif step.state == "scoring":
-        tasks = [state.limits.scoring_tasks[place] for place in step.under_way]
-        apart = state.limits.scored_apart
-        for task in tasks:
-            by = f"the scorer of {task}" if task in apart else trainer
-            yield Wait(what=f"does {task} of {batch}{again}", by=by, since=since, ends="BatchScored or StepFailed")
-        if not tasks:
-            what = f"{batch} waits for its pool, or for replicas to take the newest weights"
-            yield Wait(
-                what=what, by="the scheduler", since=since, ends="ReplicaPaused, WeightsInstalled or BatchScored"
-            )
+def _of(like: list[Order], state: State) -> Wait:
+    """The wait for orders that are told together; `like` has at least one, the oldest first."""
+    oldest = like[0]
+    by = f"replica {oldest.owner}" if isinstance(oldest.owner, int) else f"the {oldest.owner}"
+    if oldest.subject == "timer":
+        by = f"timer {oldest.id}"
+    elif oldest.subject == "rows":
+        replicas = list(dict.fromkeys(order.owner for order in like))
+        by = f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}"
+    return Wait(what=WORDS[type(oldest.command)](like, state), by=by, since=oldest.at, ends=_ends(oldest))
 
 
-def _publication(state: State, since: float | None) -> Wait:
-    what = f"publishes version {state.latest_version + 1}"
-    return Wait(what=what, by="the trainer", since=since, ends="WeightsPublished or PublishFailed")
+def _ends(order: Order) -> str:
+    """The facts that close an order, as the table says; the loss of a replica ends all that it has."""
+    names = [event.__name__ for event in RELATIONS[type(order.command)].answers]
+    if isinstance(order.owner, int) and ReplicaLost.__name__ not in names:
+        names.append(ReplicaLost.__name__)
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-REPLICA_WAITS = {
-    "joining": ("comes up", "ReplicaJoined or ReplicaLost"),
-    "pausing": ("stops sampling, to take new weights", "ReplicaPaused, SyncFailed or ReplicaLost"),
-    "paused": ("is paused for new weights", "WeightsStaged, SyncFailed or ReplicaLost"),
-    "installing": ("takes new weights", "WeightsInstalled, SyncFailed or ReplicaLost"),
-    "yielding": ("goes to sleep, so that the trainer has its pool", "ReplicaPaused, SyncFailed or ReplicaLost"),
-    "draining": ("parks what it has, to leave", "ReplicaPaused, GroupAborted or ReplicaLost"),
-}
-"""What a replica in a state is waited for, and what ends that."""
+Words = Callable[[list[Order], State], str]
 
 
-def _of_replicas(state: State, since: Since) -> Iterator[Wait]:
-    for replica in state.fleet.replicas.values():
-        by, entered = f"replica {replica.id}", since.get(("replica", replica.id))
-        if replica.state == "lost" and replica.returns:
-            yield Wait(what="is started again", by=by, since=entered, ends="ReplicaJoined or ReplicaLost")
-        elif replica.state in REPLICA_WAITS:
-            what, ends = REPLICA_WAITS[replica.state]
-            yield Wait(what=what + _weights(replica), by=by, since=entered, ends=ends)
-        elif replica.staging is not None:
-            what = f"fetches version {replica.staging} while it generates"
-            yield Wait(what=what, by=by, since=None, ends="WeightsStaged, SyncFailed or ReplicaLost")
+def _generates(like: list[Order], state: State) -> str:
+    return f"generates {_named([order.id for order in like])}" + (", the oldest" if len(like) > 1 else "")
 
 
-def _weights(replica: Replica) -> str:
-    coming = replica.staged if replica.staged is not None else replica.staging
-    return "" if coming is None else f" (version {coming})"
+def _trains(like: list[Order], state: State) -> str:
+    return f"trains {_batch(like[0].command)}"
 
 
-def _of_groups(state: State) -> Iterator[Wait]:
-    """One for each replica that generates; the one with the oldest group first."""
-    found = []
-    for replica in state.fleet.replicas.values():
-        running = [state.groups[id] for id in replica.groups if id in state.groups]
-        if running:
-            running.sort(key=lambda group: (group.seated_at or group.started_at, group.id))
-            named = _named([group.id for group in running])
-            found.append(
-                Wait(
-                    what=f"generates {named}" + (", the oldest" if len(running) > 1 else ""),
-                    by=f"replica {replica.id}",
-                    since=running[0].seated_at or running[0].started_at,
-                    ends="GroupGenerated, GroupAborted, GroupFailed or ReplicaLost",
-                )
-            )
-    yield from sorted(found, key=lambda wait: wait.since or 0.0)
+def _scores(like: list[Order], state: State) -> str:
+    command: Any = like[0].command
+    return f"does {command.task} of {_batch(command)}"
 
 
-def _of_stages(state: State) -> Iterator[Wait]:
-    for stage in state.stages.by_name.values():
-        if stage.working:
-            what = f"works on {_named(list(stage.working))}"
-            yield Wait(what=what, by=f"the state {stage.name}", since=None, ends="StateLeft or StateFailed")
+def _batch(command: Any) -> str:
+    again = f", attempt {command.attempt}" if command.attempt > 1 else ""
+    return f"step {command.step} on {_groups(len(command.groups))}{again}"
 
 
-def _of_validations(state: State, since: Since) -> Iterator[Wait]:
-    run = state.validations.served
-    if run is None:
-        return
-    entered = since.get(("validation", run.id), run.started_at if run.started_at >= 0 else run.queued_at)
+def _pauses(like: list[Order], state: State) -> str:
+    command: Any = like[0].command
+    if command.mode == "sleep":
+        return "goes to sleep, so that the trainer has its pool"
+    if state.fleet.replicas[command.replica].state == "draining":
+        return "parks what it has, to leave"
+    return f"stops sampling, to take new weights (version {command.version})"
+
+
+def _measures(like: list[Order], state: State) -> str:
+    run = state.validations.runs[like[0].id[0]]
     left = sum(chunk.count for chunk in run.chunks if not chunk.done)
-    holders = ", ".join(str(id) for id in run.replicas)
-    if run.out:
-        what = f"measure {counted(left, 'held-out row')} under version {run.version}"
-        by = f"replica{'s' * (len(run.replicas) > 1)} {holders}"
-        yield Wait(what=what, by=by, since=entered, ends="RowsMeasured, RowsFailed or ReplicaLost")
-    else:
+    return f"measure {counted(left, 'held-out row')} under version {run.version}"
+
+
+def _fires(like: list[Order], state: State) -> str:
+    timer, step = like[0].id, state.steps[state.steps_batched]
+    if timer == step.timer:
+        return f"step {step.id} waits for stragglers, then the deadline policy acts"
+    if timer == state.live.group_timer:
+        return f"the longest attempt is parked once it has taken {state.limits.group_timeout_s:g} s"
+    return f"no replica is left, the run ends after {state.limits.give_up_s:g} s without one"
+
+
+def _says(words: str) -> Words:
+    """A sentence of the oldest order's fields."""
+    return lambda like, state: words.format(order=like[0].command)
+
+
+WORDS: dict[type[Command], Words] = {
+    DrawPrompts: lambda like, state: f"draws {counted(state.asked, 'prompt')}",
+    StartGroup: _generates,
+    ResumeGroup: _generates,
+    ParkGroup: _says("parks group {order.group}"),
+    TruncateGroup: _says("finishes group {order.group} with the tokens it has"),
+    AbortGroup: _says("stops generating group {order.group}"),
+    DiscardGroups: lambda like, state: f"forgets {_groups(len(getattr(like[0].command, 'groups', ())))}",
+    StageWeights: _says("fetches version {order.version} while it generates"),
+    PauseReplica: _pauses,
+    InstallWeights: _says("takes new weights (version {order.version})"),
+    ResumeReplica: _says("begins to sample again"),
+    StartReplica: _says("is started"),
+    StopReplica: _says("is stopped: {order.reason}"),
+    RetireWeights: _says("drops version {order.version}"),
+    ScoreBatch: _scores,
+    TrainStep: _trains,
+    PublishWeights: _says("publishes version {order.version}"),
+    SaveCheckpoint: lambda like, state: f"writes the checkpoint after {counted(like[0].id, 'train step')}",
+    SetTimer: _fires,
+    MeasureRows: _measures,
+    StopMeasuring: _says("stops measuring"),
+    EnterState: lambda like, state: f"works on {_named([order.id for order in like])}",
+}
+"""What the one who has an order does, for every class of orders."""
+
+
+def _unordered(state: State, since: Since) -> Iterator[Wait]:
+    """What waits for the end of something else."""
+    for step in state.formed_steps:
+        if step.state == "scoring" and not state.scoring(step):
+            batch = f"step {step.id} on {_groups(len(step.groups))}"
+            what = f"{batch} waits for its pool, or for replicas to take the newest weights"
+            ends = "ReplicaPaused, WeightsInstalled or BatchScored"
+            yield Wait(what=what, by="the scheduler", since=since.get(("step", step.id)), ends=ends)
+    for replica in state.fleet.replicas.values():
+        what = _on_its_way(replica)
+        if what and state.orders.find("start", replica.id) is None:
+            entered = since.get(("replica", replica.id))
+            yield Wait(what=what, by=f"replica {replica.id}", since=entered, ends="ReplicaJoined or ReplicaLost")
+    run = state.validations.served
+    if run is not None and not run.out:
+        left = sum(chunk.count for chunk in run.chunks if not chunk.done)
+        entered = since.get(("validation", run.id), run.started_at if run.started_at >= 0 else run.queued_at)
         what = f"{counted(left, 'held-out row')} {_wait(left)} for a replica with version {run.version}"
-        yield Wait(
-            what=what, by="the validation", since=entered, ends="WeightsInstalled, GroupGenerated or ReplicaJoined"
-        )
+        ends = "WeightsInstalled, GroupGenerated or ReplicaJoined"
+        yield Wait(what=what, by="the validation", since=entered, ends=ends)
 
 
-def _of_the_rest(state: State, since: Since) -> Iterator[Wait]:
-    if state.checkpoint_pending:
-        what = f"writes the checkpoint after {counted(state.checkpoint_ordered, 'train step')}"
-        entered = since.get(("checkpoint", state.checkpoint_ordered))
-        yield Wait(what=what, by="the trainer", since=entered, ends="CheckpointSaved or CheckpointFailed")
-    if state.asked:
-        yield Wait(
-            what=f"draws {counted(state.asked, 'prompt')}", by="the data source", since=None, ends="PromptsDrawn"
-        )
-    step = state.steps.get(state.steps_batched)
-    if step is not None and step.timer is not None:
-        what = f"step {step.id} waits for stragglers, then the deadline policy acts"
-        yield Wait(what=what, by=f"timer {step.timer}", since=since.get(("step", step.id)), ends="TimerFired")
-    if state.live.group_timer is not None:
-        limit = state.limits.group_timeout_s
-        what = f"the longest attempt is parked once it has taken {limit:g} s" if limit else "it fires as an echo"
-        yield Wait(what=what, by=f"timer {state.live.group_timer}", since=None, ends="TimerFired")
-    if state.live.give_up_timer is not None:
-        what = f"no replica is left, the run ends after {state.limits.give_up_s:g} s without one"
-        yield Wait(what=what, by=f"timer {state.live.give_up_timer}", since=None, ends="ReplicaJoined or TimerFired")
+def _on_its_way(replica: Replica) -> str:
+    if replica.state == "lost" and replica.returns:
+        return "is started again"
+    return "comes up" if replica.state == "joining" else ""
 
 
 def _named(groups: list[GroupId]) -> str:

@@ -1,0 +1,396 @@
+"""The order book: every order that is open, and the one table that says which event ends which order.
+
+An order is a command that expects an answer. It is open from the event that caused it until an event answers it,
+another order withdraws it, or the process that has it is lost. `State.orders` is the only book of open orders: what a run waits
+for, what is ordered again after the scheduler's process died, and which orders fail with a lost process are read here.
+
+Written by `scheduling/` through `Orders.add`, and by `Scheduler.handle`, which matches each event before anything else.
+Nothing else may encode "this is in flight".
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from engine.commands import (
+    AbortGroup,
+    CancelTimer,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    EnterState,
+    FinishRun,
+    InstallWeights,
+    MeasureRows,
+    ParkGroup,
+    PauseReplica,
+    PublishWeights,
+    ResumeGroup,
+    ResumeReplica,
+    RetireWeights,
+    SaveCheckpoint,
+    ScoreBatch,
+    SetTimer,
+    StageWeights,
+    StartGroup,
+    StartReplica,
+    StopMeasuring,
+    StopReplica,
+    TrainStep,
+    TruncateGroup,
+)
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    OrderDone,
+    PrefixStored,
+    PromptsDrawn,
+    PublishFailed,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaPaused,
+    RowsFailed,
+    RowsMeasured,
+    StateFailed,
+    StateLeft,
+    StepFailed,
+    StepTrained,
+    SyncFailed,
+    TimerFired,
+    WeightsInstalled,
+    WeightsPublished,
+    WeightsStaged,
+)
+from engine.ids import ReplicaId
+
+Owner = ReplicaId | str
+"""Who carries an order out: a replica by its number, everything else by its name."""
+
+TRAINER, DATA_SOURCE, TIMERS = "trainer", "data source", "timers"
+TRAJECTORY_STORE, WEIGHTS_STORE = "trajectory store", "weights store"
+SPREAD = 0x9E3779B97F4A7C15
+"""An odd number: multiples of it tell sums of order numbers apart in the state hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """How one class of orders is keyed, carried out and answered."""
+
+    subject: str
+    """With the fields of `id` it is the key: a newer order with the same key replaces the older one."""
+    id: tuple[str, ...]
+    """Fields that name what the order is about; events name it by the same fields."""
+    owner: str
+    """Who carries it out: the name of one of `Owner`, or of the field that says it."""
+    answers: tuple[type[Event], ...]
+    """Events that close it."""
+    echo: tuple[str, ...] = ()
+    """Fields that an event must repeat to match."""
+    reports: tuple[type[Event], ...] = ()
+    """Events that need it open and close nothing."""
+    withdraws: tuple[str, ...] = ()
+    """Subjects whose order with the same id ends without an answer as this one is given."""
+
+
+_ON_REPLICA = ("replica", "incarnation")
+_GROUP = Relation(
+    subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
+    answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored,),
+)  # fmt: skip
+_CUT = Relation(
+    subject="cut", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
+    answers=(GroupGenerated, GroupAborted, GroupFailed),
+)  # fmt: skip
+
+
+def _sync(*answers: type[Event]) -> Relation:
+    """A sync of a replica is one order after another: a pause for something else replaces what was being staged."""
+    return Relation(
+        subject="sync", id=("replica",), owner="replica", echo=("incarnation", "attempt"),
+        answers=(*answers, SyncFailed),
+    )  # fmt: skip
+
+
+def _told(subject: str, id: tuple[str, ...], owner: str, withdraws: tuple[str, ...] = ()) -> Relation:
+    """An order that only has to arrive; the answer repeats its number."""
+    return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), withdraws=withdraws)
+
+
+RELATIONS: dict[type[Command], Relation] = {
+    DrawPrompts: Relation(subject="draw", id=(), owner=DATA_SOURCE, answers=(PromptsDrawn,)),
+    StartGroup: _GROUP,
+    ResumeGroup: _GROUP,
+    TruncateGroup: _CUT,
+    ParkGroup: _CUT,
+    AbortGroup: _told("abort", ("group",), "replica", withdraws=("group", "cut")),
+    DiscardGroups: _told("discard", ("number",), TRAJECTORY_STORE),
+    StageWeights: _sync(WeightsStaged),
+    PauseReplica: _sync(ReplicaPaused),
+    InstallWeights: _sync(WeightsInstalled),
+    ResumeReplica: _told("resume", ("replica",), "replica"),
+    StartReplica: Relation(subject="start", id=("replica",), owner="replica", answers=(ReplicaJoined, ReplicaLost)),
+    StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost,)),
+    RetireWeights: _told("retire", ("version",), WEIGHTS_STORE),
+    ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
+                         answers=(BatchScored, StepFailed)),
+    TrainStep: Relation(subject="train", id=("step",), owner=TRAINER, echo=("attempt",),
+                        answers=(StepTrained, StepFailed)),
+    PublishWeights: Relation(subject="publish", id=("version",), owner=TRAINER, echo=("attempt",),
+                             answers=(WeightsPublished, PublishFailed)),
+    SaveCheckpoint: Relation(subject="checkpoint", id=("steps",), owner=TRAINER,
+                             answers=(CheckpointSaved, CheckpointFailed)),
+    SetTimer: Relation(subject="timer", id=("timer",), owner=TIMERS, answers=(TimerFired,)),
+    MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
+                          answers=(RowsMeasured, RowsFailed)),
+    StopMeasuring: _told("stop rows", ("replica",), "replica"),
+    EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
+                         answers=(StateLeft, StateFailed)),
+}  # fmt: skip
+"""Every order there is. `CancelTimer` (it withdraws its timer) and `FinishRun` (it withdraws everything) are none."""
+
+NO_ORDERS: tuple[type[Command], ...] = (CancelTimer, FinishRun)
+
+UNSOLICITED: tuple[type[Event], ...] = (ReplicaJoined, ReplicaLost)
+"""Events that answer an order where there is one and need none."""
+
+
+def stage_owner(state: str) -> Owner:
+    """Who does the work of an added state."""
+    return f"state {state}"
+
+
+class Order:
+    """One open order. `at`: when it was given, in seconds since the run began."""
+
+    __slots__ = ("at", "command", "id", "number", "owner", "subject")
+
+    def __init__(self, number: int, subject: str, id: Any, owner: Owner, command: Command, at: float) -> None:
+        self.number = number
+        self.subject = subject
+        self.id = id
+        self.owner = owner
+        self.command = command
+        self.at = at
+
+
+class OrderBook:
+    """The open orders of a run, by what they are about and by who has them, in the order in which they were given."""
+
+    __slots__ = ("_apart", "_by_number", "_by_subject", "_owned", "digest", "matched", "next_number")
+
+    def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
+        """`scored_apart`: scoring tasks that a process of their own carries out instead of the trainer."""
+        self._apart = scored_apart
+        self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
+        self._by_number: dict[int, Order] = {}
+        self._owned: dict[Owner, dict[int, Order]] = {}
+        self.next_number = 0
+        """The number that the next order gets; numbers are never used twice."""
+        self.digest = 0
+        """What the book adds to the state hash: a sum over the numbers of the open orders."""
+        self.matched: tuple[Order, ...] = ()
+        """The orders that the newest event answered or reported on: what caused it."""
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    # reading
+
+    def open(self, subject: str) -> dict[Any, Order]:
+        """The open orders about a subject by their ids. Not to be changed."""
+        return self._by_subject[subject]
+
+    def find(self, subject: str, id: Any) -> Order | None:
+        """The open order with that key."""
+        return self._by_subject[subject].get(id)
+
+    def owned(self, owner: Owner) -> list[Order]:
+        """What a process was ordered and has not answered, oldest first."""
+        return list(self._owned[owner].values()) if owner in self._owned else []
+
+    def held(self, owner: Owner) -> int:
+        """How many open orders a process has."""
+        return len(self._owned.get(owner, ()))
+
+    def all(self) -> list[Order]:
+        """Every open order, oldest first."""
+        return list(self._by_number.values())
+
+    def reissued(self, now: float) -> list[Command]:
+        """What to order again where nobody remembers: the open orders, oldest first; timers get the time they have
+        left. Carrying an order out twice does no harm."""
+        return [
+            replace(order.command, delay_s=max(0.0, order.at + order.command.delay_s - now))
+            if isinstance(order.command, SetTimer)
+            else order.command
+            for order in self.all()
+        ]
+
+    def digest_from_scratch(self) -> int:
+        """The same figure as `digest`, from the orders alone."""
+        return sum((number + 1) * SPREAD for number in self._by_number)
+
+    def scorer(self, task: str) -> Owner:
+        """Who carries out a scoring task."""
+        return f"scorer of {task}" if task in self._apart else TRAINER
+
+    # orders
+
+    def add(self, command: Command, at: float) -> None:
+        """Take an order into the book; one with the same key, and those it withdraws, end without an answer."""
+        opening = _OPENINGS.get(type(command))
+        if opening is None:
+            self._withdraw_for(command)
+            return
+        subject, identify, own, withdraws = opening
+        id = identify(command)
+        orders = self._by_subject[subject]
+        for other in withdraws:
+            self.withdraw(other, id)
+        if id in orders:
+            self._close(orders[id])
+        number = self.next_number
+        self.next_number = number + 1
+        owner: Owner = own(self, command)
+        order = orders[id] = self._by_number[number] = Order(number, subject, id, owner, command, at)
+        owned = self._owned.get(owner)
+        if owned is None:
+            owned = self._owned[owner] = {}
+        owned[number] = order
+        self.digest += (number + 1) * SPREAD
+
+    def put_back(self, number: int, command: Command, at: float) -> None:
+        """An order as a snapshot says it, oldest first."""
+        self.next_number = number
+        self.add(command, at)
+
+    def withdraw(self, subject: str, id: Any) -> Order | None:
+        """An order ends without an answer; one that comes all the same is a stale echo."""
+        order = self._by_subject[subject].get(id)
+        if order is not None:
+            self._close(order)
+        return order
+
+    def fail(self, owner: Owner) -> list[Order]:
+        """A process is lost, and with it every order it had; oldest first."""
+        lost = self.owned(owner)
+        for order in lost:
+            self._close(order)
+        return lost
+
+    def clear(self) -> None:
+        """The run is over, or new processes carry it: nothing that was ordered is wanted any more."""
+        for orders in (*self._by_subject.values(), *self._owned.values(), self._by_number):
+            orders.clear()
+        self.digest = 0
+
+    # events
+
+    def match(self, event: Event) -> bool:
+        """Close every open order that an event answers. False: it needs an order and there is none, so it is the echo
+        of something already over."""
+        rules = _RULES.get(type(event))
+        if rules is None:
+            self.matched = ()
+            return True
+        matched: tuple[Order, ...] = ()
+        for rule in rules:
+            found = rule.find(self, event)
+            if found:
+                matched += found
+                if rule.closes:
+                    for order in found:
+                        self._close(order)
+        self.matched = matched
+        return bool(matched) or type(event) in UNSOLICITED
+
+    def _withdraw_for(self, command: Command) -> None:
+        if isinstance(command, CancelTimer):
+            self.withdraw("timer", command.timer)
+        elif isinstance(command, FinishRun):
+            self.clear()
+
+    def _close(self, order: Order) -> None:
+        number = order.number
+        del self._by_number[number], self._owned[order.owner][number], self._by_subject[order.subject][order.id]
+        self.digest -= (number + 1) * SPREAD
+
+
+class _Rule:
+    """How an event finds the orders about one subject that it answers or reports on."""
+
+    __slots__ = ("closes", "echo", "fields", "find", "identify", "kinds", "subject")
+
+    def __init__(self, event: type[Event], relation: Relation, kinds: tuple[type[Command], ...]) -> None:
+        self.subject = relation.subject
+        self.closes = event in relation.answers
+        self.kinds = kinds
+        self.fields = tuple(name for name in relation.id if name in event.__dataclass_fields__)
+        self.identify = _getter(self.fields)
+        self.echo = _getter(relation.echo)
+        self.find: Callable[[OrderBook, Any], tuple[Order, ...]] = self._find
+        if event is OrderDone:
+            self.find = self._find_numbers
+        elif self.fields != relation.id:
+            self.find = self._find_some
+
+    def _find(self, book: OrderBook, event: Event) -> tuple[Order, ...]:
+        order = book.open(self.subject).get(self.identify(event))
+        if order is None or type(order.command) not in self.kinds or self.echo(order.command) != self.echo(event):
+            return ()
+        return (order,)
+
+    def _find_some(self, book: OrderBook, event: Event) -> tuple[Order, ...]:
+        """The event names a part of the id: a failed step ends every scoring task of it."""
+        named = self.identify(event), self.echo(event)
+        return tuple(
+            order
+            for order in book.open(self.subject).values()
+            if (self.identify(order.command), self.echo(order.command)) == named
+        )
+
+    def _find_numbers(self, book: OrderBook, event: OrderDone) -> tuple[Order, ...]:
+        return tuple(order for order in book.open(self.subject).values() if order.number in event.orders)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], Any]:
+    return attrgetter(*names) if names else lambda record: None
+
+
+def _owner_of(relation: Relation, command: type[Command]) -> Callable[[OrderBook, Any], Owner]:
+    if relation.owner == "task":
+        return lambda book, order: book.scorer(order.task)
+    if relation.owner == "state":
+        return lambda book, order: stage_owner(order.state)
+    if relation.owner not in command.__dataclass_fields__:
+        return lambda book, order: relation.owner
+    owner = attrgetter(relation.owner)
+    return lambda book, order: owner(order)
+
+
+_OPENINGS: Mapping[type[Command], tuple[str, Callable[[Any], Any], Callable[[Any, Any], Owner], tuple[str, ...]]] = {
+    command: (relation.subject, _getter(relation.id), _owner_of(relation, command), relation.withdraws)
+    for command, relation in RELATIONS.items()
+}
+
+
+def _rules() -> dict[type[Event], tuple[_Rule, ...]]:
+    """The table read from the other side: event → the orders it may end or report on."""
+    found: dict[type[Event], dict[tuple[str, ...], tuple[Relation, list[type[Command]]]]] = {}
+    for command, relation in RELATIONS.items():
+        for event in (*relation.answers, *relation.reports):
+            subjects = found.setdefault(event, {})
+            subjects.setdefault((relation.subject, *relation.echo), (relation, []))[1].append(command)
+    return {
+        event: tuple(_Rule(event, relation, tuple(kinds)) for relation, kinds in subjects.values())
+        for event, subjects in found.items()
+    }
+
+
+_RULES = _rules()
