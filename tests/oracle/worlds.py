@@ -1,0 +1,208 @@
+"""The worlds of the oracle: a thousand small simulated runs, each a function of its name and number alone.
+
+Five families. `calm`: nothing fails and nothing is left to chance but lengths, so that an order more or less moves
+nothing else. `preset`: the shipped configurations in small, each layout and mode that they list. `rough`: any figures
+and policies, every fault. `asked`: the user drains, scales, takes replicas away and changes settings on the way.
+`cut`: no clock; everything that can happen happens in turn, and every process ends at once, now and then. `wild`: no
+clock; whatever happens, in whatever order.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from engine.commands import Command
+from engine.config import load_config
+from engine.errors import ConfigError
+from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
+from engine.policies import DEFAULTS, PolicySet
+from engine.scheduler import Scheduler
+from engine.scheduling.settings import check_setting
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits
+from tests.core.adversary import AT_REST
+from tests.oracle.figures import SHIPPED, STEPS, any_limits, any_policies
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+FAMILIES = {"calm": 200, "preset": 180, "rough": 220, "asked": 120, "cut": 120, "wild": 160}
+
+ROUGH = Faults(
+    lose=0.1, duplicate=0.1, die=0.01, stay_dead=0.2, fail_group=0.03, fail_data=0.03, fail_sync=0.1,
+    fail_trainer=0.1, fail_state=0.05, fail_rows=0.1,
+)  # fmt: skip
+FIGURES = (
+    "scheduler.max_staleness_steps", "scheduler.max_concurrent_groups", "scheduler.deadline_timeout_s",
+    "scheduler.max_drops", "scheduler.infrastructure_attempts", "scheduler.data_attempts", "rollout.group_timeout_s",
+    "rollout.straggler_factor", "rollout.give_up_s",
+)  # fmt: skip
+
+
+class Told:
+    """What is told of one run: the bounds and policies it begins with, then every event with its commands."""
+
+    limits: Limits
+    policies: dict[str, str]
+    scheduler: Scheduler
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[Event, tuple[Command, ...]]] = []
+
+    def observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        self.frames.append((event, commands))
+
+
+class Steady(Random):
+    """Every duration is the middle of its range: the order in which they are drawn does not matter."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
+def a_setting(random: Random, limits: Limits, **others: Any) -> Setting:
+    own = limits.validation.own_from if limits.validation is not None else None
+    return Setting(
+        limits=limits, replicas=2 if own is not None or limits.pools else random.randint(1, 3),
+        slots=random.randint(1, 4), prompts=random.randint(6, 90), seed=random.randrange(2**31), max_tokens=200,
+        train_s=random.choice([2.0, 20.0, 60.0]), sync_s=random.choice([0.2, 2.0, 10.0]), **others,
+    )  # fmt: skip
+
+
+def in_world(
+    setting: Setting, named: dict[str, str], told: Told, asks: Sequence[Any] = (), steady: bool = False
+) -> None:
+    """`asks`: (when, what makes the event, given the world, or None)."""
+
+    class Seen(World):
+        def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+            told.observe(event, commands)
+            super()._observe(event, commands)
+
+    world = Seen(setting, PolicySet.from_names(named), check=False)
+    told.limits, told.policies, told.scheduler = setting.limits, dict(world.scheduler.policies.names), world.scheduler
+    if steady:
+        world.random = Steady(setting.seed)
+
+    def ask(make: Callable[[World], Event | None]) -> None:
+        event = make(world) if world.driver.outcome is None else None
+        if event is not None:
+            world.driver.deliver(event)
+
+    for when, make in asks:
+        world._after(when, lambda make=make: ask(make))
+    world.run()
+
+
+# families
+
+
+def calm(number: int, told: Told) -> None:
+    random = Random(f"calm/{number}")
+    limits = replace(any_limits(random), group_timeout_s=None)
+    named = any_policies(random, own=0.1)
+    in_world(a_setting(random, limits), named, told, steady=True)
+
+
+def rough(number: int, told: Told) -> None:
+    random = Random(f"rough/{number}")
+    limits, named = any_limits(random), any_policies(random, own=0.1)
+    if number % 3 == 0:  # bounds that bind: short steps, rolling installs, deaths
+        named |= {"deadline": ("shrink", "drop", "truncate")[number // 3 % 3], "sync": "rolling"}
+        limits = replace(limits, deadline_timeout_s=1.0, max_drops=3, infrastructure_attempts=50)
+    setting = a_setting(
+        random, limits, faults=ROUGH, spread=random.choice([1.0, 0.5]),
+        prefix_every_tokens=random.choice([0, 10]),
+    )  # fmt: skip
+    in_world(setting, named, told)
+
+
+SIZES = {
+    "sync": [], "stream": [], "quickstart": ["scheduler.max_concurrent_groups=4"],
+    "vllm_cpu": ["scheduler.max_concurrent_groups=4"], "one_step_off": ["scheduler.max_concurrent_groups=4"],
+    "generate_ahead": ["scheduler.max_concurrent_groups=4"], "fully_async": ["scheduler.max_concurrent_groups=4"],
+    "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", "scheduler.max_concurrent_groups=4"],
+    "partial_rollout": ["rollout.slots=4", "scheduler.max_concurrent_groups=8"],
+}  # fmt: skip
+"""What follows from batches of four, by preset."""
+
+
+def variants() -> list[tuple[str, list[str]]]:
+    """Every preset as it is shipped, and with the overrides that its comment lists."""
+    found: list[tuple[str, list[str]]] = []
+    for preset, sizes in sorted(SIZES.items()):
+        text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
+        listed = re.findall(r"^#\s+[a-z][a-z -]*: +(--set .*)$", text, re.MULTILINE)
+        found += [(preset, [*sizes, *(w for w in shlex.split(s) if w != "--set")]) for s in ["", *listed]]
+    return found
+
+
+def preset(number: int, told: Told) -> None:
+    random = Random(f"preset/{number}")
+    every = variants()
+    name, overrides = every[number % len(every)]
+    small = [
+        f"run.max_steps={STEPS}", "scheduler.train_batch_size=4", "scheduler.samples_per_prompt=2", "rollout.slots=2",
+        f"trainer.checkpoint_every={random.choice([0, 2])}", "validation.prompts=6", "run.dir=nowhere",
+    ]  # fmt: skip
+    config = load_config(CONFIGS / f"{name}.yaml", [*small, *overrides])
+    limits = config.limits() if random.random() < 0.5 else replace(config.limits(), validation=None)
+    setting = Setting(
+        limits=limits, replicas=config.rollout.replicas, slots=config.rollout.slots, prompts=8 * STEPS,
+        seed=random.randrange(2**31), latency_s=random.choice([0.0, 0.1, 2.0]), max_tokens=400,
+        train_s=random.choice([0.5, 5.0, 20.0, 100.0]), sync_s=random.choice([0.1, 2.0, 30.0]),
+        mean_tokens=random.choice([5.0, 20.0, 60.0]),
+        faults=replace(ROUGH, stay_dead=0.0, fail_trainer=0.05) if number // len(every) % 2 else Faults(),
+    )  # fmt: skip
+    in_world(setting, dict(config.policies().names), told)
+
+
+def request(random: Random, world: Any) -> Event | None:
+    """Something that a user may ask for now; `world` is one of either kind."""
+    scheduler = world.scheduler
+    limits, kind = scheduler.limits, random.choice(["wanted", "leaves", "figure", "figure", "policy"])
+    choice, replicas = random.randrange(10_000), list(world.replicas.values())
+    if kind == "wanted":
+        alone = not limits.pools and not limits.validators()
+        return ReplicasWanted(replicas=1 + choice % 4) if alone else None
+    if kind == "leaves":
+        if not replicas:
+            return None
+        chosen = replicas[choice % len(replicas)]
+        return ReplicaLeaves(replica=chosen.id, incarnation=chosen.incarnation, reason="spot")
+    decision = sorted(DEFAULTS)[choice % len(DEFAULTS)]
+    setting, value = FIGURES[choice % len(FIGURES)], str(random.choice([0, 1, 2, 3, 4, 6, 8, 12, 50]))
+    if kind == "policy":
+        setting, value = f"scheduler.policies.{decision}", random.choice(SHIPPED[decision])
+    try:
+        check_setting(limits, scheduler.policies, setting, value)
+    except ConfigError:
+        return None
+    return SettingChanged(setting=setting, value=value)
+
+
+def asked(number: int, told: Told) -> None:
+    random = Random(f"asked/{number}")
+    limits, named = any_limits(random), any_policies(random, own=0.1)
+    if number % 2:
+        limits = replace(limits, pools=(), validation=None)
+    asks: list[Any] = [
+        (random.uniform(0.0, 250.0), lambda world: request(random, world)) for _ in range(random.randint(1, 8))
+    ]
+    last = (None, DrainRequested(reason=AT_REST), StopRequested(reason="enough"))[number % 3]
+    if last is not None:
+        asks.append((random.uniform(20.0, 250.0), lambda world: last))
+    faults = ROUGH if number % 4 == 0 else Faults()
+    in_world(a_setting(random, limits, faults=faults, prefix_every_tokens=10), named, told, asks)
+
+
+FAMILY: dict[str, Callable[[int, Told], None]] = {
+    "calm": calm, "preset": preset, "rough": rough, "asked": asked,
+}  # fmt: skip
+
+
+def corpus() -> Iterator[tuple[str, int]]:
+    for family, count in FAMILIES.items():
+        yield from ((family, number) for number in range(count))
