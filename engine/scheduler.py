@@ -160,19 +160,7 @@ class Scheduler:
         if failure is not None:
             self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
         if self._stop is None:
-            self.training.advance()
-            if state.disturbed:
-                self._look_after_hardware()
-            if state.validations.sendable:
-                self.validation.send()
-            self.rollout.advance()
-            if state.live.slow:
-                self.pace.advance()
-            if state.stages.waiting:
-                self.stages.advance()
-            self.training.watch()
-            if state.limits.group_timeout_s is not None and state.live.group_timer is None:
-                self.attempts.watch()
+            self._order_what_may_begin()
             self._finish_when_done()
         if self._stop is not None and state.validations.runs:
             self.validation.cancel_all(f"the run ended: {self._stop.reason}")
@@ -182,6 +170,23 @@ class Scheduler:
             state.fewer_over()
         check_event(state)
         return self._orders.take(last=self._stop)
+
+    def _order_what_may_begin(self) -> None:
+        """After every event, and once more under the built-in policies where those of the run have started nothing."""
+        state = self.state
+        self.training.advance()
+        if state.disturbed:
+            self._look_after_hardware()
+        if state.validations.sendable:
+            self.validation.send()
+        self.rollout.advance()
+        if state.live.slow:
+            self.pace.advance()
+        if state.stages.waiting:
+            self.stages.advance()
+        self.training.watch()
+        if state.limits.group_timeout_s is not None and state.live.group_timer is None:
+            self.attempts.watch()
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.
@@ -281,9 +286,7 @@ class Scheduler:
         if self.decisions.policies.on_error == "builtin":
             self.decisions.note(stuck)
             self.decisions.rescuing = True
-            self.training.advance()
-            self.rollout.advance()
-            self.training.watch()
+            self._order_what_may_begin()
             self.decisions.rescuing = False
             stuck = None if self.state.training_step is not None else self._nothing_moves()
         if stuck is not None:

@@ -1,0 +1,60 @@
+"""Law 7 by hand: whatever the policies answer and whatever fails, a run goes on or ends with a named cause."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from engine import policies
+from engine.commands import FinishRun, TrainStep
+from engine.ids import GroupId
+from engine.policies import registry
+from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.view import View
+from tests.core.adversary import Adversary
+from tests.core.test_laws import LAYOUTS
+from tests.core.test_scenarios import small
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """What a test registers is known to that test alone."""
+    before = {decision: dict(known) for decision, known in registry._REGISTERED.items()}
+    yield
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
+
+
+# policies that start nothing
+
+
+class NoBatch:
+    """Never takes a batch."""
+
+    def select(self, view: View, size: int) -> Sequence[GroupId] | None:
+        return None
+
+
+def test_the_built_in_trains_the_batch_that_the_policy_never_takes() -> None:
+    policies.register("batching", "none")(NoBatch)
+    run = small(policies={"batching": "none", "on_error": "builtin"}, max_steps=2)
+    for step in (0, 1):
+        run.finish(*run.running())
+        assert [order.step for order in run.ordered(TrainStep)] == list(range(step + 1))
+        run.train()
+        run.publish()
+        run.install()
+    assert run.ordered(FinishRun)[-1].outcome == "finished"
+
+
+@pytest.mark.parametrize("pools", LAYOUTS)
+def test_a_run_whose_batches_only_the_built_in_takes_ends_whatever_the_pools(pools: tuple[Pool, ...]) -> None:
+    policies.register("batching", "none")(NoBatch)
+    tasks = ("ref_logprobs", "old_logprobs") if len(pools) > 1 else ()
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, scoring_tasks=tasks, pools=pools,
+        validation=ValidationLimits(rows=4, every=1),
+    )  # fmt: skip
+    world = Adversary(limits, policies.PolicySet.from_names({"batching": "none", "on_error": "builtin"}), 9, 4)
+    for id in (0, 1):
+        world.join(id)
+    assert world.complete().outcome == "finished"
