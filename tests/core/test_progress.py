@@ -5,13 +5,21 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from engine import policies
-from engine.commands import FinishRun, TrainStep
+from engine.commands import FinishRun, SaveCheckpoint, TrainStep
+from engine.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    DrainRequested,
+    RunResumed,
+)
 from engine.ids import GroupId
 from engine.policies import registry
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.view import View
 from tests.core.adversary import Adversary
+from tests.core.scripted import Scripted
 from tests.core.test_laws import LAYOUTS
+from tests.core.test_leaving import paused
 from tests.core.test_scenarios import small
 
 
@@ -58,3 +66,54 @@ def test_a_run_whose_batches_only_the_built_in_takes_ends_whatever_the_pools(poo
     for id in (0, 1):
         world.join(id)
     assert world.complete().outcome == "finished"
+
+
+# the last checkpoint
+
+
+def ended_without_checkpoint() -> Scripted:
+    """Two steps, and the checkpoint after the last one could not be written."""
+    run = small(checkpoint_every=2, keeps_batches=True, max_steps=2)
+    train_two_steps(run)
+    run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
+    return run
+
+
+def train_two_steps(run: Scripted) -> None:
+    run.finish(*run.running())
+    for _ in range(2):
+        run.train()
+        run.publish()
+        run.install()
+
+
+def test_a_resumed_run_writes_the_last_checkpoint_that_failed() -> None:
+    run = ended_without_checkpoint()
+    assert run.ordered(FinishRun)[-1].outcome == "failed"
+    run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2, 2]
+    assert len(run.ordered(FinishRun)) == 1
+    run.tell(CheckpointSaved(steps=2))
+    assert run.ordered(FinishRun)[-1].outcome == "finished"
+
+
+def test_the_last_checkpoint_is_written_where_the_one_after_the_same_step_failed_before() -> None:
+    run = small(checkpoint_every=2, keeps_batches=True, prompts=5, policies={"filter": "zero-variance"})
+    train_two_steps(run)
+    run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
+    assert not run.ordered(FinishRun), "group 4 is under way"
+    run.finish(4, spread=0.0)
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2, 2]
+    run.tell(CheckpointSaved(steps=2))
+    assert run.ordered(FinishRun)[-1].outcome == "finished"
+
+
+def test_a_drain_whose_checkpoint_fails_comes_to_rest_without_it() -> None:
+    run = small(checkpoint_every=2, keeps_batches=True)
+    train_two_steps(run)
+    run.tell(DrainRequested(reason="maintenance"))
+    run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
+    paused(run, 0)
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2]
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
