@@ -5,22 +5,24 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from engine import policies
-from engine.commands import FinishRun, SaveCheckpoint, TrainStep
+from engine.commands import FinishRun, ParkGroup, SaveCheckpoint, SetTimer, TrainStep
 from engine.events import (
     CheckpointFailed,
     CheckpointSaved,
     DrainRequested,
     RunResumed,
+    SettingChanged,
+    TimerFired,
 )
 from engine.ids import GroupId
 from engine.policies import registry
 from engine.states.limits import Limits, Pool, ValidationLimits
-from engine.states.view import View
+from engine.states.view import GroupView, View
 from tests.core.adversary import Adversary
 from tests.core.scripted import Scripted
 from tests.core.test_laws import LAYOUTS
 from tests.core.test_leaving import paused
-from tests.core.test_scenarios import small
+from tests.core.test_scenarios import small, straggling
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +119,46 @@ def test_a_drain_whose_checkpoint_fails_comes_to_rest_without_it() -> None:
     paused(run, 0)
     assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2]
     assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
+# timers
+
+
+def test_a_second_attempt_has_no_more_time_than_the_first() -> None:
+    run = small(group_timeout_s=10.0)
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
+    parked_at, timer = run.clock, run.ordered(SetTimer)[-1]
+    run.abort(0, 1, 2, 3)
+    seated = {group.id: group.seated_at for group in run.state.groups.values() if group.replica >= 0}
+    assert list(seated) == [0, 1, 2, 3]
+    run.tell(TimerFired(timer=timer.timer), at=parked_at + timer.delay_s)
+    assert run.clock <= seated[0] + 10.0, "the timer that waits for a hung replica is not the next to fire"
+    run.fire()
+    assert run.clock == seated[0] + 10.0
+    assert [order.group for order in run.ordered(ParkGroup)][4:] == [0]
+
+
+class Waiting:
+    """Acts on nothing, though it says that it may."""
+
+    acts = True
+
+    def decide(self, view: View, stragglers: Sequence[GroupView]) -> str:
+        return "wait"
+
+
+@pytest.mark.parametrize("policy", ["waiting", "truncate", "drop"])
+def test_a_deadline_policy_that_changes_nothing_is_not_asked_again_at_once(policy: str) -> None:
+    policies.register("deadline", "waiting")(Waiting)
+    run = straggling(policy, deadline_timeout_s=0.001)
+    (again,) = [order for order in run.fire() if isinstance(order, SetTimer)]
+    assert again.delay_s >= 1.0
+
+
+def test_no_timer_is_set_again_once_the_policy_is_one_that_never_acts() -> None:
+    run = straggling("drop", deadline_timeout_s=0.001)
+    run.tell(SettingChanged(setting="scheduler.policies.deadline", value="wait"))
+    assert not [order for order in run.fire() if isinstance(order, SetTimer)]
+    run.finish(3)
+    assert len(run.ordered(TrainStep)) == 2
