@@ -60,11 +60,7 @@ class StageScheduling:
         if group is None:
             return None
         self.state.last_failure = event.reason
-        if event.cause == "data":
-            group.data_failures += 1
-        else:
-            group.infrastructure_failures += 1
-        if not self.decisions.ask("retry", (view_group(group), event.cause), (bool,)):
+        if not self.decisions.another_attempt(group, event.cause):
             return group
         self.state.stages.leave(event.state, group.id)
         self.state.enter_stage(group)

@@ -86,6 +86,8 @@ class AddedState:
 
 ROUNDING = 1e-9
 """A share of a batch that is this little short of a whole group is one: 0.29 · 100 is no integer in floats."""
+MOST_ATTEMPTS = 20
+"""Attempts that a retry policy may give a group for each cause, where its budget is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +186,11 @@ class Limits:
         """Groups that may fail for good one after another, with none generated between them, before the run ends: four
         times what runs at once, and 64 at least. So many are no accident, and a source without end has ever more."""
         return max(64, 4 * self.max_concurrent_groups)
+
+    def most_attempts(self, cause: str) -> int:
+        """Attempts of one group that may fail for a cause (`data` or `infrastructure`), whatever the retry policy says:
+        the budget of that cause, and `MOST_ATTEMPTS` where that is more."""
+        return max(MOST_ATTEMPTS, self.data_attempts if cause == "data" else self.infrastructure_attempts)
 
     def __post_init__(self) -> None:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every

@@ -12,6 +12,7 @@ from engine.events import (
     DrainRequested,
     RunResumed,
     SettingChanged,
+    StateFailed,
     TimerFired,
 )
 from engine.ids import GroupId
@@ -20,6 +21,7 @@ from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.view import GroupView, View
 from tests.core.adversary import Adversary
 from tests.core.scripted import Scripted
+from tests.core.states_of_our_own import CHECKING
 from tests.core.test_laws import LAYOUTS
 from tests.core.test_leaving import paused
 from tests.core.test_scenarios import small, straggling
@@ -162,3 +164,43 @@ def test_no_timer_is_set_again_once_the_policy_is_one_that_never_acts() -> None:
     assert not [order for order in run.fire() if isinstance(order, SetTimer)]
     run.finish(3)
     assert len(run.ordered(TrainStep)) == 2
+
+
+# retries without end
+
+
+class Stubborn:
+    """Never gives a group up."""
+
+    def retry(self, view: View, group: GroupView, cause: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("cause", "budget", "attempts"), [("data", 2, 20), ("infrastructure", 5, 20), ("data", 30, 30)])
+def test_a_group_has_an_end_of_attempts_whatever_the_retry_policy_says(cause: str, budget: int, attempts: int) -> None:
+    policies.register("retry", "stubborn")(Stubborn)
+    run = small(policies={"retry": "stubborn"}, **{f"{cause}_attempts": budget})
+    for _ in range(attempts):
+        assert 0 in run.state.groups
+        run.fail(0, cause=cause)
+    assert 0 not in run.state.groups and run.view.phase_counts()["released"] == 1
+    assert run.state.failed_in_a_row == 1
+
+
+def test_the_work_of_an_added_state_has_an_end_of_attempts_too() -> None:
+    policies.register("retry", "stubborn")(Stubborn)
+    run = small(policies={"retry": "stubborn"}, added_states=(CHECKING,))
+    run.finish(0)
+    for _ in range(20):
+        attempt = run.state.groups[0].attempt
+        run.tell(StateFailed(group=0, attempt=attempt, state=CHECKING.name, cause="data", reason="no judge"))
+    assert 0 not in run.state.groups and run.state.failed_in_a_row == 1
+
+
+def test_a_run_under_a_retry_policy_that_never_gives_up_ends() -> None:
+    policies.register("retry", "stubborn")(Stubborn)
+    run = small(policies={"retry": "stubborn"}, infrastructure_attempts=1000)
+    for _ in range(64 * 20):
+        run.fail(run.running()[0], cause="data")
+    (end,) = run.ordered(FinishRun)
+    assert end.outcome == "failed" and end.reason == "64 prompt groups in a row have failed, at last: no number"
