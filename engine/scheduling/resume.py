@@ -98,5 +98,3 @@ def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, traini
     state.retire_all()
     if state.checkpoint_pending:
         training.checkpoint()
-    else:
-        state.checkpoint_ordered = state.ended.newest  # the one ordered last may have failed

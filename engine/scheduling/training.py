@@ -371,5 +371,3 @@ class TrainingScheduling:
             state.ended.saved(event.steps)
         elif self.nothing_left():
             self.failure = f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"
-        elif not state.live.draining:  # a run that comes to rest does so without it
-            state.checkpoint_ordered = state.ended.newest  # should no other step follow, it is the last: order it again
