@@ -99,7 +99,10 @@ class RolloutScheduling:
         if group.replica >= 0:
             self.state.unseat(group)
         self.state.fire_group(group, "generate")
-        if not keep:
+        if keep:
+            self.state.filtered_in_a_row = 0
+        else:
+            self.state.filtered_in_a_row += 1
             self.release(group, "filter")
 
     def on_group_aborted(self, event: GroupAborted) -> None:

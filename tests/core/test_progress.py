@@ -1,6 +1,7 @@
 """Law 7 by hand: whatever the policies answer and whatever fails, a run goes on or ends with a named cause."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from engine.events import (
     CheckpointFailed,
     CheckpointSaved,
     DrainRequested,
+    GroupGenerated,
     RunResumed,
     SettingChanged,
     StateFailed,
@@ -17,6 +19,12 @@ from engine.events import (
 )
 from engine.ids import GroupId
 from engine.policies import registry
+from engine.schedule.frames import Header
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.replayer import replay
+from engine.simulation.proof import prove
+from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.view import GroupView, View
 from tests.core.adversary import Adversary
@@ -176,7 +184,9 @@ class Stubborn:
         return True
 
 
-@pytest.mark.parametrize(("cause", "budget", "attempts"), [("data", 2, 20), ("infrastructure", 5, 20), ("data", 30, 30)])
+@pytest.mark.parametrize(
+    ("cause", "budget", "attempts"), [("data", 2, 20), ("infrastructure", 5, 20), ("data", 30, 30)]
+)
 def test_a_group_has_an_end_of_attempts_whatever_the_retry_policy_says(cause: str, budget: int, attempts: int) -> None:
     policies.register("retry", "stubborn")(Stubborn)
     run = small(policies={"retry": "stubborn"}, **{f"{cause}_attempts": budget})
@@ -204,3 +214,115 @@ def test_a_run_under_a_retry_policy_that_never_gives_up_ends() -> None:
         run.fail(run.running()[0], cause="data")
     (end,) = run.ordered(FinishRun)
     assert end.outcome == "failed" and end.reason == "64 prompt groups in a row have failed, at last: no number"
+
+
+class Picky:
+    """Keeps nothing."""
+
+    def keep(self, view: View, outcome: GroupGenerated) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_end_and_replay_whatever_stubborn_policies_do(seed: int) -> None:
+    """Retry that never gives up, a filter that keeps nothing, batches that nobody takes: with every fault at once."""
+    for decision, policy in {"retry": Stubborn, "filter": Picky, "batching": NoBatch, "deadline": Waiting}.items():
+        policies.register(decision, "stubborn")(policy)
+    stubborn = ["retry", "batching", "deadline", *(["filter"] if seed % 2 else [])]
+    names = {**dict.fromkeys(stubborn, "stubborn"), "on_error": "builtin"}
+    chosen = policies.PolicySet.from_names(names)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, deadline_timeout_s=0.001,
+        max_filtered_in_a_row=20, checkpoint_every=2, group_timeout_s=50.0,
+    )  # fmt: skip
+    recorder = MemoryRecorder(Header(run="stubborn", limits=limits.to_plain(), policies=dict(chosen.names)))
+    faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.2, fail_data=0.2, fail_trainer=0.05)
+    world = World(Setting(limits=limits, prompts=40, seed=seed, faults=faults), chosen, recorder)
+    outcome = world.run()
+    assert outcome.outcome == ("failed" if seed % 2 else "finished"), outcome.reason
+    report = replay(read(recorder))
+    assert report.divergence is None, report.divergence
+
+
+def test_a_filter_is_not_unlawful_for_dropping_what_a_simulated_run_makes_up() -> None:
+    policies.register("filter", "picky")(Picky)
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_filtered_in_a_row=1)
+    assert prove(limits, {"filter": "picky"}, worlds=2) == 2
+    assert prove(replace(limits, max_filtered_in_a_row=1000), {"filter": "picky"}, worlds=2) == 2
+
+
+# a filter that keeps nothing
+
+
+def filtered(groups: int, **others: object) -> Scripted:
+    """So many groups end with equal rewards, which the filter drops."""
+    run = small(**{"policies": {"filter": "zero-variance"}, **others})
+    for _ in range(groups):
+        run.finish(run.running()[0], spread=0.0)
+    return run
+
+
+def test_a_filter_that_drops_group_after_group_ends_the_run_by_name() -> None:
+    run = filtered(99, max_filtered_in_a_row=100)
+    assert not run.ordered(FinishRun)
+    run.finish(run.running()[0], spread=0.0)
+    (end,) = run.ordered(FinishRun)
+    assert end.outcome == "failed"
+    assert "the filter 'zero-variance' dropped 100 prompt groups in a row" in end.reason
+    assert "scheduler.max_filtered_in_a_row" in end.reason
+
+
+def test_a_group_that_the_filter_keeps_begins_the_count_anew() -> None:
+    run = filtered(99, max_filtered_in_a_row=100)
+    before = run.state.hash
+    run.finish(run.running()[0])
+    assert run.state.filtered_in_a_row == 0
+    for _ in range(99):
+        run.finish(run.running()[-1], spread=0.0)
+    assert not run.ordered(FinishRun)
+    seen = run.state.hash_from_scratch()
+    run.state.filtered_in_a_row -= 1
+    assert run.state.hash_from_scratch() != seen != before
+
+
+def test_many_workers_may_have_more_groups_filtered_in_a_row() -> None:
+    figures = {"train_batch_size": 8, "max_concurrent_groups": 16, "max_filtered_in_a_row": 1}
+    assert Limits(max_staleness_steps=1, **figures).filtered_in_a_row == 64, "four times K"
+    assert Limits(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=1).filtered_in_a_row == 1000
+
+
+def test_a_run_that_resumes_after_its_filter_ended_it_may_filter_as_many_again() -> None:
+    run = filtered(100, max_filtered_in_a_row=100)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
+    assert len(run.ordered(FinishRun)) == 1 and run.state.filtered_in_a_row == 0
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "says"),
+    [
+        (0, "no group could be trained on; the filter 'zero-variance' dropped all 5"),
+        (1, "no group could be trained on; the filter 'zero-variance' dropped 4 of 5; the last that failed: no number"),
+        (5, "no group could be trained on; the last that failed: no number"),
+    ],
+)
+def test_a_run_that_used_up_its_prompts_without_a_step_has_failed(spoiled: int, says: str) -> None:
+    run = small(policies={"filter": "zero-variance"}, prompts=5, data_attempts=1)
+    for id in range(5):
+        if id < spoiled:
+            run.fail(id, cause="data")
+        else:
+            run.finish(id, spread=0.0)
+    (end,) = run.ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("failed", says)
+
+
+def test_a_run_whose_stragglers_were_all_dropped_has_failed() -> None:
+    run = small(policies={"deadline": "drop"}, prompts=2, max_staleness_steps=0, max_concurrent_groups=2)
+    run.fire()
+    (end,) = run.ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("failed", "no group could be trained on; all 2 were filtered or dropped")
+
+
+def test_a_run_without_prompts_is_finished() -> None:
+    (end,) = small(prompts=0).ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("finished", "0 train steps")
