@@ -167,22 +167,12 @@ class Scheduler:
         if failure is not None:
             self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
         if self._stop is None:
-            self.training.advance()
-            if state.disturbed:
-                self._look_after_hardware()
-            if state.validations.sendable:
-                self.validation.send()
-            self.rollout.advance()
-            if state.live.slow:
-                self.pace.advance()
-            if state.stages.waiting:
-                self.stages.advance()
-            self.training.watch()
-            if state.limits.group_timeout_s is not None and state.live.group_timer is None:
-                self.attempts.watch()
+            self._order_what_may_begin()
             self._finish_when_done()
         if self._stop is not None and state.validations.runs:
             self.validation.cancel_all(f"the run ended: {self._stop.reason}")
+        if self._stop is not None:
+            state.stages.put_back()  # a resume works on them again
         state.outcome = self._stop
         state.settle()
         if state.live.over:
@@ -201,6 +191,23 @@ class Scheduler:
             return False
         joins = isinstance(event, ReplicaJoined)
         return event.incarnation < replica.incarnation or (joins and 0 < event.incarnation == replica.incarnation)
+
+    def _order_what_may_begin(self) -> None:
+        """After every event, and once more under the built-in policies where those of the run have started nothing."""
+        state = self.state
+        self.training.advance()
+        if state.disturbed:
+            self._look_after_hardware()
+        if state.validations.sendable:
+            self.validation.send()
+        self.rollout.advance()
+        if state.live.slow:
+            self.pace.advance()
+        if state.stages.waiting:
+            self.stages.advance()
+        self.training.watch()
+        if state.limits.group_timeout_s is not None and state.live.group_timer is None:
+            self.attempts.watch()
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.
@@ -266,9 +273,10 @@ class Scheduler:
         if state.steps_trained > state.steps_in[state.latest_version]:
             self.training.publish()
             return
-        if self.limits.checkpoint_every and state.checkpoint_ordered != state.steps_trained:
+        unsaved = state.ended.newest < state.steps_trained and not state.checkpoint_pending
+        if self.limits.checkpoint_every and unsaved:  # also where it was ordered before, and failed
             self.training.checkpoint()
-        barren = not state.steps_trained and bool(state.last_failure)
+        barren = self._why_barren()
         if self.limits.validation is not None and not state.validations.closing and not barren:
             self.validation.close()
             self._look_after_hardware()
@@ -279,18 +287,40 @@ class Scheduler:
             self.rollout.drop(group)
         state.waiting.clear()
         if barren:
-            reason = f"no group could be trained on; the last that failed: {state.last_failure}"
-            self._stop = FinishRun(outcome="failed", reason=reason, cause=self._orders.cause)
+            self._stop = FinishRun(outcome="failed", reason=barren, cause=self._orders.cause)
         else:
             reason = f"{state.steps_trained} train steps"
             self._stop = FinishRun(outcome="finished", reason=reason, cause=self._orders.cause)
 
     def _fruitless(self) -> str | None:
         """Why going on would only use up prompts (law 7), if so."""
+        state, limits = self.state, self.limits
+        if state.failed_in_a_row >= limits.failures_in_a_row:
+            return f"{state.failed_in_a_row} prompt groups in a row have failed, at last: {state.last_failure}"
+        if state.filtered_in_a_row >= limits.filtered_in_a_row:
+            return (
+                f"{self._filter} dropped {state.filtered_in_a_row} prompt groups in a row; set a filter that keeps "
+                "some, or raise scheduler.max_filtered_in_a_row"
+            )
+        return None
+
+    def _why_barren(self) -> str:
+        """Why nothing came of the prompts of a run that ends without a train step; empty where something did, and where
+        there were none."""
         state = self.state
-        if state.failed_in_a_row < self.limits.failures_in_a_row:
-            return None
-        return f"{state.failed_in_a_row} prompt groups in a row have failed, at last: {state.last_failure}"
+        drawn, filtered = state.ledger.drawn, state.filtered_in_a_row
+        if state.steps_trained or not drawn:
+            return ""
+        causes = []
+        if filtered:
+            causes.append(f"{self._filter} dropped {f'all {drawn}' if filtered == drawn else f'{filtered} of {drawn}'}")
+        if state.last_failure and filtered < drawn:
+            causes.append(f"the last that failed: {state.last_failure}")
+        return "; ".join(["no group could be trained on", *(causes or [f"all {drawn} were filtered or dropped"])])
+
+    @property
+    def _filter(self) -> str:
+        return f"the filter {self.policies.names['filter']!r}"
 
     def _require_progress(self) -> None:
         """Law 7: something is under way whose end will be an event, or the run ends here with a named cause."""
@@ -300,9 +330,7 @@ class Scheduler:
         if self.decisions.policies.on_error == "builtin":
             self.decisions.note(stuck)
             self.decisions.rescuing = True
-            self.training.advance()
-            self.rollout.advance()
-            self.training.watch()
+            self._order_what_may_begin()
             self.decisions.rescuing = False
             stuck = None if self.state.training_step is not None else self._nothing_moves()
         if stuck is not None:

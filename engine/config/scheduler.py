@@ -68,6 +68,12 @@ class SchedulerSection(Section):
         60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
     )
     max_drops: int = Field(4, ge=0, le=1_000_000, description="Times a step may drop stragglers before it waits.")
+    max_filtered_in_a_row: int = Field(
+        1000,
+        ge=1,
+        le=1_000_000_000,
+        description="Groups the filter may drop, none kept between, before the run ends; 4·K where that is more.",
+    )
     infrastructure_attempts: int = Field(
         5, ge=1, le=1000, description="Attempts a group has against infrastructure failures."
     )

@@ -13,6 +13,8 @@ from engine.states.state import State
 
 PARKING_S = 60.0
 """How long a replica may take to park a group; its host cancels one that is not given up long before."""
+SHORTEST_LOOK_S = 1.0
+"""While a group is being parked, attempts that may take less than this are looked at this often."""
 
 
 class AttemptTiming:
@@ -25,11 +27,13 @@ class AttemptTiming:
 
     def watch(self) -> None:
         """Set the timer, while a group runs and it is not set."""
-        state = self.state
+        state, timeout = self.state, self.state.limits.group_timeout_s
         due = [at for replica in state.fleet.replicas.values() if (at := self._due(replica)) is not None]
-        if due:
+        if due and timeout is not None:
             timer = state.live.group_timer = state.new_timer()
-            self.orders.add(SetTimer(timer=timer, delay_s=max(0.0, min(due) - state.now), cause=self.orders.cause))
+            # A group that is being parked is due later than an attempt that begins while it is.
+            delay = min(max(0.0, min(due) - state.now), max(timeout, SHORTEST_LOOK_S))
+            self.orders.add(SetTimer(timer=timer, delay_s=delay, cause=self.orders.cause))
 
     def begin(self) -> None:
         """Attempts are timed from now on, those under way as well, or are timed otherwise."""

@@ -14,8 +14,9 @@ import msgpack
 from engine.errors import EngineError, PolicyError
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
 from engine.states.digest import MASK, digest
+from engine.states.group import Group
 from engine.states.state import State
-from engine.states.view import View
+from engine.states.view import View, view_group
 
 SEQUENCES = ("batching", "sync", "resume")
 """Decisions that are answered with several things; any iterable will do."""
@@ -101,6 +102,18 @@ class Decisions:
             self.note(told)
             return self._instead(decision, given, kinds, unlawful)
         return answer
+
+    def another_attempt(self, group: Group, cause: str) -> bool:
+        """Count an attempt that was lost, and say whether the group gets another one: as the retry policy decides, up
+        to the most attempts that there may be."""
+        if cause == "data":
+            group.data_failures += 1
+            failures = group.data_failures
+        else:
+            group.infrastructure_failures += 1
+            failures = group.infrastructure_failures
+        again: bool = self.ask("retry", (view_group(group), cause), (bool,))
+        return again and failures < self.state.limits.most_attempts(cause)
 
     def note(self, error: EngineError) -> None:
         """Count what was wrong with a policy whose built-in stands in."""

@@ -28,14 +28,12 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
-    unsaved = state.checkpoint_pending
-    worked_on = state.stages.put_back() if event.kept else []
+    unsaved = state.checkpoint_ordered > state.ended.newest
+    state.stages.put_back()
     validation.begin_again(event.steps)
     state.orders.clear()
     _lose_replicas(event, state, rollout)
     if event.kept:
-        for id in worked_on:
-            state.touch(state.groups[id])
         _take_up(event, state, rollout, training)
         if unsaved:
             training.checkpoint()

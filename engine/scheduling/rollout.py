@@ -93,7 +93,10 @@ class RolloutScheduling:
         if group.replica >= 0:
             self.state.unseat(group)
         self.state.fire_group(group, "generate")
-        if not keep:
+        if keep:
+            self.state.filtered_in_a_row = 0
+        else:
+            self.state.filtered_in_a_row += 1
             self.release(group, "filter")
 
     def on_group_aborted(self, event: GroupAborted) -> None:
@@ -172,11 +175,7 @@ class RolloutScheduling:
     def park_after_failure(self, group: Group, cause: str, reason: str) -> None:
         """An attempt was lost: park the group for another one, or fail it. Its slot has been taken back already."""
         self.state.last_failure = reason
-        if cause == "data":
-            group.data_failures += 1
-        else:
-            group.infrastructure_failures += 1
-        again = self.decisions.ask("retry", (view_group(group), cause), (bool,))
+        again = self.decisions.another_attempt(group, cause)
         self.park(group)
         if not again:
             self._give_up(group)

@@ -37,6 +37,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "scheduler.max_concurrent_groups": ("max_concurrent_groups", int, "a whole number of groups"),
     "scheduler.deadline_timeout_s": ("deadline_timeout_s", _number, "a number of seconds"),
     "scheduler.max_drops": ("max_drops", int, "a whole number"),
+    "scheduler.max_filtered_in_a_row": ("max_filtered_in_a_row", int, "a whole number of groups"),
     "scheduler.infrastructure_attempts": ("infrastructure_attempts", int, "a whole number"),
     "scheduler.data_attempts": ("data_attempts", int, "a whole number"),
     "rollout.group_timeout_s": ("group_timeout_s", _number_or_none, "a number of seconds above 0, or null"),

@@ -56,11 +56,7 @@ class StageScheduling:
         """The work on a group came to nothing, and costs it an attempt. The group, if that was its last."""
         group = self.state.groups[event.group]
         self.state.last_failure = event.reason
-        if event.cause == "data":
-            group.data_failures += 1
-        else:
-            group.infrastructure_failures += 1
-        if not self.decisions.ask("retry", (view_group(group), event.cause), (bool,)):
+        if not self.decisions.another_attempt(group, event.cause):
             return group
         self.state.stages.leave(event.state, group.id)
         self.state.enter_stage(group)

@@ -36,6 +36,8 @@ UNTAKEN = (Phase.RUNNING, Phase.PARKED, Phase.READY)
 """Phases of started groups that no step has taken."""
 TIMER_SLACK_S = 0.001
 """A timer this much early is in time: clocks and sums of floats are no more exact than that."""
+ASKED_AGAIN_S = 1.0
+"""Seconds, at least, before the deadline policy is asked about the same step again, however short its timeout."""
 
 
 class TrainingScheduling:
@@ -165,7 +167,8 @@ class TrainingScheduling:
         unready = state.ledger.running + state.ledger.parked
         others_come = unready > missing or not state.no_more_prompts
         if len(state.ready) + missing >= state.limits.train_batch_size or not others_come:
-            self._set_timer(step, state.limits.deadline_timeout_s)
+            patience = state.limits.deadline_timeout_s
+            self._set_timer(step, max(patience, ASKED_AGAIN_S) if step.acts else patience)
 
     def _set_timer(self, step: Step, delay_s: float) -> None:
         state = self.state
@@ -178,6 +181,8 @@ class TrainingScheduling:
         step.timer = None
         if state.live.draining:
             return  # nobody works on them: they are late for no fault of theirs
+        if not self.decisions.policies.deadline.acts:
+            return  # it took over after the timer was set
         stragglers = self.stragglers()
         if not stragglers:
             return
@@ -190,7 +195,7 @@ class TrainingScheduling:
         law = f"it must be one of {', '.join(DECISIONS)}"
         decision = self.decisions.ask("deadline", (snapshots,), (str,), lambda said: "" if said in DECISIONS else law)
         if decision == "wait":
-            self._set_timer(step, patience)
+            self._set_timer(step, max(patience, ASKED_AGAIN_S))
             return
         step.acts += 1
         if decision == "shrink" and state.ready:
@@ -323,5 +328,5 @@ class TrainingScheduling:
         if isinstance(event, CheckpointSaved):
             self.orders.discard(*state.kept.let_go(event.steps))
             state.ended.saved(event.steps)
-        if isinstance(event, CheckpointFailed) and self.nothing_left():
+        elif self.nothing_left():
             self.failure = f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"

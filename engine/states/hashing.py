@@ -24,6 +24,8 @@ def digest_figures(state: "State", others: int) -> int:
     """Of the counters; `others` is that of the records."""
     if state.shows_reward and state.step_reward is not None:
         others += digest((), (state.step_reward,))
+    if state.filtered_in_a_row:
+        others += digest((state.filtered_in_a_row,))
     return others + digest(
         (
             state.ledger.drawn, *state.ledger.count, state.started, state.exhausted, state.steps_batched,

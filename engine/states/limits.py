@@ -86,6 +86,8 @@ class AddedState:
 
 ROUNDING = 1e-9
 """A share of a batch that is this little short of a whole group is one: 0.29 · 100 is no integer in floats."""
+MOST_ATTEMPTS = 20
+"""Attempts that a retry policy may give a group for each cause, where its budget is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,8 @@ class Limits:
     None: none does."""
     give_up_s: float = 0.0
     """How long a run waits for a replica once the last one is gone for good; then it ends, resumably."""
+    max_filtered_in_a_row: int = 1000
+    """Groups that the filter may drop one after another before the run ends; see `filtered_in_a_row`."""
 
     @property
     def trains_in_turns(self) -> bool:
@@ -184,6 +188,17 @@ class Limits:
         """Groups that may fail for good one after another, with none generated between them, before the run ends: four
         times what runs at once, and 64 at least. So many are no accident, and a source without end has ever more."""
         return max(64, 4 * self.max_concurrent_groups)
+
+    @property
+    def filtered_in_a_row(self) -> int:
+        """Groups that the filter may drop with none kept between them before the run ends: `max_filtered_in_a_row`, or
+        four times what runs at once where that is more, since the groups that end first are alike."""
+        return max(self.max_filtered_in_a_row, 4 * self.max_concurrent_groups)
+
+    def most_attempts(self, cause: str) -> int:
+        """Attempts of one group that may fail for a cause (`data` or `infrastructure`), whatever the retry policy says:
+        the budget of that cause, and `MOST_ATTEMPTS` where that is more."""
+        return max(MOST_ATTEMPTS, self.data_attempts if cause == "data" else self.infrastructure_attempts)
 
     def __post_init__(self) -> None:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every

@@ -1,8 +1,8 @@
 """The order book: every order that is open, and the one table that says which event ends which order.
 
 An order is a command that expects an answer. It is open from the event that caused it until an event answers it,
-another order withdraws it, or the process that has it is lost. `State.orders` is the only book of open orders: what a run
-waits for, what to order again after the scheduler's process died, and which orders fail with a lost process are read here.
+another order withdraws it, or the process that has it is lost. `State.orders` is the only book of open orders: it says
+what a run waits for, what to order again after the scheduler's process died, and which orders fail with a lost process.
 
 Written by `scheduling/` through `Orders.add`, and by `Scheduler.handle`, which matches each event before anything else.
 Nothing else may encode "this is in flight".

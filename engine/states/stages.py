@@ -67,18 +67,15 @@ class Stages:
         self.waiting -= 1
         return group
 
-    def put_back(self) -> list[GroupId]:
-        """Whatever is worked on waits again, before all that waited already; which groups those are. To be called
-        while the book still knows what that is."""
-        put_back: list[GroupId] = []
+    def put_back(self) -> None:
+        """Whatever is worked on waits again, before all that waited already. To be called while the book still knows
+        what that is."""
         for stage in self.by_name.values():
             worked_on = [order.id for order in self._orders.owned(stage.owner)]
             for group in worked_on:
                 self._orders.withdraw("stage", group)
             stage.waiting = {**dict.fromkeys(worked_on), **stage.waiting}
             self.waiting += len(worked_on)
-            put_back += worked_on
-        return put_back
 
     def clear(self) -> None:
         for stage in self.by_name.values():

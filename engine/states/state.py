@@ -79,8 +79,8 @@ class State:
         self.next_entered = 1
         """Counts entries into added states."""
         self.stale_echoes = 0
-        self.failed_in_a_row = 0
-        """Groups that failed for good since one was generated."""
+        self.failed_in_a_row = self.filtered_in_a_row = 0
+        """Groups that failed for good since one was generated, and that the filter dropped since it kept one."""
         self.last_failure = ""
         """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
@@ -210,7 +210,7 @@ class State:
         """New processes carry the run: nothing is under way any more, and it is not over."""
         self.started = True
         self.outcome = None
-        self.publish_failures = self.failed_in_a_row = 0
+        self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = 0
         self.last_failure = ""
         self.live.rest_is_over()
 
@@ -364,9 +364,8 @@ class State:
 
     def staleness(self, group: Group, step: StepId) -> int:
         """Train steps that the oldest token of a group lags behind `step`."""
-        return (
-            step - self.steps_in[group.oldest_version if group.oldest_version != NO_VERSION else group.admitted_version]
-        )
+        born = group.admitted_version if group.oldest_version == NO_VERSION else group.oldest_version
+        return step - self.steps_in[born]
 
     @property
     def capacity(self) -> int:

@@ -7,6 +7,7 @@ from engine.commands import Command, DrawPrompts, PublishWeights, ResumeGroup, S
 from engine.events import (
     Event,
     GroupAborted,
+    GroupFailed,
     GroupGenerated,
     PrefixStored,
     PromptsDrawn,
@@ -89,6 +90,17 @@ class Scripted:
 
     def abort(self, *groups: int, tokens: int = 5) -> None:
         self._report(GroupAborted, groups, tokens)
+
+    def fail(self, id: int, *, cause: str, reason: str = "no number") -> list[Command]:
+        """An attempt of a running group comes to nothing."""
+        group = self.state.groups[id]
+        replica = self.state.fleet.replicas[group.replica]
+        return self.tell(
+            GroupFailed(
+                group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, cause=cause,
+                reason=reason,
+            )
+        )  # fmt: skip
 
     def keep_prefix(self, *groups: int, tokens: int = 5) -> None:
         self._report(PrefixStored, groups, tokens)

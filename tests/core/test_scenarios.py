@@ -471,7 +471,7 @@ def test_an_item_that_remains_is_given_before_the_end() -> None:
 def test_a_source_whose_every_group_is_filtered_ends_the_run_and_publishes_nothing() -> None:
     run = small(prompts=3, policies={"filter": "zero-variance"})
     run.finish(0, 1, 2, spread=0.0)
-    assert run.ordered(FinishRun)[0].outcome == "finished"
+    assert run.ordered(FinishRun)[0].outcome == "failed"
     assert not run.ordered(PublishWeights)
 
 

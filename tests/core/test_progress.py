@@ -1,0 +1,328 @@
+"""Law 7 by hand: whatever the policies answer and whatever fails, a run goes on or ends with a named cause."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from engine import policies
+from engine.commands import FinishRun, ParkGroup, SaveCheckpoint, SetTimer, TrainStep
+from engine.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    DrainRequested,
+    GroupGenerated,
+    RunResumed,
+    SettingChanged,
+    StateFailed,
+    TimerFired,
+)
+from engine.ids import GroupId
+from engine.policies import registry
+from engine.schedule.frames import Header
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.replayer import replay
+from engine.simulation.proof import prove
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.view import GroupView, View
+from tests.core.adversary import Adversary
+from tests.core.scripted import Scripted
+from tests.core.states_of_our_own import CHECKING
+from tests.core.test_laws import LAYOUTS
+from tests.core.test_leaving import paused
+from tests.core.test_scenarios import small, straggling
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """What a test registers is known to that test alone."""
+    before = {decision: dict(known) for decision, known in registry._REGISTERED.items()}
+    yield
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
+
+
+# policies that start nothing
+
+
+class NoBatch:
+    """Never takes a batch."""
+
+    def select(self, view: View, size: int) -> Sequence[GroupId] | None:
+        return None
+
+
+def test_the_built_in_trains_the_batch_that_the_policy_never_takes() -> None:
+    policies.register("batching", "none")(NoBatch)
+    run = small(policies={"batching": "none", "on_error": "builtin"}, max_steps=2)
+    for step in (0, 1):
+        run.finish(*run.running())
+        assert [order.step for order in run.ordered(TrainStep)] == list(range(step + 1))
+        run.train()
+        run.publish()
+        run.install()
+    assert run.ordered(FinishRun)[-1].outcome == "finished"
+
+
+@pytest.mark.parametrize("pools", LAYOUTS)
+def test_a_run_whose_batches_only_the_built_in_takes_ends_whatever_the_pools(pools: tuple[Pool, ...]) -> None:
+    policies.register("batching", "none")(NoBatch)
+    tasks = ("ref_logprobs", "old_logprobs") if len(pools) > 1 else ()
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, scoring_tasks=tasks, pools=pools,
+        validation=ValidationLimits(rows=4, every=1),
+    )  # fmt: skip
+    world = Adversary(limits, policies.PolicySet.from_names({"batching": "none", "on_error": "builtin"}), 9, 4)
+    for id in (0, 1):
+        world.join(id)
+    assert world.complete().outcome == "finished"
+
+
+# the last checkpoint
+
+
+def ended_without_checkpoint() -> Scripted:
+    """Two steps, and the checkpoint after the last one could not be written."""
+    run = small(checkpoint_every=2, keeps_batches=True, max_steps=2)
+    train_two_steps(run)
+    run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
+    return run
+
+
+def train_two_steps(run: Scripted) -> None:
+    run.finish(*run.running())
+    for _ in range(2):
+        run.train()
+        run.publish()
+        run.install()
+
+
+def test_a_resumed_run_writes_the_last_checkpoint_that_failed() -> None:
+    run = ended_without_checkpoint()
+    assert run.ordered(FinishRun)[-1].outcome == "failed"
+    run.tell(RunResumed(steps=2, replicas=1, consumed=(), released=(), kept=True))
+    run.publish()
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2, 2]
+    assert len(run.ordered(FinishRun)) == 1
+    run.tell(CheckpointSaved(steps=2))
+    assert run.ordered(FinishRun)[-1].outcome == "finished"
+
+
+def test_the_last_checkpoint_is_written_where_the_one_after_the_same_step_failed_before() -> None:
+    run = small(checkpoint_every=2, keeps_batches=True, prompts=5, policies={"filter": "zero-variance"})
+    train_two_steps(run)
+    run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
+    assert not run.ordered(FinishRun), "group 4 is under way"
+    run.finish(4, spread=0.0)
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2, 2]
+    run.tell(CheckpointSaved(steps=2))
+    assert run.ordered(FinishRun)[-1].outcome == "finished"
+
+
+def test_a_drain_whose_checkpoint_fails_comes_to_rest_without_it() -> None:
+    run = small(checkpoint_every=2, keeps_batches=True)
+    train_two_steps(run)
+    run.tell(DrainRequested(reason="maintenance"))
+    run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
+    paused(run, 0)
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2]
+    assert run.ordered(FinishRun)[-1].outcome == "stopped"
+
+
+# timers
+
+
+def test_a_second_attempt_has_no_more_time_than_the_first() -> None:
+    run = small(group_timeout_s=10.0)
+    run.fire()
+    assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
+    parked_at, timer = run.clock, run.ordered(SetTimer)[-1]
+    run.abort(0, 1, 2, 3)
+    seated = {group.id: group.seated_at for group in run.state.groups.values() if group.replica >= 0}
+    assert list(seated) == [0, 1, 2, 3]
+    run.tell(TimerFired(timer=timer.timer), at=parked_at + timer.delay_s)
+    assert run.clock <= seated[0] + 10.0, "the timer that waits for a hung replica is not the next to fire"
+    run.fire()
+    assert run.clock == seated[0] + 10.0
+    assert [order.group for order in run.ordered(ParkGroup)][4:] == [0]
+
+
+class Waiting:
+    """Acts on nothing, though it says that it may."""
+
+    acts = True
+
+    def decide(self, view: View, stragglers: Sequence[GroupView]) -> str:
+        return "wait"
+
+
+@pytest.mark.parametrize("policy", ["waiting", "truncate", "drop"])
+def test_a_deadline_policy_that_changes_nothing_is_not_asked_again_at_once(policy: str) -> None:
+    policies.register("deadline", "waiting")(Waiting)
+    run = straggling(policy, deadline_timeout_s=0.001)
+    (again,) = [order for order in run.fire() if isinstance(order, SetTimer)]
+    assert again.delay_s >= 1.0
+
+
+def test_no_timer_is_set_again_once_the_policy_is_one_that_never_acts() -> None:
+    run = straggling("drop", deadline_timeout_s=0.001)
+    run.tell(SettingChanged(setting="scheduler.policies.deadline", value="wait"))
+    assert not [order for order in run.fire() if isinstance(order, SetTimer)]
+    run.finish(3)
+    assert len(run.ordered(TrainStep)) == 2
+
+
+# retries without end
+
+
+class Stubborn:
+    """Never gives a group up."""
+
+    def retry(self, view: View, group: GroupView, cause: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("cause", "budget", "attempts"), [("data", 2, 20), ("infrastructure", 5, 20), ("data", 30, 30)]
+)
+def test_a_group_has_an_end_of_attempts_whatever_the_retry_policy_says(cause: str, budget: int, attempts: int) -> None:
+    policies.register("retry", "stubborn")(Stubborn)
+    run = small(policies={"retry": "stubborn"}, **{f"{cause}_attempts": budget})
+    for _ in range(attempts):
+        assert 0 in run.state.groups
+        run.fail(0, cause=cause)
+    assert 0 not in run.state.groups and run.view.phase_counts()["released"] == 1
+    assert run.state.failed_in_a_row == 1
+
+
+def test_the_work_of_an_added_state_has_an_end_of_attempts_too() -> None:
+    policies.register("retry", "stubborn")(Stubborn)
+    run = small(policies={"retry": "stubborn"}, added_states=(CHECKING,))
+    run.finish(0)
+    for _ in range(20):
+        attempt = run.state.groups[0].attempt
+        run.tell(StateFailed(group=0, attempt=attempt, state=CHECKING.name, cause="data", reason="no judge"))
+    assert 0 not in run.state.groups and run.state.failed_in_a_row == 1
+
+
+def test_a_run_under_a_retry_policy_that_never_gives_up_ends() -> None:
+    policies.register("retry", "stubborn")(Stubborn)
+    run = small(policies={"retry": "stubborn"}, infrastructure_attempts=1000)
+    for _ in range(64 * 20):
+        run.fail(run.running()[0], cause="data")
+    (end,) = run.ordered(FinishRun)
+    assert end.outcome == "failed" and end.reason == "64 prompt groups in a row have failed, at last: no number"
+
+
+class Picky:
+    """Keeps nothing."""
+
+    def keep(self, view: View, outcome: GroupGenerated) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_end_and_replay_whatever_stubborn_policies_do(seed: int) -> None:
+    """Retry that never gives up, a filter that keeps nothing, batches that nobody takes: with every fault at once."""
+    for decision, policy in {"retry": Stubborn, "filter": Picky, "batching": NoBatch, "deadline": Waiting}.items():
+        policies.register(decision, "stubborn")(policy)
+    stubborn = ["retry", "batching", "deadline", *(["filter"] if seed % 2 else [])]
+    names = {**dict.fromkeys(stubborn, "stubborn"), "on_error": "builtin"}
+    chosen = policies.PolicySet.from_names(names)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, deadline_timeout_s=0.001,
+        max_filtered_in_a_row=20, checkpoint_every=2, group_timeout_s=50.0,
+    )  # fmt: skip
+    recorder = MemoryRecorder(Header(run="stubborn", limits=limits.to_plain(), policies=dict(chosen.names)))
+    faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.2, fail_data=0.2, fail_trainer=0.05)
+    world = World(Setting(limits=limits, prompts=40, seed=seed, faults=faults), chosen, recorder)
+    outcome = world.run()
+    assert outcome.outcome == ("failed" if seed % 2 else "finished"), outcome.reason
+    report = replay(read(recorder))
+    assert report.divergence is None, report.divergence
+
+
+def test_a_filter_is_not_unlawful_for_dropping_what_a_simulated_run_makes_up() -> None:
+    policies.register("filter", "picky")(Picky)
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_filtered_in_a_row=1)
+    assert prove(limits, {"filter": "picky"}, worlds=2) == 2
+    assert prove(replace(limits, max_filtered_in_a_row=1000), {"filter": "picky"}, worlds=2) == 2
+
+
+# a filter that keeps nothing
+
+
+def filtered(groups: int, **others: object) -> Scripted:
+    """So many groups end with equal rewards, which the filter drops."""
+    run = small(**{"policies": {"filter": "zero-variance"}, **others})
+    for _ in range(groups):
+        run.finish(run.running()[0], spread=0.0)
+    return run
+
+
+def test_a_filter_that_drops_group_after_group_ends_the_run_by_name() -> None:
+    run = filtered(99, max_filtered_in_a_row=100)
+    assert not run.ordered(FinishRun)
+    run.finish(run.running()[0], spread=0.0)
+    (end,) = run.ordered(FinishRun)
+    assert end.outcome == "failed"
+    assert "the filter 'zero-variance' dropped 100 prompt groups in a row" in end.reason
+    assert "scheduler.max_filtered_in_a_row" in end.reason
+
+
+def test_a_group_that_the_filter_keeps_begins_the_count_anew() -> None:
+    run = filtered(99, max_filtered_in_a_row=100)
+    before = run.state.hash
+    run.finish(run.running()[0])
+    assert run.state.filtered_in_a_row == 0
+    for _ in range(99):
+        run.finish(run.running()[-1], spread=0.0)
+    assert not run.ordered(FinishRun)
+    seen = run.state.hash_from_scratch()
+    run.state.filtered_in_a_row -= 1
+    assert run.state.hash_from_scratch() != seen != before
+
+
+def test_many_workers_may_have_more_groups_filtered_in_a_row() -> None:
+    figures = {"train_batch_size": 8, "max_concurrent_groups": 16, "max_filtered_in_a_row": 1}
+    assert Limits(max_staleness_steps=1, **figures).filtered_in_a_row == 64, "four times K"
+    assert Limits(train_batch_size=1, max_staleness_steps=1, max_concurrent_groups=1).filtered_in_a_row == 1000
+
+
+def test_a_run_that_resumes_after_its_filter_ended_it_may_filter_as_many_again() -> None:
+    run = filtered(100, max_filtered_in_a_row=100)
+    run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=(), kept=True))
+    assert len(run.ordered(FinishRun)) == 1 and run.state.filtered_in_a_row == 0
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "says"),
+    [
+        (0, "no group could be trained on; the filter 'zero-variance' dropped all 5"),
+        (1, "no group could be trained on; the filter 'zero-variance' dropped 4 of 5; the last that failed: no number"),
+        (5, "no group could be trained on; the last that failed: no number"),
+    ],
+)
+def test_a_run_that_used_up_its_prompts_without_a_step_has_failed(spoiled: int, says: str) -> None:
+    run = small(policies={"filter": "zero-variance"}, prompts=5, data_attempts=1)
+    for id in range(5):
+        if id < spoiled:
+            run.fail(id, cause="data")
+        else:
+            run.finish(id, spread=0.0)
+    (end,) = run.ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("failed", says)
+
+
+def test_a_run_whose_stragglers_were_all_dropped_has_failed() -> None:
+    run = small(policies={"deadline": "drop"}, prompts=2, max_staleness_steps=0, max_concurrent_groups=2)
+    run.fire()
+    (end,) = run.ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("failed", "no group could be trained on; all 2 were filtered or dropped")
+
+
+def test_a_run_without_prompts_is_finished() -> None:
+    (end,) = small(prompts=0).ordered(FinishRun)
+    assert (end.outcome, end.reason) == ("finished", "0 train steps")
