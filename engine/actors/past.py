@@ -23,7 +23,7 @@ from engine.metrics.steps import ReplayedRows, StepRows
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.store import Torn
-from engine.states.group import PHASES
+from engine.states.group import phase_of
 from engine.states.machine import Phase
 from engine.states.waiting import are
 
@@ -217,7 +217,7 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
     state, attempts = recovered.scheduler.state, store.attempts
     missing = []
     for group in state.groups.values():
-        phase = PHASES[group.state]
+        phase = phase_of(group.state)
         if group.state in state.stages.by_name:  # each order of its work is an attempt, and stores nothing until done
             there = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
         elif phase is Phase.READY:

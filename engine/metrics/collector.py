@@ -364,6 +364,8 @@ class RunMetrics:
 
     def _steps_changed(self, at: float) -> None:
         for step, state in self.transitions.steps:
+            if self.steps.trains(step) and state in ("publishing", "finished"):
+                self._step_trained(step)
             self.steps.changed(step, state, at)
             self.since["step", step] = at
             if state == "finished":
@@ -371,8 +373,6 @@ class RunMetrics:
                 self.steps.finished(step, self.state.latest_version, at, self.transitions.group_counts())
                 self._finished_at.append(at)
                 self.finished_at = at
-            elif state == "trained":
-                self._step_trained(step)
         self.transitions.steps.clear()
         ordered = self.state.checkpoint_ordered
         if self.state.checkpoint_pending and ("checkpoint", ordered) not in self.since:

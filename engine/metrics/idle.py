@@ -24,8 +24,8 @@ from engine.states.pool import ROLLOUT
 from engine.states.replica import Replica
 from engine.states.state import State
 
-FROZEN_STATES = ("paused", "installing")
-"""A replica in these samples nothing, whatever it holds."""
+FROZEN_STATES = ("installing",)
+"""A replica in one of these samples nothing, whatever it holds."""
 NOT_THERE = ("lost", "joining")
 RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
 NEVER = 1 << 62
@@ -324,7 +324,7 @@ class IdleTime:
         if waits:
             lease = state.pools.of("train")
             self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
-        elif state.publishing or (step is not None and step.state == "trained"):
+        elif state.publishing:
             self.trainer_cause = "publishing"
         elif state.live.draining and step is None:
             self.trainer_cause = "draining"

@@ -258,7 +258,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
     state, idle, limits = metrics.state, metrics.idle, metrics.state.limits
     if state.outcome is not None:
         return "stopped"
-    syncing = [r.id for r in state.fleet.replicas.values() if r.state in ("pausing", "paused", "installing")]
+    syncing = [r.id for r in state.fleet.replicas.values() if r.state in ("pausing", "installing")]
     if syncing:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"

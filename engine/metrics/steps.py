@@ -89,7 +89,12 @@ class StepRows:
             entry.seconds["collecting"] = at - self._collecting_since
         entry.seconds[entry.phase] += at - entry.entered_at
         entry.entered_at = at
-        entry.phase = {"trained": "publishing", "finished": "publishing"}.get(state, state)
+        entry.phase = {"finished": "publishing"}.get(state, state)
+
+    def trains(self, step: StepId) -> bool:
+        """Whether a step was being trained when it last changed its state."""
+        entry = self._open.get(step)
+        return entry is not None and entry.phase == "training"
 
     def batch(self, step: StepId) -> tuple[tuple[GroupId, ...], tuple[int, ...], int]:
         """Groups of a step under way, the staleness of each, and their response tokens."""

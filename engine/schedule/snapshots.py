@@ -63,7 +63,8 @@ PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Valid
 """What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
 WIRING: dict[str, set[str]] = {
     "State": {
-        "limits", "_ahead", "groups", "_touched", "_sum", "_others", "_group_machine", "_step_machine",
+        "limits", "_ahead", "_phases", "_leave", "_enter", "groups", "_touched", "_sum", "_others", "_group_machine",
+        "_step_machine",
         "_replica_machine", "_version_machine", "_pool_machine",
     },
     "Group": {"digest"},

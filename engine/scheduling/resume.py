@@ -12,7 +12,7 @@ from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
 from engine.scheduling.validation import ValidationScheduling
-from engine.states.group import PHASES
+from engine.states.group import phase_of
 from engine.states.invariants import require
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -61,7 +61,7 @@ def _require_possible(event: RunResumed, state: State) -> None:
             event.steps == state.steps_trained and not again, "law 5: a run that loses no step does none again",
             steps=event.steps, trained=state.steps_trained, groups=again[:8],
         )  # fmt: skip
-    gone = [id for id in event.missing if id not in state.groups or PHASES[state.groups[id].state] is Phase.BATCHED]
+    gone = [id for id in event.missing if id not in state.groups or phase_of(state.groups[id].state) is Phase.BATCHED]
     require(
         not gone and (event.kept or not event.missing), "law 5: trajectories are missing that nothing can make again",
         groups=gone[:8],

@@ -281,7 +281,6 @@ class RolloutScheduling:
             group.admitted_version = replica.version
             group.deadline = state.steps_in[replica.version] + limits.max_staleness_steps
             group.started_at = state.now
-            state.deadlines.start(group.deadline)
             state.fire_group(group, "start")
             state.seat(group, replica)
             self.orders.add(

@@ -23,7 +23,7 @@ from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.view import View
 
-IN_SYNC = ("pausing", "paused", "installing")
+IN_SYNC = ("pausing", "installing")
 EMPTYING = ("yielding", "draining")
 """Paused for something else than new weights."""
 
@@ -122,7 +122,6 @@ class SyncScheduling:
             self.state.fire_replica(replica, "sleep")
             return
         assert replica.staged is not None  # it was paused for what is staged
-        self.state.fire_replica(replica, "paused")
         self.state.fire_replica(replica, "install")
         self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=replica.staged))
 

@@ -24,7 +24,7 @@ from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
-from engine.states.group import PHASES, Group
+from engine.states.group import Group, phase_of
 from engine.states.invariants import check_batch, check_room
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -117,7 +117,7 @@ class TrainingScheduling:
         state = self.state
         if not state.deadlines.due(step.id):
             return
-        left = [g for g in state.groups.values() if g.deadline <= step.id and PHASES[g.state] in UNTAKEN]
+        left = [g for g in state.groups.values() if g.deadline <= step.id and phase_of(g.state) in UNTAKEN]
         for group in sorted(left, key=lambda g: (g.state == "generated", -g.id)):
             self.rollout.drop(group)
 
@@ -143,7 +143,7 @@ class TrainingScheduling:
         needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
         if not needs:
             return []
-        unready = [g for g in state.groups.values() if PHASES[g.state] in (Phase.RUNNING, Phase.PARKED)]
+        unready = [g for g in state.groups.values() if phase_of(g.state) in (Phase.RUNNING, Phase.PARKED)]
         chosen: dict[GroupId, Group] = {}
         for deadline, missing in needs:
             due = (g for g in unready if g.deadline <= deadline and g.id not in chosen)
@@ -242,7 +242,7 @@ class TrainingScheduling:
     def on_step_trained(self, event: StepTrained) -> None:
         state = self.state
         step = state.steps[event.step]
-        state.fire_step(step, "trained")
+        state.ended.train(step.id, step.groups, step.staleness)
         state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
         for id in step.groups:
             state.fire_group(state.groups[id], "consume")
@@ -255,7 +255,7 @@ class TrainingScheduling:
             state.fire_step(step, "publish")
             self.publish()
         else:
-            state.fire_step(step, "skip")
+            state.fire_step(step, "finish")
             self._finish(step)
         every = state.limits.checkpoint_every
         if every and state.steps_trained % every == 0:

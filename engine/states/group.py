@@ -133,7 +133,7 @@ class Group:
     def identity(self) -> tuple[int, ...]:
         """Every field that decides what happens next, as integers: what the state hash is made of."""
         numbers = (
-            self.id, STATE_NUMBER[self.state], self.attempt, self.replica, self.admitted_version, self.deadline,
+            self.id, state_number(self.state), self.attempt, self.replica, self.admitted_version, self.deadline,
             self.oldest_version, self.newest_version, self.tokens, self.kept, self.truncate,
             self.infrastructure_failures, self.data_failures, self.failed_on, self.ready_number,
         )  # fmt: skip
@@ -164,12 +164,26 @@ class Group:
 
 
 STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(GROUP.states)}
-PHASES: dict[str, Phase] = dict(GROUP.phases or {})
-"""Of every state of groups, those that were added included."""
+PHASES: dict[str, Phase] = GROUP.phases or {}
+
+
+def phase_of(state: str) -> Phase:
+    """The phase of a state of groups. Those that were added are parked: they keep the place and have no slot."""
+    return PHASES.get(state, Phase.PARKED)
+
+
+@lru_cache
+def state_number(state: str) -> int:
+    """What the state hash knows a state by. That of an added one follows from its name: it is the same everywhere."""
+    if state in STATE_NUMBER:
+        return STATE_NUMBER[state]
+    return ADDED_FROM + int.from_bytes(blake2b(state.encode(), digest_size=4).digest(), "little")
+
+
 BETWEEN = ("generated", "batched")
 """Where added states lie. To the machine they come before `generated`, since a step may take a group in `generated`."""
 ADDED_FROM = 1 << 16
-"""Numbers of added states begin here, and follow from their names: they are the same in every process."""
+"""Numbers of added states begin here."""
 
 
 @lru_cache
@@ -189,10 +203,7 @@ def group_table(added: tuple[str, ...] = ()) -> Table:
                 )
                 for number, name in enumerate(added)
             ]  # fmt: skip
-    for name in added:
-        PHASES[name] = Phase.PARKED
-        STATE_NUMBER[name] = ADDED_FROM + int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little")
     return Table(
         name=GROUP.name, states=(*GROUP.states, *added), transitions=tuple(rows), terminal=GROUP.terminal,
-        phases={state: PHASES[state] for state in (*GROUP.states, *added)},
+        phases={state: phase_of(state) for state in (*GROUP.states, *added)},
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 from engine.commands import InstallWeights, PauseReplica, StageWeights
 from engine.errors import InvariantViolated
 from engine.states.digest import MASK
-from engine.states.group import PHASES
+from engine.states.group import phase_of
 from engine.states.machine import Phase
 from engine.states.orders import stage_owner
 from engine.states.pool import ROLLOUT
@@ -67,7 +67,7 @@ def check_all(state: State) -> None:
     check_room(state)
     count = [0] * len(Phase)
     for group in state.groups.values():
-        count[PHASES[group.state]] += 1
+        count[phase_of(group.state)] += 1
     live = (Phase.WAITING, Phase.RUNNING, Phase.PARKED, Phase.READY, Phase.BATCHED)
     require(all(count[p] == state.ledger.count[p] for p in live), "law 1: books and records differ", records=count,
             books=state.ledger.count)  # fmt: skip
@@ -85,11 +85,11 @@ def check_all(state: State) -> None:
             require(id not in seats, "law 2: a group runs twice", group=id)
             seats[id] = replica.id
     for group in state.groups.values():
-        running = PHASES[group.state] is Phase.RUNNING
+        running = phase_of(group.state) is Phase.RUNNING
         require(
             running == (group.id in seats), "law 1: a running group has no seat, or another has one", group=group.id
         )
-        started = running or PHASES[group.state] in (Phase.PARKED, Phase.READY)
+        started = running or phase_of(group.state) in (Phase.PARKED, Phase.READY)
         if started:
             due = state.steps_in[group.admitted_version] + state.limits.max_staleness_steps
             latest = state.steps_in[group.admitted_version] + state.live.loosest
@@ -102,7 +102,7 @@ def check_all(state: State) -> None:
             )
     books: dict[int, tuple[int, int]] = {}
     for group in state.groups.values():
-        phase = PHASES[group.state]
+        phase = phase_of(group.state)
         if phase in (Phase.RUNNING, Phase.PARKED, Phase.READY):
             started_due, ready_due = books.get(group.deadline, (0, 0))
             books[group.deadline] = (started_due + 1, ready_due + (phase is Phase.READY))
@@ -112,7 +112,7 @@ def check_all(state: State) -> None:
     parked = {id for heap in state.parked.values() for _, id in heap}
     aborted = {group.id for group in state.groups.values() if group.state == "aborted"}
     require(parked >= aborted, "law 7: a parked group is forgotten")
-    require(set(state.ready) == {g.id for g in state.groups.values() if PHASES[g.state] is Phase.READY},
+    require(set(state.ready) == {g.id for g in state.groups.values() if phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
     check_stages(state)

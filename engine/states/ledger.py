@@ -68,6 +68,10 @@ class Ledger:
         return self.running + self.parked + self.ready
 
 
+STARTED = tuple(phase in (Phase.RUNNING, Phase.PARKED, Phase.READY) for phase in Phase)
+"""By phase: whether a group in it was started and is not taken by a step."""
+
+
 class Deadlines:
     """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4).
 
@@ -82,7 +86,19 @@ class Deadlines:
         self._started: dict[int, int] = {}
         self._ready: dict[int, int] = {}
 
-    def start(self, deadline: int) -> None:
+    def move(self, deadline: int, source: Phase, target: Phase) -> None:
+        """A group with that deadline changed its phase."""
+        if not STARTED[source]:
+            if STARTED[target]:
+                self._start(deadline)
+        elif not STARTED[target]:
+            self._leave(deadline, ready=source is Phase.READY)
+        elif target is Phase.READY:
+            self._ready[deadline] += 1
+        elif source is Phase.READY:
+            self._ready[deadline] -= 1
+
+    def _start(self, deadline: int) -> None:
         if deadline in self._started:
             self._started[deadline] += 1
         else:
@@ -90,10 +106,7 @@ class Deadlines:
             self._started[deadline] = 1
             self._ready[deadline] = 0
 
-    def ready(self, deadline: int) -> None:
-        self._ready[deadline] += 1
-
-    def leave(self, deadline: int, *, ready: bool) -> None:
+    def _leave(self, deadline: int, *, ready: bool) -> None:
         """A started group was taken by a step or released."""
         if ready:
             self._ready[deadline] -= 1

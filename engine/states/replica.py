@@ -6,28 +6,27 @@ from engine.states.machine import Table, transitions
 
 REPLICA = Table(
     name="replica",
-    states=("joining", "ready", "pausing", "paused", "installing", "lost", "yielding", "asleep", "draining", "drained"),
+    states=("joining", "ready", "pausing", "installing", "lost", "yielding", "asleep", "draining", "drained"),
     transitions=transitions(
         ("join", "joining", "ready", "it is up, with the weights it says"),
         ("pause", "ready", "pausing", "a newer version is staged"),
-        ("paused", "pausing", "paused", "it samples no token"),
         ("yield", "ready", "yielding", "a task of the trainer wants the pool it stands in"),
         ("sleep", "yielding", "asleep", "its groups are parked, its memory is given back"),
         ("wake", "asleep", "ready", "rollout has the pool again, and there are no newer weights"),
-        ("install", "paused asleep", "installing", "the swap is ordered"),
+        ("install", "pausing asleep", "installing", "it samples no token: the swap is ordered"),
         ("installed", "installing", "ready", "it samples from the new version"),
         ("drain", "ready", "draining", "it is let go, or the run comes to rest: what runs there is parked"),
         ("drained", "draining", "drained", "nothing runs there"),
         ("keep", "drained", "ready", "it is wanted after all"),
         (
             "revert",
-            "pausing paused installing yielding draining",
+            "pausing installing yielding draining",
             "ready",
             "it failed: it goes on with its old weights",
         ),
         (
             "lose",
-            "joining ready pausing paused installing yielding asleep draining drained",
+            "joining ready pausing installing yielding asleep draining drained",
             "lost",
             "it died, or could not be brought up to date",
         ),

@@ -15,7 +15,7 @@ from engine.ids import GroupId, StepId, TimerId, Version
 from engine.states.digest import MASK, digest
 from engine.states.ended import Ended
 from engine.states.fleet import Fleet
-from engine.states.group import PHASES, Group, group_table
+from engine.states.group import Group, group_table
 from engine.states.hashing import digest_figures, digest_records
 from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
@@ -94,7 +94,15 @@ class State:
         self.last_policy_error = ""
         self.policy_books = 0
         """What policies remember adds to the state hash; 0 where none remembers anything."""
-        self._group_machine = SharedMachine(group_table(tuple(self.stages.by_name)), observe)
+        table = group_table(tuple(self.stages.by_name))
+        self._phases: dict[str, Phase] = table.phases or {}
+        self._leave = {Phase.PARKED: self._leave_parked, Phase.READY: self._leave_ready}
+        self._enter = {
+            Phase.PARKED: self._enter_parked, Phase.READY: self._enter_ready,
+            Phase.CONSUMED: self._end, Phase.RELEASED: self._end,
+        }  # fmt: skip
+        """What a group leaves and enters with its phases."""
+        self._group_machine = SharedMachine(table, observe)
         self._step_machine = SharedMachine(STEP, observe)
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
@@ -118,40 +126,46 @@ class State:
         self.ledger.draw(count)
 
     def fire_group(self, group: Group, trigger: str, key: Key = ()) -> None:
-        """The only way a group changes state. `key` orders it among those parked, where it is."""
+        """The only way a group changes state. What follows is the books of the phase it leaves and of the one it
+        enters. `key` orders it among those parked, where it is."""
         before = group.state
-        source = PHASES[before]
         self._group_machine.fire(group, trigger)
-        target = PHASES[group.state]
+        source, target = self._phases[before], self._phases[group.state]
         self._touched.append(group)
         self.ledger.move(source, target)
-        if source is Phase.PARKED:
-            group.resume_key, group.entered = (), 0
-            if before == "aborted":
-                self._forget_parked(group)
-            else:
-                self.stages.leave(before, group.id)
-        if source is Phase.READY:
-            del self.ready[group.id]
-            self.deadlines.leave(group.deadline, ready=True)
-            if target is Phase.PARKED:
-                self.deadlines.start(group.deadline)
-                self._park(group, key)
-        elif target is Phase.READY:
-            self.ready[group.id] = None
-            group.ready_number = self.next_ready
-            self.next_ready += 1
-            self.deadlines.ready(group.deadline)
-        elif target is Phase.PARKED and group.state != "aborted":
-            self.enter_stage(group)
-        elif target is Phase.PARKED:
+        self.deadlines.move(group.deadline, source, target)
+        leave, enter = self._leave.get(source), self._enter.get(target)
+        if leave is not None:
+            leave(group, before)
+        if enter is not None:
+            enter(group, key)
+
+    def _leave_parked(self, group: Group, before: str) -> None:
+        group.resume_key, group.entered = (), 0
+        if before == "aborted":
+            self._forget_parked(group)
+        else:
+            self.stages.leave(before, group.id)
+
+    def _leave_ready(self, group: Group, before: str) -> None:
+        del self.ready[group.id]
+
+    def _enter_parked(self, group: Group, key: Key) -> None:
+        if group.state == "aborted":
             self._park(group, key)
-        elif target is Phase.RELEASED and source is not Phase.WAITING:
-            self.deadlines.leave(group.deadline, ready=False)
-        if target is Phase.RELEASED or target is Phase.CONSUMED:
-            del self.groups[group.id]
-            if self.ended.tracks and target is Phase.RELEASED:
-                self.ended.release(group.id, self.steps_trained)
+        else:
+            self.enter_stage(group)
+
+    def _enter_ready(self, group: Group, key: Key) -> None:
+        self.ready[group.id] = None
+        group.ready_number = self.next_ready
+        self.next_ready += 1
+
+    def _end(self, group: Group, key: Key) -> None:
+        """It was trained on, or released."""
+        del self.groups[group.id]
+        if self.ended.tracks and self._phases[group.state] is Phase.RELEASED:
+            self.ended.release(group.id, self.steps_trained)
 
     def _park(self, group: Group, key: Key) -> None:
         group.resume_key = key if key != (group.deadline,) else ()
@@ -275,8 +289,6 @@ class State:
 
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
-        if step.state == "trained":
-            self.ended.train(step.id, step.groups, step.staleness)
         self.disturb()
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:

@@ -5,16 +5,15 @@ from engine.states.machine import Table, transitions
 
 STEP = Table(
     name="step",
-    states=("waiting", "collecting", "scoring", "training", "trained", "publishing", "finished"),
+    states=("waiting", "collecting", "scoring", "training", "publishing", "finished"),
     transitions=transitions(
         ("collect", "waiting", "collecting", "the step before it is finished"),
         ("form", "collecting", "scoring", "the batching rule found a batch"),
         ("train", "scoring", "training", "every scoring task is done"),
         ("retry", "scoring training", "scoring", "it failed: the same batch again"),
-        ("trained", "training", "trained", "every minibatch is applied"),
-        ("publish", "trained", "publishing", "a k-th step, or the last"),
+        ("publish", "training", "publishing", "every minibatch is applied; a k-th step, or the last"),
         ("published", "publishing", "finished", "the version is in the store"),
-        ("skip", "trained", "finished", "not a k-th step"),
+        ("finish", "training", "finished", "every minibatch is applied; not a k-th step"),
     ),
     terminal=("finished",),
 )

@@ -107,9 +107,12 @@ def held_up(state: State) -> str:
 
 
 def _together(order: Order) -> tuple[str, Any]:
-    """Orders that one sentence tells: groups by replica, the work of a state, the rows of a validation."""
+    """Orders that one sentence tells: groups by replica, the work of a state, the rows of a validation, and what a
+    store is to forget."""
     if order.subject in ("group", "stage"):
         return order.subject, order.owner
+    if order.subject in ("discard", "retire"):
+        return order.subject, None
     return order.subject, order.id[0] if order.subject == "rows" else order.id
 
 
@@ -169,6 +172,10 @@ def _measures(like: list[Order], state: State) -> str:
     return f"measure {counted(left, 'held-out row')} under version {run.version}"
 
 
+def _forgets(like: list[Order], state: State) -> str:
+    return f"forgets {_groups(sum(len(getattr(order.command, 'groups', ())) for order in like))}"
+
+
 def _fires(like: list[Order], state: State) -> str:
     timer, step = like[0].id, state.steps[state.steps_batched]
     if timer == step.timer:
@@ -190,14 +197,14 @@ WORDS: dict[type[Command], Words] = {
     ParkGroup: _says("parks group {order.group}"),
     TruncateGroup: _says("finishes group {order.group} with the tokens it has"),
     AbortGroup: _says("stops generating group {order.group}"),
-    DiscardGroups: lambda like, state: f"forgets {_groups(len(getattr(like[0].command, 'groups', ())))}",
+    DiscardGroups: _forgets,
     StageWeights: _says("fetches version {order.version} while it generates"),
     PauseReplica: _pauses,
     InstallWeights: _says("takes new weights (version {order.version})"),
     ResumeReplica: _says("begins to sample again"),
     StartReplica: _says("is started"),
     StopReplica: _says("is stopped: {order.reason}"),
-    RetireWeights: _says("drops version {order.version}"),
+    RetireWeights: lambda like, state: f"drops {counted(len(like), 'version')}",
     ScoreBatch: _scores,
     TrainStep: _trains,
     PublishWeights: _says("publishes version {order.version}"),

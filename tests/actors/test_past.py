@@ -17,7 +17,7 @@ from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import pack_group
 from engine.local import response
-from engine.states.group import PHASES, Group
+from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
 from engine.trajectory import Prompt, TrajectoryGroup
@@ -40,7 +40,7 @@ class Scene:
         (formed,) = self.state.formed_steps
         self.formed = formed.groups
         self.trained = self.state.kept.by_step[SAVED]
-        self.running = [group.id for group in self.state.groups.values() if PHASES[group.state] is Phase.RUNNING]
+        self.running = [group.id for group in self.state.groups.values() if phase_of(group.state) is Phase.RUNNING]
         self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
         self.directory = run_dir / "trajectories"
         (run_dir / "schedule").mkdir(parents=True)
