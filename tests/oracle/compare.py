@@ -23,7 +23,8 @@ from engine.events import EVENTS, Event, stamp
 from engine.policies import PolicySet
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits
-from tests.oracle.export import STAMP, Plain, chosen, plain, play, read_corpus
+from tests.oracle import figures
+from tests.oracle.forms import STAMP, Plain, plain
 
 # -- what is meant to differ -------------------------------------------------------------------------------------------
 
@@ -36,13 +37,17 @@ RENAMED: dict[str, str] = {}
 
 
 def rebuild(limits: dict[str, Any], policies: dict[str, str]) -> Scheduler:
-    """The scheduler of a recorded world."""
+    """The scheduler of a recorded world, whose policies and states of its own `figures` has brought."""
+    assert figures.OWN
     return Scheduler(Limits.from_plain(limits), PolicySet.from_names(policies))
 
 
-def translate(name: str, said: dict[str, Any]) -> list[Plain]:
+def translate(name: str, said: dict[str, Any], paired: "Paired") -> list[Plain]:
     """An old event as the new ones that say the same: one, none or several, in order. What they lead to together is
-    compared with the old event's commands."""
+    compared with the old event's commands. Where orders are numbered otherwise, `paired` knows the new number:
+
+        order = paired.new_of("StartGroup", "ResumeGroup", group=said["group"], attempt=said["attempt"])
+    """
     return [(name, said)]
 
 
@@ -56,6 +61,29 @@ def normalize(name: str, said: dict[str, Any]) -> Plain | None:
 # -- replaying ---------------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in (*EVENTS.values(), *COMMANDS.values())}
+
+
+class Paired:
+    """The old commands of a world so far, each with the new one that stands in its place."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
+
+    def add(self, old: list[Plain], new: list[Plain]) -> None:
+        """The first of a class goes with the first of that class, and so on."""
+        left: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for name, got in reversed(new):
+            left[name].append(got)
+        for name, was in old:
+            if left[name]:
+                self._pairs[name].append((was, left[name].pop()))
+
+    def new_of(self, *names: str, **said: Any) -> dict[str, Any] | None:
+        """The fields of the new command of the last old one of these classes that said this."""
+        for was, got in (pair for name in names for pair in reversed(self._pairs[name])):
+            if all(was.get(k) == v for k, v in said.items()):
+                return got
+        return None
 
 
 def renamed(name: str, said: dict[str, Any]) -> Plain:
@@ -107,12 +135,14 @@ def replay(world: dict[str, Any], only: set[str], any_order: bool) -> tuple[str,
         scheduler = rebuild(world["limits"], world["policies"])
     except Exception as error:
         return f"the scheduler cannot be built: {type(error).__name__}", str(error)
+    paired = Paired()
     for index, (id, at, name, said, commands) in enumerate(world["frames"]):
-        old = kept([renamed(*command) for command in commands], only)
+        was = [renamed(*command) for command in commands]
+        old = kept(was, only)
         place = f"{world['name']}, event {index}: {name} {said}"
         got: list[Plain] = []
         try:
-            for event in (event_of(*item, id, at) for item in translate(*renamed(name, said))):
+            for event in (event_of(*item, id, at) for item in translate(*renamed(name, said), paired)):
                 got += [plain(command) for command in scheduler.handle(event)]
         except Exception as error:
             return f"{name}: {type(error).__name__}", f"{place}\n    raised   {error}\n    expected {old}"
@@ -120,6 +150,7 @@ def replay(world: dict[str, Any], only: set[str], any_order: bool) -> tuple[str,
         what = differs(old, new)
         if what and not (any_order and what == "in another order"):
             return f"{name}: {what}", f"{place}\n    expected {old}\n    got      {new}"
+        paired.add(was, got)
     return "", ""
 
 
@@ -138,6 +169,8 @@ SEMANTIC = ("steps", "versions", "prompts", "outcome")
 
 def anew_all(prefix: str) -> Iterator[tuple[str, str, str]]:
     """As `replay_all`, and the totals of each family at the end, on standard error."""
+    from tests.oracle.export import chosen, play, read_corpus  # replaying needs no simulation
+
     was_all, totals = read_corpus(), defaultdict(lambda: (Counter(), Counter()))
     for family, number in chosen(prefix):
         name = f"{family}-{number:03}"
@@ -171,11 +204,13 @@ def main() -> int:
     asked.add_argument("--anew", action="store_true", help="run the worlds anew, and compare summaries")
     asked.add_argument("--prefix", default="", help="worlds whose names begin so")
     asked.add_argument("--only", default="", metavar="CLASSES", help="compare these commands alone: TrainStep,...")
+    asked.add_argument("--ignore", default="", metavar="FIELDS", help="fields of any command: reason,...")
     asked.add_argument("--any-order", action="store_true", help="an event's commands may come in another order")
     asked.add_argument("--stories", type=int, default=1, help="how many differences of a kind are told")
     said = asked.parse_args()
     if said.anew == bool(said.directory):
         asked.error("give either the DIRECTORY that export.py wrote, or --anew")
+    IGNORED_FIELDS.update(("*", field) for field in said.ignore.split(","))
     only = set(filter(None, said.only.split(",")))
     found = anew_all(said.prefix) if said.anew else replay_all(said.directory, said.prefix, only, said.any_order)
     kinds: dict[str, list[tuple[str, str]]] = defaultdict(list)

@@ -14,29 +14,18 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import msgpack
 
-from engine.commands import Command
 from engine.errors import EngineError
-from engine.events import Event
 from tests.oracle import unclocked, worlds
+from tests.oracle.forms import plain
 
 CORPUS = Path(__file__).with_name("corpus.jsonl.gz")
 FAMILY = {**worlds.FAMILY, "cut": unclocked.cut, "wild": unclocked.wild}
-Plain = tuple[str, dict[str, Any]]
-"""Name of the class, and the fields."""
-STAMP = ("id", "at")
-
-
-def plain(item: Event | Command) -> Plain:
-    """A command, or an event without its stamp."""
-    values = {f.name: getattr(item, f.name) for f in fields(item) if f.name not in STAMP}
-    return type(item).__name__, {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def play(family: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -97,20 +86,20 @@ def read_corpus() -> dict[str, Any]:
         return {line["name"]: line for line in map(json.loads, lines)}
 
 
-def chosen(only: str) -> Iterator[tuple[str, int]]:
+def chosen(prefix: str) -> Iterator[tuple[str, int]]:
     """The worlds whose names begin so."""
-    return ((family, number) for family, number in worlds.corpus() if f"{family}-{number:03}".startswith(only))
+    return ((family, number) for family, number in worlds.corpus() if f"{family}-{number:03}".startswith(prefix))
 
 
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("directory", type=Path)
     asked.add_argument("--corpus", action="store_true", help="write the summaries that the repository keeps")
-    asked.add_argument("--only", default="", metavar="PREFIX", help="worlds whose names begin so")
+    asked.add_argument("--prefix", default="", help="worlds whose names begin so")
     said = asked.parse_args()
     said.directory.mkdir(parents=True, exist_ok=True)
     began, lines, seen, slowest = perf_counter(), [], Counter(), (0.0, "")
-    for family, number in chosen(said.only):
+    for family, number in chosen(said.prefix):
         start = perf_counter()
         full, line = play(family, number)
         (said.directory / f"{full['name']}.msgpack").write_bytes(msgpack.packb(full))

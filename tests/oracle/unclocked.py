@@ -97,6 +97,10 @@ def moves(world: Seen, random: Random, least: int) -> list[Move]:
         if event is not None:
             world.deliver(event)
 
+    def late(_: object) -> None:
+        world.time += random.choice([0.0, 10.0, 200.0])
+        world.fire()
+
     going = world.driver.outcome is None
     may(6, world.arrive_up, world.sources())
     may(6, world.arrive_down, world.addressees())
@@ -110,7 +114,7 @@ def moves(world: Seen, random: Random, least: int) -> list[Move]:
         list(range(len(world.judged))))  # fmt: skip
     may(5, lambda one: one.do(likely), world.working())
     may(5, lambda one: world.draw(), world.draws if going else [])
-    may(1, lambda one: world.fire(), world.timers)
+    may(2, late, world.timers)
     may(1, lambda one: world.kill(one, random.random() < 0.7), list(world.replicas))
     may(2, world.join, world.dead)
     may(1, world.join, [len(world.incarnations)] if len(world.incarnations) < 4 and not least else [])

@@ -116,6 +116,8 @@ def rough(number: int, told: Told) -> None:
         random, limits, faults=ROUGH, spread=random.choice([1.0, 0.5]),
         prefix_every_tokens=random.choice([0, 10]),
     )  # fmt: skip
+    if number % 20 == 1:  # nothing, or hardly anything, can be generated
+        setting = replace(setting, prompts=150, faults=Faults(fail_data=random.choice([1.0, 0.98])))
     in_world(setting, named, told)
 
 
@@ -176,6 +178,8 @@ def request(random: Random, world: Any) -> Event | None:
     setting, value = FIGURES[choice % len(FIGURES)], str(random.choice([0, 1, 2, 3, 4, 6, 8, 12, 50]))
     if kind == "policy":
         setting, value = f"scheduler.policies.{decision}", random.choice(SHIPPED[decision])
+        if choice % 17 == 0:
+            setting, value = "scheduler.policies.on_error", random.choice(["stop", "builtin"])
     try:
         check_setting(limits, scheduler.policies, setting, value)
     except ConfigError:
