@@ -203,6 +203,25 @@ def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
         run(generators=[Fragile(1), Fragile(1)])
 
 
+def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on() -> None:
+    class Fragile(Steady):
+        async def resume(self) -> None:
+            raise RuntimeError("frozen for good")
+
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        if len(made) > 2:
+            raise SystemExit("no licence left")
+        return Fragile() if replica == 0 else Steady()
+
+    result = run(generators=make, replicas=2)
+    assert result.groups["consumed"] == 30
+    (lost,) = events_of(result, ReplicaLost)
+    assert not lost.returns and "no licence left" in lost.reason
+
+
 @pytest.mark.parametrize("turns", range(16))
 def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int) -> None:
     class Broken(SimpleGenerator):
