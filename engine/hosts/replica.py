@@ -27,7 +27,7 @@ from engine.commands import (
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.hosts.attempt import PARK_S, Attempt
-from engine.hosts.checks import check_generated
+from engine.hosts.checks import Versions, check_generated
 from engine.hosts.measuring import HeldOut, Measuring
 from engine.hosts.reasons import clean, reason_of
 from engine.hosts.reports import aborted_event, generated_event, prefix_event
@@ -213,7 +213,8 @@ class ReplicaHost:
                 await asyncio.wait([attempt.saving])
         if attempt.unwanted:
             return None
-        contained(check_generated, work, generated, began, self.version, rewarded=self._rewarded)
+        versions = Versions(admitted=command.admitted_version, oldest=began, newest=self.version)
+        contained(check_generated, work, generated, versions, rewarded=self._rewarded)
         return await self._keep(attempt, generated)
 
     async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
@@ -238,7 +239,8 @@ class ReplicaHost:
     async def _store_prefixes(self, attempt: Attempt, work: GroupWork, began: Version) -> None:
         while attempt.unsaved is not None:
             group, attempt.unsaved = attempt.unsaved, None
-            contained(check_generated, work, Generated(group=group, aborted=True), began, self.version)
+            versions = Versions(admitted=began, oldest=began, newest=self.version)
+            contained(check_generated, work, Generated(group=group, aborted=True), versions)
             event = prefix_event(group, attempt.number, **self._who)
             await self._trajectories.put(group, attempt.number)
             if attempt.unwanted:

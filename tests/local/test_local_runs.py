@@ -141,6 +141,28 @@ def test_one_prompt_that_always_fails_costs_only_itself() -> None:
     assert [(e.group, e.cause) for e in failures].count((7, "infrastructure")) == 2
 
 
+@pytest.mark.parametrize("oldest", [-5, 0, 99, 1.0, "1"])
+def test_an_oldest_version_that_a_group_cannot_have_costs_it_one_attempt(oldest: Any) -> None:
+    class Misled(Steady):
+        def __init__(self) -> None:
+            super().__init__()
+            self.misled: set[int] = set()
+
+        async def generate(self, work: GroupWork) -> Generated:
+            generated = await super().generate(work)
+            if self.version > 1 and work.attempt == 1 and len(self.misled) < 2:
+                self.misled.add(work.group)
+                generated.oldest_version = oldest
+            return generated
+
+    generator = Misled()
+    result = run(generators=[generator])
+    assert result.groups["consumed"] == 30
+    failures = events_of(result, GroupFailed)
+    assert {event.group for event in failures} == generator.misled and len(failures) == 2
+    assert all(f"oldest_version={oldest!r}, which must be None or an int from" in e.reason for e in failures)
+
+
 def test_a_prompt_that_cannot_be_read_fails_its_group_alone() -> None:
     def prompt(group: int) -> Prompt:
         if group == 3:
