@@ -70,17 +70,18 @@ def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewa
             raise DataFailure(story, group=work.group, row=work.prompt.row)
 
 
-def _group_problem(work: GroupWork, generated: Generated, versions: Versions) -> str:
+def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
     """What is wrong with a group apart from its trajectories, in words; empty if nothing is."""
-    group, kept = generated.group, generated.oldest_version
+    group: Any = generated.group
+    kept, aborted = generated.oldest_version, generated.aborted
     if group.group != work.group:
         return f"group {group.group!r:.80}, and was given group {work.group}"
     if not isinstance(group.prompt, Prompt) or group.prompt.row != work.prompt.row:
         return f"group {work.group} with another prompt than it was given, which was of row {work.prompt.row}"
     if not isinstance(group.trajectories, list):
         return f"trajectories as a {type(group.trajectories).__name__}, not as a list"
-    if not isinstance(generated.aborted, bool):
-        return f"aborted={generated.aborted!r:.80}, which must be True or False"
+    if not isinstance(aborted, bool):
+        return f"aborted={aborted!r:.80}, which must be True or False"
     if kept is not None and (type(kept) is not int or not versions.admitted <= kept <= versions.newest):
         law = f"must be None or an int from {versions.admitted} to {versions.newest}"
         return f"oldest_version={kept!r:.80}, which {law}, the versions that group {work.group} may have"

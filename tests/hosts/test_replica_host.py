@@ -472,7 +472,7 @@ def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere()
         await stage.trajectories.put(newer, attempt=2)
         stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
         await stage.settle()
-        assert (await stage.trajectories.get([0]))[0] is newer
+        assert stage.trajectories.store.partial(0) is newer
 
     play(scene)
 
@@ -495,7 +495,7 @@ def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewh
         stage.start()
         await stage.settle()
         assert stage.host.running == 0 and stage.events == []
-        assert (await stage.trajectories.get([0]))[0] is newer
+        assert stage.trajectories.store.partial(0) is newer
 
     play(scene)
 
@@ -522,7 +522,7 @@ def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
     async def scene() -> None:
         await trajectories.put(newer, attempt=2)
         await trajectories.put(late, attempt=1)
-        assert (await trajectories.get([0]))[0] is newer
+        assert trajectories.store.partial(0) is newer
         await trajectories.discard([0])
         assert trajectories.store.stats().bytes == 0
         with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):

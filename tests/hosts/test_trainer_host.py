@@ -23,6 +23,7 @@ from engine.events import (
 from engine.hosts import one_by_one
 from engine.hosts.checkpoints import list_checkpoints
 from engine.hosts.trainer import TrainerHost
+from engine.hosts.trajectories import copy_group
 from engine.local import SimpleTrainer, response
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Batch
@@ -197,6 +198,46 @@ def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
         assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
         trainer.fails = ""
         assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -> None:
+    class Spoiler(Scribe):
+        def score(self, batch: Batch, task: str) -> None:
+            self.spoil(batch)
+
+        def train(self, batch: Batch) -> dict[str, float]:
+            seen.append([copy_group(group) for group in batch.groups])
+            self.spoil(batch)
+            raise RuntimeError("no memory")
+
+        def spoil(self, batch: Batch) -> None:
+            batch.staleness[0] = 9
+            for group in batch.groups:
+                group.prompt.fields["answer"] = None  # type: ignore[index]
+                trajectory = group.trajectories[0]
+                trajectory.token_ids.append(99)
+                trajectory.logprobs[0], trajectory.loss_mask[0], trajectory.reward = 5.0, 0, None
+                group.trajectories.append(trajectory)
+            batch.groups.reverse()
+
+    seen: list[list[TrajectoryGroup]] = []
+
+    async def scene() -> None:
+        bench = Bench(Spoiler())
+        for number in (4, 2):
+            prompt = Prompt(row=number, text="?", fields={"answer": str(number)})
+            trajectories = [response([1, 2], reward=1.0, version=0)]
+            await bench.trajectories.put(TrajectoryGroup(group=number, prompt=prompt, trajectories=trajectories), 1)
+        await bench.answer(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
+        await bench.answer(train(attempt=1), train(attempt=2))
+        first, second = seen
+        assert first == second
+        assert [(g.group, g.prompt.fields, g.trajectories) for g in first] == [
+            (number, {"answer": str(number)}, [response([1, 2], reward=1.0, version=0)]) for number in (4, 2)
+        ]
         await bench.host.close()
 
     play(scene)
