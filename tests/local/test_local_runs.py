@@ -183,6 +183,19 @@ def test_a_run_whose_trainer_always_fails_says_so() -> None:
         run(trainer=Broken())
 
 
+def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
+    class Odd(Counting):
+        def train(self, batch: Batch) -> Any:
+            return {**super().train(batch), "large": 10**400, 7: 0.5, "step": 99, "optimizer_steps": math.nan}
+
+    result = run(trainer=Odd(), run_dir=tmp_path)
+    assert result.groups["consumed"] == 30
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in result.metrics] == list(range(8))
+    assert rows[1]["loss"] == result.metrics[1]["loss"] == 0.5
+    assert not {"large", "7"} & set(rows[1]) and 7 not in result.metrics[1]
+
+
 def test_a_train_step_that_fails_once_is_done_again_with_the_same_batch() -> None:
     class Shaky(Counting):
         def __init__(self) -> None:
