@@ -39,6 +39,8 @@ class StartGroup(Command):
     attempt: int
     replica: ReplicaId
     incarnation: Incarnation
+    admitted_version: Version = 0
+    """None of its tokens may be of an older version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class ResumeGroup(Command):
     replica: ReplicaId
     incarnation: Incarnation
     truncate: bool
+    admitted_version: Version = 0
+    """As in `StartGroup`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,19 @@ class EngineError(Exception):
         return _rebuild, (type(self), self.message, self.details)
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an exception, also of a user's own class whose `__str__` raises."""
+    try:
+        return str(error)
+    except BaseException:
+        return "(its message cannot be shown)"
+
+
+def describe_error(error: BaseException) -> str:
+    """`Type: message` of an exception."""
+    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+
+
 def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> EngineError:
     error = cls.__new__(cls)
     EngineError.__init__(error, message, **details)

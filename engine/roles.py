@@ -130,7 +130,7 @@ class Trainer(Protocol):
 
     def train(self, batch: Batch) -> dict[str, float]:
         """One outer step over the batch (its minibatches included). Returns metrics; names become `metrics.jsonl`
-        keys."""
+        keys. A name that is no text and a value that is no real number are left out, with a warning in the log."""
 
     def weights(self) -> Any:
         """The current weights in a form `Generator.stage` takes. Must be a copy: training goes on while it is read."""

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": BOTTOM,
     "trajectory": BOTTOM,
     "roles": BOTTOM,
+    "user_code": BOTTOM,
     # the pure core, each layer on those before it
     "events": BOTTOM,
     "commands": BOTTOM,
@@ -51,12 +52,12 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": DRIVER,
     "control": DRIVER,
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
-    "hosts": {*EVENTS, "schedule"},  # how frames lie on disk, and who may write them
-    "local": {*DRIVER, "hosts", "metrics"},
+    "hosts": {*EVENTS, "schedule", "user_code"},  # how frames lie on disk, and who may write them
+    "local": {*DRIVER, "hosts", "metrics", "user_code"},
     "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "hardware", "gateway", "control"},
     # the work itself, which knows nothing of the scheduler
-    "rollout": BOTTOM,
-    "gateway": {*BOTTOM, "rollout"},  # agents' calls become requests to a replica
+    "rollout": {*BOTTOM, "user_code"},
+    "gateway": {*BOTTOM, "rollout", "user_code"},  # agents' calls become requests to a replica
     "training": BOTTOM,
     "tasks": BOTTOM,
     # readers, where a run's files are, and what the machine has

@@ -35,6 +35,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.hosts.checkpoints import damaged_of, list_checkpoints, put_aside
+from engine.hosts.figures import count_in
 from engine.ids import Incarnation, StepId
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class TrainerLink(Link):
     def reported(self, step: StepId, figures: Mapping[str, Any]) -> None:
         """To be told what the trainer says of a step. A repeat changes nothing."""
         if step >= self._contained:
-            self._updates[step] = int(figures.get("optimizer_steps") or 0)
+            self._updates[step] = count_in(figures, "optimizer_steps")
 
     async def _replace(self, reason: str) -> None:
         """Answer what the dead trainer was ordered, then go on with a new one if nothing is lost by it."""

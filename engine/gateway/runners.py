@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from engine.errors import DataFailure, EngineError
+from engine.errors import DataFailure, EngineError, message_of
 from engine.trajectory import Prompt
+from engine.user_code import awaited
 
 TOLD = 2000
 """Characters of a program's standard error that a failure repeats."""
@@ -42,14 +43,14 @@ class FunctionRunner:
         self._thread.start()
 
     async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
-        call = asyncio.run_coroutine_threadsafe(self._function(base_url, key, prompt), self._loop)
+        call = asyncio.run_coroutine_threadsafe(awaited(self._function, base_url, key, prompt), self._loop)
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             name = f"{self._function.__module__}.{self._function.__qualname__}"
-            story = f"agent {name} raised {type(error).__name__} on prompt row {prompt.row}: {error}"
+            story = f"agent {name} raised {type(error).__name__} on prompt row {prompt.row}: {message_of(error)}"
             raise DataFailure(story, row=prompt.row) from error
 
     def close(self) -> None:

@@ -14,12 +14,14 @@ from engine.commands import EnterState
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, StateFailed, StateLeft
 from engine.hosts.checks import reward_problem, rewards_problem, segment_problem
-from engine.hosts.reasons import reason_of
+from engine.hosts.reasons import clean, reason_of
 from engine.hosts.reports import reward_figures
+from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories, copy_group
 from engine.ids import GroupId
 from engine.roles import Fallible
 from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.user_code import awaited
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class AddedStatesHost:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _listen(self, work: Fallible, broken: Callable[[str], None]) -> None:
-        broken(await work.failed())
+        broken(clean(str(await awaited(work.failed))))
 
     async def _carry_out(self, command: EnterState) -> None:
         try:
@@ -129,11 +131,11 @@ class AddedStatesHost:
         timeout_s = None if command.state in self._untimed else self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                group = await work(copy_group(kept))
+                group = await awaited(work, copy_group(kept))
         except TimeoutError as error:
             story = f"the work of {command.state} took longer than {timeout_s} s on group {command.group}"
             raise EngineError(str(error) or story, group=command.group) from error
-        check_worked(command.state, kept, group)
+        contained(check_worked, command.state, kept, group)
         await self._trajectories.replace(group, command.attempt)
         live, mean, spread = reward_figures(group)
         return StateLeft(

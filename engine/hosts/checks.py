@@ -4,22 +4,36 @@ Called by `replica.ReplicaHost` for every group. A malformed group must never re
 break) or the trainer (whom it would poison); it costs its attempt and says why.
 """
 
+from array import array
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import Version
 from engine.roles import Generated, GroupWork
-from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans")
+SCALARS = {"text": str, "finish_reason": str, "continues": bool}
+LARGEST_ID = 2**31 - 1
 
 
-def check_generated(
-    work: GroupWork, generated: Any, oldest: Version, newest: Version, *, rewarded: bool = True
-) -> None:
-    """Raise unless `generated` answers `work` with tokens of versions `oldest` to `newest`; where it is not `rewarded`
-    yet, rewards may be missing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Which weights versions the tokens of a group may have."""
+
+    admitted: Version
+    """No token of the group, wherever it was sampled, is older."""
+    oldest: Version
+    """No token is older, of those in `GroupWork.partial` and those that this attempt samples."""
+    newest: Version
+    """That of the replica."""
+
+
+def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewarded: bool = True) -> None:
+    """Raise unless `generated` answers `work` with tokens of `versions`; where it is not `rewarded` yet, rewards may be
+    missing.
 
     Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
     for any other fault.
@@ -28,15 +42,16 @@ def check_generated(
         what = type(generated.group).__name__ if isinstance(generated, Generated) else type(generated).__name__
         raise EngineError(f"generate() must return Generated(group=TrajectoryGroup(...)), not {what}")
     group = generated.group
-    if group.group != work.group:
-        raise EngineError(f"generate() was given group {work.group} and returned group {group.group}")
+    problem = _group_problem(work, generated, versions)
+    if problem:
+        raise EngineError(f"generate() returned {problem}", group=work.group)
     count = sum(not getattr(trajectory, "continues", False) for trajectory in group.trajectories)
     if count != work.samples and not (generated.aborted and count < work.samples):
         raise EngineError(f"generate() returned {count} trajectories, not the {work.samples} asked for")
     kept = generated.oldest_version
-    oldest = oldest if kept is None else min(oldest, kept)
+    oldest = versions.oldest if kept is None else min(versions.oldest, kept)
     for index, trajectory in enumerate(group.trajectories):
-        problem = shape_problem(trajectory, oldest, newest, finished=not generated.aborted)
+        problem = shape_problem(trajectory, oldest, versions.newest, finished=not generated.aborted)
         problem = problem or segment_problem(group.trajectories, index)
         if problem:
             raise EngineError(
@@ -55,6 +70,24 @@ def check_generated(
             raise DataFailure(story, group=work.group, row=work.prompt.row)
 
 
+def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
+    """What is wrong with a group apart from its trajectories, in words; empty if nothing is."""
+    group: Any = generated.group
+    kept, aborted = generated.oldest_version, generated.aborted
+    if group.group != work.group:
+        return f"group {group.group!r:.80}, and was given group {work.group}"
+    if not isinstance(group.prompt, Prompt) or group.prompt.row != work.prompt.row:
+        return f"group {work.group} with another prompt than it was given, which was of row {work.prompt.row}"
+    if not isinstance(group.trajectories, list):
+        return f"trajectories as a {type(group.trajectories).__name__}, not as a list"
+    if not isinstance(aborted, bool):
+        return f"aborted={aborted!r:.80}, which must be True or False"
+    if kept is not None and (type(kept) is not int or not versions.admitted <= kept <= versions.newest):
+        law = f"must be None or an int from {versions.admitted} to {versions.newest}"
+        return f"oldest_version={kept!r:.80}, which {law}, the versions that group {work.group} may have"
+    return ""
+
+
 def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool) -> str:
     """What is wrong with a trajectory, in words; empty if nothing is."""
     if not isinstance(trajectory, Trajectory):
@@ -62,6 +95,12 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
     for name in LISTS:
         if not isinstance(getattr(trajectory, name), list):
             return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a list"
+    for name, kind in SCALARS.items():
+        if not isinstance(getattr(trajectory, name), kind):
+            return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a {kind.__name__}"
+    problem = _ids_problem("prompt_ids", trajectory.prompt_ids) or _ids_problem("token_ids", trajectory.token_ids)
+    if problem:
+        return problem
     tokens = len(trajectory.token_ids)
     if len(trajectory.logprobs) != tokens or len(trajectory.loss_mask) != tokens:
         return (
@@ -105,6 +144,15 @@ def rewards_problem(group: TrajectoryGroup) -> str:
     if isfinite(sum(map(abs, rewards))):  # no sum of some of them, and no difference of two, is larger
         return ""
     return f"its rewards are too large to take a mean and a spread of: they go from {min(rewards)} to {max(rewards)}"
+
+
+def _ids_problem(name: str, ids: list[Any]) -> str:
+    try:
+        numbers = array("i", ids)
+    except Exception:  # whatever the values' own conversion raises
+        return f"{name} holds something else than ints from 0 to {LARGEST_ID}"
+    smallest = min(numbers, default=0)
+    return "" if smallest >= 0 else f"{name} holds {smallest}; a token id is an int from 0 to {LARGEST_ID}"
 
 
 def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest: Version) -> str:

@@ -17,6 +17,7 @@ from engine.hosts.reasons import reason_of
 from engine.ids import GroupId, ValidationId, Version
 from engine.roles import Generated, Generator, GroupWork
 from engine.trajectory import Prompt
+from engine.user_code import awaited
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,8 @@ class Measuring:
             GroupWork(group=group, attempt=order.attempt, prompt=prompt, samples=1, held_out=True)
             for group, prompt in zip(measurement.groups, prompts, strict=True)
         ]
-        outcomes = await asyncio.gather(*(held_out.evaluator.generate(work) for work in works), return_exceptions=True)
+        answers = (awaited(held_out.evaluator.generate, work) for work in works)
+        outcomes = await asyncio.gather(*answers, return_exceptions=True)
         measurement.groups = []
         rewards = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         self._require_version(order)
@@ -158,7 +160,7 @@ class Measuring:
     async def _end(self, measurement: Measurement) -> None:
         if measurement.groups and self._held_out is not None:
             try:
-                await self._held_out.evaluator.abort(measurement.groups)
+                await awaited(self._held_out.evaluator.abort, measurement.groups)
             except Exception:
                 log.warning("held-out rows could not be aborted", exc_info=True)
         measurement.task.cancel()

@@ -1,6 +1,6 @@
 """An exception as one line that fits an event: what went wrong, for the record and for the user."""
 
-from engine.errors import EngineError
+from engine.errors import EngineError, describe_error, message_of
 
 LONGEST = 1000
 """Characters; the full story goes to the log."""
@@ -8,8 +8,7 @@ LONGEST = 1000
 
 def reason_of(error: BaseException) -> str:
     """`Type: message` of an exception; the message alone for the engine's own, which name themselves."""
-    text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}".removesuffix(": ")
-    return clean(text)
+    return clean(message_of(error) if isinstance(error, EngineError) else describe_error(error))
 
 
 def clean(text: str) -> str:

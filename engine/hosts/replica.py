@@ -27,16 +27,18 @@ from engine.commands import (
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.hosts.attempt import PARK_S, Attempt
-from engine.hosts.checks import check_generated
+from engine.hosts.checks import Versions, check_generated
 from engine.hosts.measuring import HeldOut, Measuring
-from engine.hosts.reasons import reason_of
+from engine.hosts.reasons import clean, reason_of
 from engine.hosts.reports import aborted_event, generated_event, prefix_event
 from engine.hosts.sleeping import Sleeping
+from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
 from engine.ids import GroupId, Incarnation, ReplicaId, Version
 from engine.roles import Fallible, Generated, Generator, GroupWork
 from engine.trajectory import Prompt, TrajectoryGroup
+from engine.user_code import awaited
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +132,7 @@ class ReplicaHost:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await self.generator.close()
+            await awaited(self.generator.close)
         except Exception:
             log.exception("closing the generator of replica %d failed", self.replica)
 
@@ -204,14 +206,15 @@ class ReplicaHost:
         )
         attempt.begun = True
         try:
-            generated = await self.generator.generate(work)
+            generated = await awaited(self.generator.generate, work)
         finally:
             attempt.unsaved = None
             if attempt.saving is not None:
                 await asyncio.wait([attempt.saving])
         if attempt.unwanted:
             return None
-        check_generated(work, generated, began, self.version, rewarded=self._rewarded)
+        versions = Versions(admitted=command.admitted_version, oldest=began, newest=self.version)
+        contained(check_generated, work, generated, versions, rewarded=self._rewarded)
         return await self._keep(attempt, generated)
 
     async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
@@ -236,7 +239,8 @@ class ReplicaHost:
     async def _store_prefixes(self, attempt: Attempt, work: GroupWork, began: Version) -> None:
         while attempt.unsaved is not None:
             group, attempt.unsaved = attempt.unsaved, None
-            check_generated(work, Generated(group=group, aborted=True), began, self.version)
+            versions = Versions(admitted=began, oldest=began, newest=self.version)
+            contained(check_generated, work, Generated(group=group, aborted=True), versions)
             event = prefix_event(group, attempt.number, **self._who)
             await self._trajectories.put(group, attempt.number)
             if attempt.unwanted:
@@ -266,7 +270,7 @@ class ReplicaHost:
 
     async def _end(self, attempt: Attempt) -> None:
         if attempt.begun:
-            await self._logged(self.generator.abort([attempt.group]), "abort")
+            await self._logged(awaited(self.generator.abort, [attempt.group]), "abort")
         attempt.task.cancel()
 
     def _park(self, command: ParkGroup) -> None:
@@ -278,7 +282,7 @@ class ReplicaHost:
     async def _give_up(self, attempt: Attempt) -> None:
         """End an attempt with what it has. One that does not end is cancelled, and fails."""
         if attempt.begun:
-            await self._logged(self.generator.abort([attempt.group]), "parking")
+            await self._logged(awaited(self.generator.abort, [attempt.group]), "parking")
         await asyncio.wait([attempt.task], timeout=PARK_S)
         attempt.task.cancel()
 
@@ -288,13 +292,13 @@ class ReplicaHost:
             return
         attempt.truncate = True
         if attempt.begun:
-            self._spawn(self._logged(self.generator.truncate([command.group]), "truncate"))
+            self._spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
 
     # weights
 
     async def _stage(self, command: StageWeights) -> None:
         try:
-            await self.generator.stage(command.version, await self._weights.get(command.version))
+            await awaited(self.generator.stage, command.version, await self._weights.get(command.version))
         except Exception as error:
             self._sync_failed(command, "staging", error)
         else:
@@ -305,7 +309,7 @@ class ReplicaHost:
         await self._measuring.ended()
         sleeps = command.mode == "sleep"
         try:
-            await self.generator.pause("abort" if sleeps else command.mode)
+            await awaited(self.generator.pause, "abort" if sleeps else command.mode)
         except Exception as error:
             self._sync_failed(command, "pausing", error)
             return
@@ -327,7 +331,7 @@ class ReplicaHost:
                 raise EngineError(f"version {command.version} is older than {self.version}, which is installed")
             await self._sleeping.end()
             if command.version > self.version:
-                await self.generator.install(command.version)
+                await awaited(self.generator.install, command.version)
         except Exception as error:
             self._sync_failed(command, "installing", error)
         else:
@@ -338,7 +342,7 @@ class ReplicaHost:
         self._pause_mode = None
         try:
             await self._sleeping.end()
-            await self.generator.resume()
+            await awaited(self.generator.resume)
         except Exception as error:
             log.exception("replica %d cannot be resumed", self.replica)
             self._broken(f"resuming failed: {reason_of(error)}")
@@ -351,7 +355,7 @@ class ReplicaHost:
     # tasks
 
     async def _listen(self, generator: Fallible) -> None:
-        self._broken(await generator.failed())
+        self._broken(clean(str(await awaited(generator.failed))))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -5,6 +5,7 @@ to fall asleep, nor for awake that failed to wake.
 """
 
 from engine.roles import Generator, Sleeper
+from engine.user_code import awaited
 
 
 class Sleeping:
@@ -17,11 +18,11 @@ class Sleeping:
     async def begin(self) -> None:
         """Of a generator that is paused with nothing running. Raises what it raises; then it is awake."""
         if not self.asleep and isinstance(self._generator, Sleeper):
-            await self._generator.sleep()
+            await awaited(self._generator.sleep)
         self.asleep = True
 
     async def end(self) -> None:
         """Still paused, with its memory. Raises what the generator raises; then it sleeps on."""
         if self.asleep and isinstance(self._generator, Sleeper):
-            await self._generator.wake()
+            await awaited(self._generator.wake)
         self.asleep = False

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import ParamSpec, TypeVar
 
+from engine.errors import describe_error
+
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
@@ -23,4 +25,4 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
         if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
             raise
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        raise RuntimeError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{name} raised {describe_error(error)}") from error

@@ -24,6 +24,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.hosts.checkpoints import save_checkpoint
+from engine.hosts.figures import Figure, Figures, count_in
 from engine.hosts.one_by_one import OneByOne
 from engine.hosts.reasons import reason_of
 from engine.hosts.trajectories import Trajectories
@@ -75,6 +76,7 @@ class TrainerHost(OneByOne[Command]):
         self._hands_over = hands_over
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
+        self._figures = Figures()
 
     async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
         """Train a step again, before any order: with the batch and the scores it had. `reports`: what the trainer says
@@ -87,7 +89,7 @@ class TrainerHost(OneByOne[Command]):
             raise EngineError(f"train step {step} cannot be trained again: {reason_of(error)}") from error
         if reports:
             self._report(step, metrics)
-        return int(metrics.get("optimizer_steps") or 0)
+        return count_in(metrics, "optimizer_steps")
 
     async def hand_over(self, steps: StepId) -> None:
         """Give scorers the present weights, which are those after `steps` train steps. Never raises: what cannot be
@@ -149,14 +151,15 @@ class TrainerHost(OneByOne[Command]):
     async def _batch_to_score(self, step: StepId, ids: Sequence[GroupId]) -> Batch:
         return Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
 
-    async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> Mapping[str, Any]:
+    async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Figure]:
         groups = await self._trajectories.get(ids)
         scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
         batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
-        metrics: Mapping[str, Any] | None = await self._call(self.trainer.train, batch)
+        metrics: Mapping[Any, Any] | None = await self._call(self.trainer.train, batch)
         if metrics is not None and not isinstance(metrics, Mapping):
             raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
-        return metrics or {}
+        figures: dict[str, Figure] = await self._call(self._figures.read, metrics) if metrics is not None else {}
+        return figures
 
     async def _train(self, command: TrainStep) -> Event:
         try:

@@ -6,7 +6,7 @@ into what it keeps: `local` puts groups, `actors` puts packed bytes. `durable.Du
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from engine.errors import EngineError
@@ -143,8 +143,9 @@ class TrajectoryStore(Generic[Payload]):
 
 
 def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
-    """A group whose trajectories and their lists are its own; the prompt is shared."""
-    return TrajectoryGroup(group=group.group, prompt=group.prompt, trajectories=[t.copy() for t in group.trajectories])
+    """A group whose trajectories, their lists and the prompt's fields are its own; the values of fields are shared."""
+    prompt = replace(group.prompt, fields=dict(group.prompt.fields))
+    return TrajectoryGroup(group=group.group, prompt=prompt, trajectories=[t.copy() for t in group.trajectories])
 
 
 def size_of(group: TrajectoryGroup) -> int:

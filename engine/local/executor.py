@@ -35,6 +35,7 @@ from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import reason_of
 from engine.hosts.replica import ReplicaHost
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS, ScorerHost
+from engine.hosts.threads import contained
 from engine.hosts.trainer import Report, TrainerHost
 from engine.ids import ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
@@ -223,7 +224,7 @@ class LocalExecutor:
         if self._replace is None:
             return None, f"{reason}; the run was given its generators one by one and can make no other"
         try:
-            return self._replace(replica), reason
+            return contained(self._replace, replica), reason
         except Exception as error:
             return None, f"{reason}; another one could not be made: {reason_of(error)}"
 

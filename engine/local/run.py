@@ -157,7 +157,7 @@ class Books:
         self._said: list[dict[str, Any]] = []
 
     def report(self, step: StepId, figures: Mapping[str, Any]) -> None:
-        self._said.append({"step": step, **figures})
+        self._said.append({"step": step} | dict(figures) | {"step": step})
         self.metrics.report(step, figures)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from engine.ids import GroupId, StepId, Version
 from engine.roles import Batch, Generated, GroupWork
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
+from engine.user_code import awaited
 
 
 def response(
@@ -58,7 +59,7 @@ class SimpleGenerator:
         raise NotImplementedError(f"{type(self).__name__} must define: async def sample(self, work, weights, version)")
 
     async def generate(self, work: GroupWork) -> Generated:
-        sampling = asyncio.ensure_future(self.sample(work, self.weights, self.version))
+        sampling = asyncio.ensure_future(awaited(self.sample, work, self.weights, self.version))
         self._sampling[work.group] = sampling
         try:
             await asyncio.wait([sampling])

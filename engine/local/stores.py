@@ -11,7 +11,7 @@ from engine.trajectory import TrajectoryGroup
 
 
 class LocalTrajectories:
-    """Keeps groups as they are; hands out partial ones as copies, so that a failed attempt leaves no trace."""
+    """Keeps groups as they are and hands out copies, so that a failed attempt leaves no trace in them."""
 
     def __init__(self) -> None:
         self.store: TrajectoryStore[TrajectoryGroup] = TrajectoryStore()
@@ -27,7 +27,7 @@ class LocalTrajectories:
         return None if kept is None else copy_group(kept)
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        return self.store.get(groups)
+        return [copy_group(group) for group in self.store.get(groups)]
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]

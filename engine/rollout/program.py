@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engine.errors import DataFailure, EngineError
+from engine.errors import DataFailure, EngineError, message_of
 from engine.ids import GroupId
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
@@ -21,6 +21,7 @@ from engine.rollout.over_backend import OverBackend
 from engine.rollout.scoring import Scorer, name_of
 from engine.rollout.seeds import derive_seed
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.user_code import awaited
 
 GOODBYE_S = 5.0
 """How long a cancelled rollout may take to end."""
@@ -306,14 +307,12 @@ class ProgramGenerator(OverBackend):
         if isinstance(error, EngineError) and not isinstance(error, DataFailure):
             raise error  # the replica's fault
         if error is not None:
-            story = (
-                f"rollout {name_of(self._program)} raised {type(error).__name__} on prompt row {prompt.row}: {error}"
-            )
-            raise DataFailure(story, row=prompt.row) from error
+            story = f"rollout {name_of(self._program)} raised {type(error).__name__} on prompt row {prompt.row}"
+            raise DataFailure(f"{story}: {message_of(error)}", row=prompt.row) from error
 
 
 async def _called(program: Program, client: RolloutClient, prompt: Prompt) -> Any:
-    return await program(client, prompt)
+    return await awaited(program, client, prompt)
 
 
 def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Trajectory]:

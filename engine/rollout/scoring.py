@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
-from engine.errors import DataFailure, EngineError
+from engine.errors import DataFailure, EngineError, message_of
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 Reward = Callable[[Prompt, Trajectory], float]
@@ -63,7 +63,7 @@ class RewardCalls:
         elif isinstance(outcome, str):
             story = f"returned {outcome} {where}, not a finite number"
         else:
-            story = f"raised {type(outcome).__name__} {where}: {outcome}"
+            story = f"raised {type(outcome).__name__} {where}: {message_of(outcome)}"
         cause = outcome if isinstance(outcome, BaseException) else None
         raise DataFailure(f"reward {self._name} {story}", row=prompt.row) from cause
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from engine.errors import EngineError, PolicyError
+from engine.errors import EngineError, PolicyError, describe_error
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
 from engine.states.digest import MASK, digest
 from engine.states.group import Group
@@ -94,7 +94,7 @@ class Decisions:
                 raise _Refused(answer, law)
             if self._remembering and decision in self._remembering:
                 self._keep(decision)
-        except Exception as error:
+        except BaseException as error:  # a user's code: it may not end the process either
             told = self._told(decision, error)
             self._forget(decision)
             if self.policies.on_error == "stop":
@@ -144,17 +144,17 @@ class Decisions:
             raise PolicyError(f"the built-in {decision} policy decided {answer!r}: {law}", decision=decision)
         return answer
 
-    def _told(self, decision: str, error: Exception) -> PolicyError:
+    def _told(self, decision: str, error: BaseException) -> PolicyError:
         if isinstance(error, PolicyError):
             return error
         name = self.policies.names.get(decision, decision)
         if isinstance(error, _Refused):
-            shown = repr(error.answer)
-            shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+            shown = _shown(error.answer)
             did, answer = f"decided {shown}: {error.law}", shown
         else:
-            did, answer = f"raised {type(error).__name__}: {error}", ""
+            did, answer = f"raised {describe_error(error)}", ""
         seen = self.seen()
+        did = did.encode("utf-8", "replace").decode("utf-8")  # as every codec can hold it
         return PolicyError(
             f"the {decision} policy {name!r} {did}; it saw {seen}", decision=decision, policy=name, answer=answer,
             view=seen,
@@ -206,6 +206,15 @@ def has_memory(policy: Any) -> bool:
 def _method(policies: PolicySet, decision: str) -> Callable[..., Any]:
     method: Callable[..., Any] = getattr(getattr(policies, decision), METHODS[decision])
     return method
+
+
+def _shown(answer: Any) -> str:
+    """An answer as an error shows it, also one whose `repr` raises."""
+    try:
+        shown = repr(answer)
+    except BaseException:
+        return f"an object of type {type(answer).__name__}"
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
 
 
 def _unpack(packed: bytes) -> Any:

@@ -257,6 +257,7 @@ class RolloutScheduling:
                 "attempt": group.attempt,
                 "replica": replica.id,
                 "incarnation": replica.incarnation,
+                "admitted_version": group.admitted_version,
             }
             if group.kept:
                 self.orders.add(ResumeGroup(**order, truncate=group.truncate, cause=self.orders.cause))
@@ -285,7 +286,7 @@ class RolloutScheduling:
             state.seat(group, replica)
             self.orders.add(
                 StartGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                           cause=self.orders.cause)
+                           admitted_version=group.admitted_version, cause=self.orders.cause)
             )  # fmt: skip
 
     def _oldest_admissible(self) -> Version | None:

@@ -192,6 +192,40 @@ def test_the_built_in_decides_in_place_of_a_policy_in_error_and_that_is_counted(
     assert run.state.hash != plain.state.hash, "what went wrong is part of the state"
 
 
+class Mute(BaseException):
+    """Not an `Exception`, and its message cannot be made."""
+
+    def __str__(self) -> str:
+        raise SystemExit("not even that")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Mute(), ValueError("\ud800")])
+def test_a_policy_that_leaves_the_process_is_one_in_error(registered: None, error: BaseException) -> None:
+    class Leaving:
+        def admit(self, view: View, legal: int) -> int:
+            raise error
+
+    policies.register("admission", "leaving")(Leaving)
+    said = rf"the admission policy 'leaving' raised {type(error).__name__}.*; it saw step 0, version 0"
+    with pytest.raises(PolicyError, match=said) as raised:
+        small(policies={"admission": "leaving"})
+    assert str(raised.value).encode(), "it can be recorded"
+    run = small(policies={"admission": "leaving", "on_error": "builtin"})
+    assert run.running() == [0, 1, 2, 3] and run.view.policy_errors == 2
+
+
+def test_an_answer_that_cannot_be_shown_is_still_refused(registered: None) -> None:
+    class Answer(int):
+        def __repr__(self) -> str:
+            raise Mute
+
+    policies.register("admission", "odd")(type("Odd", (), {"admit": lambda self, view, legal: Answer(1)}))
+    with pytest.raises(PolicyError, match=r"'odd' decided an object of type Answer: it must answer with int"):
+        small(policies={"admission": "odd"})
+
+
 def test_policies_that_start_nothing_are_stood_in_for(registered: None) -> None:
     @policies.register("admission", "never")
     class Never:

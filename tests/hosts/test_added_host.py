@@ -12,7 +12,7 @@ from engine.commands import EnterState
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, GroupGenerated, StateFailed, StateLeft
 from engine.hosts.added import AddedStatesHost, Work
-from engine.hosts.checks import check_generated
+from engine.hosts.checks import Versions, check_generated
 from engine.hosts.reports import generated_event
 from engine.hosts.trajectories import copy_group
 from engine.local import response
@@ -23,6 +23,7 @@ from engine.states.limits import REWARDING
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 PROMPT = Prompt(row=7, text="?")
+INITIAL = Versions(admitted=0, oldest=0, newest=0)
 
 
 class Digits:
@@ -310,12 +311,12 @@ def test_rewards_may_be_left_out_where_they_are_given_later_and_only_there() -> 
     work = GroupWork(group=1, attempt=1, prompt=PROMPT, samples=1)
     group = TrajectoryGroup(group=1, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
     group.trajectories[0].reward = None
-    check_generated(work, Generated(group=group), 0, 0, rewarded=False)
+    check_generated(work, Generated(group=group), INITIAL, rewarded=False)
     told = generated_event(group, 1, 0, 1)
     assert isinstance(told, GroupGenerated) and (told.live, told.reward_mean) == (1, 0.0)
     with pytest.raises(DataFailure, match="it has no reward"):
-        check_generated(work, Generated(group=group), 0, 0)
+        check_generated(work, Generated(group=group), INITIAL)
     group.trajectories[0].reward = math.inf
     with pytest.raises(DataFailure, match="its reward is inf"):
-        check_generated(work, Generated(group=group), 0, 0, rewarded=False)
+        check_generated(work, Generated(group=group), INITIAL, rewarded=False)
     assert issubclass(DataFailure, EngineError)

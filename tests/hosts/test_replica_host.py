@@ -472,7 +472,7 @@ def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere()
         await stage.trajectories.put(newer, attempt=2)
         stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
         await stage.settle()
-        assert (await stage.trajectories.get([0]))[0] is newer
+        assert stage.trajectories.store.partial(0) is newer
 
     play(scene)
 
@@ -495,7 +495,7 @@ def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewh
         stage.start()
         await stage.settle()
         assert stage.host.running == 0 and stage.events == []
-        assert (await stage.trajectories.get([0]))[0] is newer
+        assert stage.trajectories.store.partial(0) is newer
 
     play(scene)
 
@@ -522,7 +522,7 @@ def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
     async def scene() -> None:
         await trajectories.put(newer, attempt=2)
         await trajectories.put(late, attempt=1)
-        assert (await trajectories.get([0]))[0] is newer
+        assert trajectories.store.partial(0) is newer
         await trajectories.discard([0])
         assert trajectories.store.stats().bytes == 0
         with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):
@@ -554,6 +554,17 @@ def good(**changes: Any) -> Trajectory:
         ([good(), good(logprobs=[0.0])], "infrastructure", "2 token_ids, 1 logprobs and 2 loss_mask"),
         ([good(), good(token_ids=(7, 8))], "infrastructure", "token_ids is a tuple, not a list"),
         ([good(), good(logprobs=[0.0, math.nan])], "infrastructure", "a log-prob is not a finite number"),
+        ([good(), good(token_ids=[7, -8])], "infrastructure", "token_ids holds -8; a token id is an int from 0 to"),
+        ([good(), good(token_ids=[7, 2**40])], "infrastructure", "token_ids holds something else than ints from 0"),
+        ([good(), good(token_ids=[7, None])], "infrastructure", "token_ids holds something else than ints"),
+        ([good(), good(prompt_ids=["a"])], "infrastructure", "prompt_ids holds something else than ints"),
+        ([good(), good(text=None)], "infrastructure", "text is a NoneType, not a str"),
+        ([good(), good(finish_reason=1)], "infrastructure", "finish_reason is a int, not a str"),
+        ([good(), good(continues=0)], "infrastructure", "continues is a int, not a bool"),
+        ((good(), good()), "infrastructure", "trajectories as a tuple, not as a list"),
+        (None, "infrastructure", "trajectories as a NoneType, not as a list"),
+        ([good(), good(reward=math.inf)], "data", "its reward is inf, not a finite number"),
+        ([good(), good(reward=10**400)], "data", "its reward is a int, not a number"),
         ([good(), good(loss_mask=[1, 2])], "infrastructure", "something else than 0 and 1"),
         ([good(), good(spans=[Span(0, 1, 0)])], "infrastructure", "spans cover 1 of 2 tokens"),
         ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "does not go on where the one before ended, at 0"),

@@ -1,11 +1,12 @@
 """Rollouts of several segments on their way to the scheduler: counted once, reported once."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engine.errors import EngineError
-from engine.hosts.checks import check_generated
+from engine.hosts.checks import Versions, check_generated
 from engine.hosts.reports import generated_event
 from engine.local import response
 from engine.roles import Generated, GroupWork
@@ -19,10 +20,11 @@ def segment(reward: float | None = 1.0, tokens: int = 2, version: int = 4, **cha
     return replace(made, reward=reward, continues=True, **changes)
 
 
-def check(*trajectories: Trajectory, aborted: bool = False, kept: int | None = None) -> TrajectoryGroup:
+def check(*trajectories: Trajectory, aborted: bool = False, kept: Any = None, admitted: int = 0) -> TrajectoryGroup:
     group = TrajectoryGroup(group=7, prompt=PROMPT, trajectories=list(trajectories))
     generated = Generated(group=group, aborted=aborted, oldest_version=kept)
-    check_generated(GroupWork(group=7, attempt=1, prompt=PROMPT, samples=2), generated, 4, 5)
+    work = GroupWork(group=7, attempt=1, prompt=PROMPT, samples=2)
+    check_generated(work, generated, Versions(admitted=admitted, oldest=4, newest=5))
     return group
 
 
@@ -56,6 +58,33 @@ def test_tokens_that_outlived_their_attempt_may_be_older() -> None:
     check(first(version=3), first(), kept=3)
     with pytest.raises(EngineError, match="said to be of version 2"):
         check(first(version=2), first(), kept=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "law"),
+    [
+        ({"prompt": Prompt(row=1, text="?")}, "another prompt than it was given, which was of row 0"),
+        ({"prompt": None}, "another prompt than it was given"),
+        ({"group": 8}, "group 8, and was given group 7"),
+        ({"aborted": "no"}, "aborted='no', which must be True or False"),
+    ],
+)
+def test_a_group_is_the_one_that_was_ordered(changes: dict[str, Any], law: str) -> None:
+    group = TrajectoryGroup(group=7, prompt=PROMPT, trajectories=[first(), first()])
+    generated = Generated(group=group)
+    for name, value in changes.items():
+        setattr(generated if name == "aborted" else group, name, value)
+    work = GroupWork(group=7, attempt=1, prompt=PROMPT, samples=2)
+    with pytest.raises(EngineError, match=law):
+        check_generated(work, generated, Versions(admitted=0, oldest=4, newest=5))
+
+
+@pytest.mark.parametrize("kept", [-5, 0, 2, 6, 3.0, True, "4", [4]])
+def test_the_oldest_version_told_is_one_that_the_group_may_have(kept: Any) -> None:
+    law = r"oldest_version=.*, which must be None or an int from 3 to 5"
+    with pytest.raises(EngineError, match=law):
+        check(first(), first(), kept=kept, admitted=3)
+    check(first(), first(), kept=3, admitted=3)
 
 
 def test_the_scheduler_is_told_of_rollouts() -> None:

@@ -1,9 +1,11 @@
 """`TrainerHost`: one call at a time, in order, and every failure under its own name."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.events import (
 from engine.hosts import one_by_one
 from engine.hosts.checkpoints import list_checkpoints
 from engine.hosts.trainer import TrainerHost
+from engine.hosts.trajectories import copy_group
 from engine.local import SimpleTrainer, response
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Batch
@@ -202,6 +205,46 @@ def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
     play(scene)
 
 
+def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -> None:
+    class Spoiler(Scribe):
+        def score(self, batch: Batch, task: str) -> None:
+            self.spoil(batch)
+
+        def train(self, batch: Batch) -> dict[str, float]:
+            seen.append([copy_group(group) for group in batch.groups])
+            self.spoil(batch)
+            raise RuntimeError("no memory")
+
+        def spoil(self, batch: Batch) -> None:
+            batch.staleness[0] = 9
+            for group in batch.groups:
+                group.prompt.fields["answer"] = None  # type: ignore[index]
+                trajectory = group.trajectories[0]
+                trajectory.token_ids.append(99)
+                trajectory.logprobs[0], trajectory.loss_mask[0], trajectory.reward = 5.0, 0, None
+                group.trajectories.append(trajectory)
+            batch.groups.reverse()
+
+    seen: list[list[TrajectoryGroup]] = []
+
+    async def scene() -> None:
+        bench = Bench(Spoiler())
+        for number in (4, 2):
+            prompt = Prompt(row=number, text="?", fields={"answer": str(number)})
+            trajectories = [response([1, 2], reward=1.0, version=0)]
+            await bench.trajectories.put(TrajectoryGroup(group=number, prompt=prompt, trajectories=trajectories), 1)
+        await bench.answer(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
+        await bench.answer(train(attempt=1), train(attempt=2))
+        first, second = seen
+        assert first == second
+        assert [(g.group, g.prompt.fields, g.trajectories) for g in first] == [
+            (number, {"answer": str(number)}, [response([1, 2], reward=1.0, version=0)]) for number in (4, 2)
+        ]
+        await bench.host.close()
+
+    play(scene)
+
+
 def test_a_batch_whose_groups_are_gone_and_metrics_of_a_wrong_kind_fail_the_step() -> None:
     class Wrong(Scribe):
         def train(self, batch: Batch) -> Any:
@@ -217,6 +260,95 @@ def test_a_batch_whose_groups_are_gone_and_metrics_of_a_wrong_kind_fail_the_step
         await bench.host.close()
 
     play(scene)
+
+
+class Hostile:
+    def item(self) -> float:
+        raise SystemExit("not now")
+
+
+class Scalar:
+    """As those of numpy and torch."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def item(self) -> Any:
+        return self.value
+
+
+class Unreadable(Mapping[str, float]):
+    def __getitem__(self, name: str) -> float:
+        raise KeyError(name)
+
+    def __iter__(self) -> Any:
+        raise SystemExit("not now")
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("loss", 10**400, "the metric 'loss' as a int, which is not a real number that fits a float"),
+        ("loss", -(10**400), "the metric 'loss' as a int"),
+        ("loss", None, "the metric 'loss' as a NoneType"),
+        ("loss", {"mean": 1.0}, "the metric 'loss' as a dict"),
+        ("loss", [0.5], "the metric 'loss' as a list"),
+        ("loss", "0.5", "the metric 'loss' as a str"),
+        ("loss", "x" * 2**20, "the metric 'loss' as a str"),
+        ("loss", 1j, "the metric 'loss' as a complex"),
+        ("loss", Hostile(), "the metric 'loss' as a Hostile"),
+        ("loss", Scalar("0.5"), "the metric 'loss' as a Scalar"),
+        (7, 0.5, "a metric named 7, a int; a name must be a str"),
+        (None, 0.5, "a metric named None, a NoneType"),
+        (("loss", 1), 0.5, r"a metric named ('loss', 1), a tuple"),
+        ("x" * 2**20, 0.5, "which must have 1 to 200 printable characters"),
+        ("", 0.5, "which must have 1 to 200 printable characters"),
+        ("\ud800", 0.5, "which must have 1 to 200 printable characters"),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_a_metric_that_cannot_be_used_is_left_out_and_told_once(
+    name: Any, value: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(Scribe):
+        def train(self, batch: Batch) -> Any:
+            return {name: value, "kept": 0.25}
+
+    async def scene() -> None:
+        bench = Bench(Odd())
+        await bench.fill(2, 4)
+        assert await bench.answer(train(), train(step=1)) == [StepTrained(step=s, attempt=1) for s in (0, 1)]
+        assert bench.figures == [(0, {"kept": 0.25}), (1, {"kept": 0.25})]
+        await bench.host.close()
+
+    with caplog.at_level("WARNING"):
+        play(scene)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert told in said and len(said) < 500
+
+
+def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    class Array(Scribe):
+        def train(self, batch: Batch) -> Any:
+            given = {"a": True, "b": Scalar(3), "c": Scalar(0.5), "d": Fraction(1, 4), "e": 2**70, "f": math.inf}
+            return given if batch.step else Unreadable()
+
+    async def scene() -> None:
+        bench = Bench(Array())
+        await bench.fill(2, 4)
+        await bench.answer(train(), train(step=1))
+        (_, first), (_, second) = bench.figures
+        assert first == {}
+        assert second == {"a": 1, "b": 3, "c": 0.5, "d": 0.25, "e": float(2**70), "f": math.inf}
+        assert [type(value) for value in second.values()] == [int, int, float, float, float, float]
+        await bench.host.close()
+
+    with caplog.at_level("WARNING"):
+        play(scene)
+    assert "metrics that cannot be read (SystemExit: not now)" in caplog.text
 
 
 def test_every_so_many_steps_a_checkpoint_stays_for_good_and_nothing_half_done_does(tmp_path: Path) -> None:

@@ -141,6 +141,28 @@ def test_one_prompt_that_always_fails_costs_only_itself() -> None:
     assert [(e.group, e.cause) for e in failures].count((7, "infrastructure")) == 2
 
 
+@pytest.mark.parametrize("oldest", [-5, 0, 99, 1.0, "1"])
+def test_an_oldest_version_that_a_group_cannot_have_costs_it_one_attempt(oldest: Any) -> None:
+    class Misled(Steady):
+        def __init__(self) -> None:
+            super().__init__()
+            self.misled: set[int] = set()
+
+        async def generate(self, work: GroupWork) -> Generated:
+            generated = await super().generate(work)
+            if self.version > 1 and work.attempt == 1 and len(self.misled) < 2:
+                self.misled.add(work.group)
+                generated.oldest_version = oldest
+            return generated
+
+    generator = Misled()
+    result = run(generators=[generator])
+    assert result.groups["consumed"] == 30
+    failures = events_of(result, GroupFailed)
+    assert {event.group for event in failures} == generator.misled and len(failures) == 2
+    assert all(f"oldest_version={oldest!r}, which must be None or an int from" in e.reason for e in failures)
+
+
 def test_a_prompt_that_cannot_be_read_fails_its_group_alone() -> None:
     def prompt(group: int) -> Prompt:
         if group == 3:
@@ -159,6 +181,19 @@ def test_a_run_whose_trainer_always_fails_says_so() -> None:
 
     with pytest.raises(RunFailed, match=r"train step 0 failed 5 times, at last: RuntimeError: the GPU fell off"):
         run(trainer=Broken())
+
+
+def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
+    class Odd(Counting):
+        def train(self, batch: Batch) -> Any:
+            return {**super().train(batch), "large": 10**400, 7: 0.5, "step": 99, "optimizer_steps": math.nan}
+
+    result = run(trainer=Odd(), run_dir=tmp_path)
+    assert result.groups["consumed"] == 30
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in result.metrics] == list(range(8))
+    assert rows[1]["loss"] == result.metrics[1]["loss"] == 0.5
+    assert not {"large", "7"} & set(rows[1]) and 7 not in result.metrics[1]
 
 
 def test_a_train_step_that_fails_once_is_done_again_with_the_same_batch() -> None:
@@ -201,6 +236,25 @@ def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
 
     with pytest.raises(RunFailed, match="no replica is left"):
         run(generators=[Fragile(1), Fragile(1)])
+
+
+def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on() -> None:
+    class Fragile(Steady):
+        async def resume(self) -> None:
+            raise RuntimeError("frozen for good")
+
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        if len(made) > 2:
+            raise SystemExit("no licence left")
+        return Fragile() if replica == 0 else Steady()
+
+    result = run(generators=make, replicas=2)
+    assert result.groups["consumed"] == 30
+    (lost,) = events_of(result, ReplicaLost)
+    assert not lost.returns and "no licence left" in lost.reason
 
 
 @pytest.mark.parametrize("turns", range(16))

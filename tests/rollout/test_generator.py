@@ -193,6 +193,15 @@ def raising(prompt: Prompt, trajectory: Trajectory) -> float:
     raise KeyError("answer")
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("it has no message")
+
+
+def mute(prompt: Prompt, trajectory: Trajectory) -> float:
+    raise Mute
+
+
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
@@ -204,6 +213,7 @@ def raising(prompt: Prompt, trajectory: Trajectory) -> float:
         (lambda prompt, trajectory: torch.tensor([1.0, 2.0]), "of type Tensor on prompt row 41, not a finite number"),
         (lambda prompt, trajectory: next(iter([])), "raised StopIteration on prompt row 41"),
         (lambda prompt, trajectory: sys.exit(3), "raised SystemExit on prompt row 41: 3"),
+        (mute, r"mute raised Mute on prompt row 41: \(its message cannot be shown\)"),
     ],
 )
 def test_reward_that_fails_is_a_data_failure_naming_function_and_value(reward: Any, said: str) -> None:

@@ -161,13 +161,20 @@ def test_a_rollout_that_asks_for_something_else_is_not_answered_with_the_old() -
     run(scenario())
 
 
-@pytest.mark.parametrize("fault", ["raises", "late"])
-def test_what_a_rollout_does_wrong_is_named(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "story"),
+    [
+        (KeyError("tool"), "raised KeyError on prompt row 3: 'tool'"),
+        (SystemExit(3), "on prompt row 3: .*wrong raised SystemExit: 3"),
+        (asyncio.CancelledError("mine"), "on prompt row 3: .*wrong raised CancelledError: mine"),
+        (None, r"row 3 took longer than 0.05 s"),
+    ],
+)
+def test_what_a_rollout_does_wrong_is_named(fault: BaseException | None, story: str) -> None:
     async def wrong(client: RolloutClient, prompt: Prompt) -> None:
-        if fault == "raises":
-            raise KeyError("tool")
+        if fault is not None:
+            raise fault
         await asyncio.Event().wait()
 
-    story = "raised KeyError on prompt row 3: 'tool'" if fault == "raises" else r"row 3 took longer than 0.05 s"
     with pytest.raises(DataFailure, match=story):
-        run(generated(wrong, Scripted(), timeout_s=60 if fault == "raises" else 0.05))
+        run(generated(wrong, Scripted(), timeout_s=60 if fault is not None else 0.05))
