@@ -9,7 +9,7 @@ same answers.
 from collections.abc import Callable
 from typing import Any
 
-from engine.commands import Command, FinishRun
+from engine.commands import Command
 from engine.errors import PolicyError
 from engine.events import (
     BatchScored,
@@ -95,7 +95,6 @@ class Scheduler:
         self.validation = ValidationScheduling(self.state, self.decisions, self._orders)
         self.leaving = LeavingScheduling(self.state, self._orders, self.rollout, self.pools, self.sync)
         self.attempts = AttemptTiming(self.state, self._orders, self.rollout)
-        self._stop: FinishRun | None = None
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
             RunResumed: self._on_run_resumed,
@@ -163,22 +162,19 @@ class Scheduler:
         if kind not in GROUP_EVENTS:
             state.disturb()
         self._handlers[kind](event)
-        failure = self.training.failure or self.sync.failure or self._fruitless()
-        if failure is not None:
-            self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
-        if self._stop is None:
+        if state.outcome is None and (fruitless := self._fruitless()) is not None:
+            self._orders.end_run("failed", fruitless)
+        if state.outcome is None:
             self._order_what_may_begin()
             self._finish_when_done()
-        if self._stop is not None and state.validations.runs:
-            self.validation.cancel_all(f"the run ended: {self._stop.reason}")
-        if self._stop is not None:
+        if state.outcome is not None:
+            self.validation.cancel_all(f"the run ended: {state.outcome.reason}")
             state.stages.put_back()  # a resume works on them again
-        state.outcome = self._stop
         state.settle()
         if state.live.over:
             state.fewer_over()
         check_event(state)
-        return self._orders.take(last=self._stop)
+        return self._orders.take()
 
     def _of_an_older_life(self, event: Event) -> bool:
         """Whether a replica has had another life since what an event says of it."""
@@ -223,11 +219,10 @@ class Scheduler:
         self.state.started = True
 
     def _on_run_resumed(self, event: RunResumed) -> None:
-        self._stop = None
         resume(event, self.state, self.rollout, self.training, self.sync, self.validation)
 
     def _on_stop_requested(self, event: StopRequested) -> None:
-        self._stop = FinishRun(outcome="stopped", reason=event.reason, cause=event.id)
+        self._orders.end_run("stopped", event.reason)
 
     def _on_timer_fired(self, event: TimerFired) -> None:
         live = self.state.live
@@ -256,7 +251,7 @@ class Scheduler:
         if self.limits.checkpoint_every and state.checkpoint_ordered != state.steps_trained:
             self.training.checkpoint()
         if not state.checkpoint_pending:
-            self._stop = FinishRun(outcome="stopped", reason=state.live.draining, cause=self._orders.cause)
+            self._orders.end_run("stopped", state.live.draining)
 
     def _finish_when_done(self) -> None:
         """End the run once no step can follow: what no version holds is published, a last checkpoint written, the rest
@@ -287,10 +282,10 @@ class Scheduler:
             self.rollout.drop(group)
         state.waiting.clear()
         if barren:
-            self._stop = FinishRun(outcome="failed", reason=barren, cause=self._orders.cause)
+            self._orders.end_run("failed", barren)
         else:
             reason = f"{state.steps_trained} train steps"
-            self._stop = FinishRun(outcome="finished", reason=reason, cause=self._orders.cause)
+            self._orders.end_run("finished", reason)
 
     def _fruitless(self) -> str | None:
         """Why going on would only use up prompts (law 7), if so."""
@@ -343,8 +338,8 @@ class Scheduler:
             return None
         if state.live.give_up_timer is not None:
             return None
-        if self.sync.none_left:
-            self._stop = FinishRun(outcome="failed", reason=self.sync.none_left, cause=self._orders.cause)
+        if self.state.none_left:
+            self._orders.end_run("failed", self.state.none_left)
             return None
         replicas = state.fleet.rollouts()
         under_way = any(

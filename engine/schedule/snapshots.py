@@ -30,7 +30,7 @@ from engine.states.group import Group
 from engine.states.invariants import check_all
 from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
-from engine.states.limits import Limits, ValidationLimits
+from engine.states.limits import Limits
 from engine.states.live import Live
 from engine.states.orders import Order, OrderBook
 from engine.states.pool import PoolLease, Pools
@@ -40,7 +40,6 @@ from engine.states.state import Observer, State
 from engine.states.step import Step
 from engine.states.validation import Chunk, Validation, Validations
 from engine.states.version import WeightsVersion
-from engine.states.view import View
 
 Plain = Any
 """None, bool, int, float, str, and lists of these that begin with what they stand for."""
@@ -48,7 +47,6 @@ Plain = Any
 GROUPS_IN_A_PART = 4096
 LIST, TUPLE, QUEUE, MAPPING, BYTES, RECORD, ORDERS = range(7)
 SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, deque: QUEUE}
-SCHEDULING = "engine.scheduling."
 SCALARS = {type(None), bool, int, float, str}
 
 SAMPLES: dict[str, Any] = {
@@ -74,13 +72,8 @@ WIRING: dict[str, set[str]] = {
     "Stages": {"_orders"},
     "Stage": {"_orders", "owner"},
     "Validations": {"_fleet", "_orders", "machine", "_disturb"},
-    "Scheduler": {"_handlers"},
-    "Decisions": {"policies", "_builtin", "_remembering", "_methods"},
-    "PoolScheduling": {"_shared"},
-    "Orders": {"_commands", "_discards", "_state", "cause"},
 }  # fmt: skip
-"""Fields that the constructor makes, or that follow from others; besides them what the scheduler and the modules of
-`scheduling/` hold of one another and of the state, which `_is_hand` knows by its class."""
+"""Fields that the constructor makes, or that follow from others."""
 
 
 class Books(Protocol):
@@ -105,8 +98,6 @@ def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
         scheduler.state_hash,
         len(scheduler.state.groups),
         _values(scheduler.state),
-        _values(scheduler),
-        [_values(module) for module in _deciding(scheduler)],
         None if books is None else _plain(books.to_plain()),
     ]
     return [first, *rows]
@@ -118,9 +109,9 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
     Raises: `CodecError` for whatever no snapshot of this engine says.
     """
     try:
-        fields, limits, names, state_hash, live, state, own, deciding, counted = parts[0]
+        fields, limits, names, state_hash, live, state, counted = parts[0]
         scheduler = Scheduler(Limits.from_plain(_value(limits)), PolicySet.from_names(_value(names)))
-        _restore_into(scheduler, fields, (state, own, deciding), parts[1:])
+        _restore_into(scheduler, fields, state, parts[1:])
         check_all(scheduler.state)
         if scheduler.state_hash != state_hash or len(scheduler.state.groups) != live:
             raise CodecError("the state is not the one whose hash it names")
@@ -139,18 +130,14 @@ def same_engine(parts: Sequence[Plain], scheduler: Scheduler) -> bool:
     return type(parts[0]) is list and bool(parts[0]) and parts[0][0] == _fields_of_all(scheduler)
 
 
-def _restore_into(scheduler: Scheduler, fields: Plain, books: Sequence[Plain], rows: Sequence[Plain]) -> None:
+def _restore_into(scheduler: Scheduler, fields: Plain, said: Plain, rows: Sequence[Plain]) -> None:
     if fields != _fields_of_all(scheduler):
         raise CodecError("it was written by an engine whose records have other fields")
-    said, own, deciding = books
     state = scheduler.state
     for row in chain.from_iterable(rows):
         group = _group(row)
         state.groups[group.id] = group
     _fill(state, said)
-    _fill(scheduler, own)
-    for module, values in zip(_deciding(scheduler), deciding, strict=True):
-        _fill(module, values)
     scheduler.decisions.recall()
     state._touched = [group for group in state.groups.values() if group.begun]
     state._sum, state._others = 0, None
@@ -214,24 +201,13 @@ def _fields(thing: Any) -> tuple[str, ...]:
     names = cls.__slots__ if hasattr(cls, "__slots__") else tuple(vars(thing))
     if cls is FinishRun:
         names = ("outcome", "reason", "cause")
-    if cls is Scheduler or cls.__module__.startswith(SCHEDULING):
-        names = [name for name in names if not _is_hand(getattr(thing, name))]
     return tuple(sorted(name for name in names if name not in left_out))
-
-
-def _deciding(scheduler: Scheduler) -> list[Any]:
-    """The modules of `scheduling/` that a scheduler has, in the order of their names."""
-    return [held for _, held in sorted(vars(scheduler).items()) if type(held).__module__.startswith(SCHEDULING)]
-
-
-def _is_hand(value: Any) -> bool:
-    return isinstance(value, (*PARTS, View, ValidationLimits)) or type(value).__module__.startswith(SCHEDULING)
 
 
 def _fields_of_all(scheduler: Scheduler) -> list[Plain]:
     state = scheduler.state
     things = [
-        scheduler, *_deciding(scheduler), state, state.pools, *state.pools.leases[:1],
+        state, state.pools, *state.pools.leases[:1],
         state.stages, *list(state.stages.by_name.values())[:1], state.fleet, state.ledger, state.deadlines,
         state.validations, state.ended, state.kept, state.live, *SAMPLES.values(),
     ]  # fmt: skip

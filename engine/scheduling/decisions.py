@@ -41,8 +41,6 @@ class Decisions:
         self._methods: dict[str, Callable[..., Any]] = {}
         self._remembering: dict[str, Any] = {}
         """Policies with a memory, by decision."""
-        self._packed: dict[str, bytes] = {}
-        """Each memory as it was after the last lawful answer."""
         self.use(policies)
 
     def use(self, policies: PolicySet) -> None:
@@ -54,7 +52,7 @@ class Decisions:
             policy = getattr(policies, decision)
             if self._remembering.get(decision) is not policy:
                 self._remembering.pop(decision, None)
-                self._packed.pop(decision, None)
+                self.state.policy_memory.pop(decision, None)
                 self.remember(decision, policy)
         self._count()
 
@@ -165,10 +163,10 @@ class Decisions:
     def _keep(self, decision: str) -> None:
         """Take over what a policy remembers after an answer. Raises: TypeError, ValueError for what is not plain."""
         packed = _pack(self._remembering[decision].memory)
-        if packed != self._packed.get(decision):
+        if packed != self.state.policy_memory.get(decision):
             if type(_unpack(packed)) is not dict:
                 raise TypeError("its memory is no dict")
-            self._packed[decision] = packed
+            self.state.policy_memory[decision] = packed
             self._count()
 
     def recall(self) -> None:
@@ -179,12 +177,12 @@ class Decisions:
     def _forget(self, decision: str) -> None:
         """Put a memory back to what it was before the question."""
         if decision in self._remembering:
-            self._remembering[decision].memory = _unpack(self._packed[decision])
+            self._remembering[decision].memory = _unpack(self.state.policy_memory[decision])
 
     def _count(self) -> None:
         """What policies remember, and what was wrong with them, is part of the state and so of its hash."""
         books = digest((self.state.policy_errors,)) if self.state.policy_errors else 0
-        for decision, packed in self._packed.items():
+        for decision, packed in self.state.policy_memory.items():
             books += digest((*decision.encode(), -1, *packed))
         self.state.policy_books = books & MASK
 

@@ -58,7 +58,7 @@ class LeavingScheduling:
                 continue
             there.returns = True
             self.orders.add(StartReplica(replica=id, cause=self.orders.cause))
-        self.sync.none_left = ""
+        state.none_left = ""
 
     def let_go(self, replica: Replica) -> None:
         """There are to be fewer replicas: this one is not wanted any more. One that is taken away leaves all the same,

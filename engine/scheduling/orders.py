@@ -1,6 +1,6 @@
 """The commands of one event as they come up. Each enters the order book as it is given."""
 
-from engine.commands import Command, DiscardGroups
+from engine.commands import Command, DiscardGroups, FinishRun
 from engine.ids import EventId, GroupId
 from engine.states.state import State
 
@@ -34,9 +34,15 @@ class Orders:
         """The trajectories of groups will not be asked for again; one command tells of all."""
         self._discards += groups
 
-    def take(self, last: Command | None = None) -> tuple[Command, ...]:
+    def end_run(self, outcome: str, reason: str) -> None:
+        """The run is over: `finished`, `stopped` or `failed`. Why it was over first stays why."""
+        if self._state.outcome is None:
+            self._state.outcome = FinishRun(outcome=outcome, reason=reason, cause=self.cause)
+
+    def take(self) -> tuple[Command, ...]:
+        """The commands of the event, in order; the end of the run comes last."""
         if self._discards:
             self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
-        if last is not None:
-            self.add(last)
+        if self._state.outcome is not None:
+            self.add(self._state.outcome)
         return tuple(self._commands)

@@ -41,8 +41,6 @@ def resume(
         state.branch(event.steps, event.consumed, event.released)
         state.checkpoint_ordered = event.steps
     state.begin_again()
-    training.failure = sync.failure = None
-    sync.none_left = ""
     training.publish()
 
 

@@ -39,10 +39,6 @@ class SyncScheduling:
         self.orders = orders
         self.view = view
         self.rollout = rollout
-        self.failure: str | None = None
-        """Why the run cannot go on; the scheduler ends it."""
-        self.none_left = ""
-        """Why the last replica is gone for good; ends the run once it needs one."""
 
     # replicas come and go
 
@@ -91,14 +87,14 @@ class SyncScheduling:
         state = self.state
         if lost.validator or any(r.state != "lost" or r.returns for r in state.fleet.rollouts()):
             return
-        self.none_left = f"no replica is left; the last was lost because: {reason}"
+        self.state.none_left = f"no replica is left; the last was lost because: {reason}"
         if state.limits.give_up_s and state.live.give_up_timer is None:
             state.live.give_up_timer = state.new_timer()
             delay = state.limits.give_up_s
             self.orders.add(SetTimer(timer=state.live.give_up_timer, delay_s=delay, cause=self.orders.cause))
 
     def _some_left(self) -> None:
-        self.none_left = ""
+        self.state.none_left = ""
         timer, self.state.live.give_up_timer = self.state.live.give_up_timer, None
         if timer is not None:
             self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
@@ -158,7 +154,9 @@ class SyncScheduling:
         if version.refused >= state.limits.infrastructure_attempts and all(
             r.version < event.version for r in state.fleet.rollouts()
         ):
-            self.failure = f"{reason}; {version.refused} replicas were given up for it and none has taken it"
+            self.orders.end_run(
+                "failed", f"{reason}; {version.refused} replicas were given up for it and none has taken it"
+            )
 
     # orders
 

@@ -59,8 +59,6 @@ class TrainingScheduling:
         self.view = view
         self.rollout = rollout
         self.pools = pools
-        self.failure: str | None = None
-        """Why the run cannot go on; the scheduler ends it."""
 
     # collecting
 
@@ -234,7 +232,7 @@ class TrainingScheduling:
         step = self.state.steps[event.step]
         step.failures += 1
         if step.failures >= self.state.limits.infrastructure_attempts:
-            self.failure = f"train step {step.id} failed {step.failures} times, at last: {event.reason}"
+            self.orders.end_run("failed", f"train step {step.id} failed {step.failures} times, at last: {event.reason}")
             return
         self.begin_again(step)
         self.pools.release(step.id)
@@ -311,7 +309,7 @@ class TrainingScheduling:
         state = self.state
         state.publish_failures += 1
         if state.publish_failures >= state.limits.infrastructure_attempts:
-            self.failure = f"version {event.version} could not be published, at last: {event.reason}"
+            self.orders.end_run("failed", f"version {event.version} could not be published, at last: {event.reason}")
             return
         self.publish()
 
@@ -329,4 +327,6 @@ class TrainingScheduling:
             self.orders.discard(*state.kept.let_go(event.steps))
             state.ended.saved(event.steps)
         elif self.nothing_left():
-            self.failure = f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"
+            self.orders.end_run(
+                "failed", f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"
+            )

@@ -24,14 +24,13 @@ def digest_figures(state: "State", others: int) -> int:
     """Of the counters; `others` is that of the records."""
     if state.shows_reward and state.step_reward is not None:
         others += digest((), (state.step_reward,))
-    if state.filtered_in_a_row:
-        others += digest((state.filtered_in_a_row,))
     return others + digest(
         (
             state.ledger.drawn, *state.ledger.count, state.started, state.exhausted, state.steps_batched,
             state.steps_trained, state.latest_version, state.publishing_attempt, state.publish_failures,
             state.checkpoint_ordered, state.orders.next_number, state.next_timer, state.next_ready,
-            state.stale_echoes, state.failed_in_a_row, state.outcome is not None,
+            state.stale_echoes, state.failed_in_a_row, state.filtered_in_a_row, bool(state.none_left),
+            state.outcome is not None,
         )
     )  # fmt: skip
 

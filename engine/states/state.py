@@ -81,6 +81,8 @@ class State:
         self.stale_echoes = 0
         self.failed_in_a_row = self.filtered_in_a_row = 0
         """Groups that failed for good since one was generated, and that the filter dropped since it kept one."""
+        self.none_left = ""
+        """Why the last replica is gone for good; ends the run once it needs one."""
         self.last_failure = ""
         """Why the last group failed or replica was lost."""
         self.outcome: FinishRun | None = None
@@ -92,6 +94,8 @@ class State:
         self.policy_errors = 0
         """Decisions of built-in policies in place of one that raised or broke a law."""
         self.last_policy_error = ""
+        self.policy_memory: dict[str, bytes] = {}
+        """What each policy that has a memory remembered after its last lawful answer, as msgpack, by decision."""
         self.policy_books = 0
         """What policies remember adds to the state hash; 0 where none remembers anything."""
         table = group_table(tuple(self.stages.by_name))
@@ -225,7 +229,7 @@ class State:
         self.started = True
         self.outcome = None
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = 0
-        self.last_failure = ""
+        self.last_failure = self.none_left = ""
         self.live.rest_is_over()
 
     def seat(self, group: Group, replica: Replica) -> None:
