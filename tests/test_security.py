@@ -348,6 +348,7 @@ def test_aliases_of_a_plain_size_are_read(tmp_path: Path) -> None:
             }
         },
         {"metrics": {"sinks": {"mlflow": {"uri": "postgresql://me@db/mlflow"}}}},
+        {"metrics": {"hosts": ["metrics.example"]}},
         {"rollout": {"backend": "vllm", "engine_args": {"hf_token": None}}},
     ],
 )
