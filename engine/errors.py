@@ -6,6 +6,11 @@
 import errno
 from typing import Any
 
+from engine.redaction import described, shortened
+
+LONGEST_LAW = 4000
+"""Characters of the law in a `ConfigError`, and of what would hold."""
+
 
 class EngineError(Exception):
     """Base of all. Keyword details become attributes and survive pickling."""
@@ -42,13 +47,16 @@ def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> E
 
 
 class ConfigError(EngineError):
-    """A configuration that cannot run: the field, its value, the law it breaks and what would hold."""
+    """A configuration that cannot run: the field, its value, the law it breaks and what would hold.
+
+    The value is shown without secrets and shortened.
+    """
 
     def __init__(self, field: str, value: Any, law: str, would_hold: str = "") -> None:
+        field, shown = shortened(field), described(field, value)
+        law, would_hold = shortened(law, LONGEST_LAW), shortened(would_hold, LONGEST_LAW)
         hint = f"; {would_hold}" if would_hold else ""
-        super().__init__(
-            f"{field} = {value!r}: {law}{hint}", field=field, value=repr(value), law=law, would_hold=would_hold
-        )
+        super().__init__(f"{field} = {shown}: {law}{hint}", field=field, value=shown, law=law, would_hold=would_hold)
 
 
 class RunFinished(ConfigError):

@@ -1,7 +1,7 @@
 """The run directory: where a run keeps its configuration, its record, its metrics and its checkpoints.
 
 Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`, `trajectories/`;
-`runs/latest` points at the newest. Nothing of an earlier run is ever overwritten.
+`runs/latest` points at the newest. Nothing of an earlier run is ever overwritten. Its user alone may read it.
 """
 
 import os
@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.private_files import make_directory, make_run_private, private_opener
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Pat
     try:
         path = _claim(path) if chosen is not None else _claim_free(path)
         directory = RunDirectory(path)
-        directory.schedule.mkdir()
-        directory.checkpoints.mkdir()
+        make_run_private(path)
+        make_directory(directory.schedule, exist_ok=False)
+        make_directory(directory.checkpoints, exist_ok=False)
         _write_whole(directory.config, config_yaml)
         _point_latest(Path(parent), path)
     except OSError as error:
@@ -104,7 +106,7 @@ def _claim(path: Path) -> Path:
             raise ConfigError(
                 "--run-dir", str(path), f"already holds a run ({left})", "a new or empty directory would hold"
             )
-    path.mkdir(parents=True, exist_ok=True)
+    make_directory(path)
     return path
 
 
@@ -113,7 +115,7 @@ def _claim_free(path: Path) -> Path:
     candidate, number = path, 2
     while True:
         try:
-            candidate.mkdir(parents=True)
+            make_directory(candidate, exist_ok=False)
             return candidate
         except FileExistsError:
             candidate = path.with_name(f"{path.name}-{number}")
@@ -122,7 +124,7 @@ def _claim_free(path: Path) -> Path:
 
 def _write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -21,18 +21,19 @@ ENGINE = ROOT / "engine"
 
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
-BOTTOM = {"ids", "errors", "trajectory", "roles"}
+BOTTOM = {"ids", "redaction", "errors", "trajectory", "roles"}
 EVENTS = {*BOTTOM, "events", "commands"}
 STATES = {*EVENTS, "states"}
 POLICIES = {*STATES, "policies"}
 SCHEDULER = {*POLICIES, "scheduling", "scheduler"}
-SCHEDULE = {*SCHEDULER, "schedule", "ports"}
+SCHEDULE = {*SCHEDULER, "schedule", "ports", "private_files"}
 DRIVER = {*SCHEDULE, "driver"}
 WORK = {"rollout", "training", "tasks"}
 
 ALLOWED: dict[str, set[str]] = {
     # the bottom: names, failures, and the data that a user's own code meets
     "ids": BOTTOM,
+    "redaction": BOTTOM,
     "errors": BOTTOM,
     "trajectory": BOTTOM,
     "roles": BOTTOM,
@@ -46,28 +47,30 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {*POLICIES, "scheduling"},
     # the record, and the one loop
     "ports": EVENTS,
-    "schedule": {*SCHEDULER, "ports"},
+    "schedule": {*SCHEDULER, "ports", "private_files"},
     "driver": SCHEDULE,
     # what stands around the driver: siblings, never each other
     "simulation": DRIVER,
-    "control": DRIVER,
+    "control": {*DRIVER, "listeners"},
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
-    "hosts": {*EVENTS, "schedule", "user_code"},  # how frames lie on disk, and who may write them
+    "hosts": {*EVENTS, "schedule", "user_code", "private_files"},  # how frames lie on disk, and who may write them
     "local": {*DRIVER, "hosts", "metrics", "user_code"},
-    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "hardware", "gateway", "control"},
+    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "hardware", "gateway", "control", "listeners"},
     # the work itself, which knows nothing of the scheduler
     "rollout": {*BOTTOM, "user_code"},
-    "gateway": {*BOTTOM, "rollout", "user_code"},  # agents' calls become requests to a replica
+    "gateway": {*BOTTOM, "rollout", "user_code", "listeners"},  # agents' calls become requests to a replica
     "training": BOTTOM,
     "tasks": BOTTOM,
     # readers, where a run's files are, and what the machine has
     "hardware": BOTTOM,
-    "rundir": BOTTOM,
+    "listeners": BOTTOM,
+    "rundir": {*BOTTOM, "private_files"},
+    "private_files": BOTTOM,
     "live": {*STATES, "metrics"},
     "top": {*STATES, "metrics", "live", "rundir"},
     "commanding": {*DRIVER, "control", "config", "rundir"},
     "interrupts": BOTTOM,
-    "metrics": STATES,
+    "metrics": {*STATES, "listeners", "private_files"},
     "inspect": SCHEDULE,
     # data about all of the above, and the wiring
     "config": {*POLICIES, *WORK, "scheduling", "hardware"},

@@ -25,6 +25,7 @@ from engine.config.resumed import resumed
 from engine.errors import ConfigError, EngineError
 from engine.hosts.checkpoints import SUMS, damaged_of, verify_checkpoint
 from engine.metrics.endpoint import FILE, address_of, announce
+from engine.redaction import is_secret_name
 from engine.rollout import openai_http
 from engine.rollout.openai_http import Http, Unavailable
 
@@ -192,7 +193,21 @@ TELLTALE: dict[str, dict[str, Any]] = {
     "rollout.engine_args.headers": {
         "rollout": {"backend": "vllm", "engine_args": {"headers": {"Authorization": f"Bearer {SECRET}"}}}
     },
-    "agent.command": {"agent": {"command": ["./agent", f"--api-key={SECRET}"]}},
+    "rollout.engine_args.api_key": {"rollout": {"engine_args": {"api_key": 48151623}}},
+    "rollout.engine_args.apiKey": {"rollout": {"backend": "vllm", "engine_args": {"apiKey": [48151623]}}},
+    "rollout.engine_args.credentials": {"rollout": {"engine_args": {"credentials": {"me": SECRET}}}},
+    "rollout.engine_args.http_proxy": {"rollout": {"engine_args": {"http_proxy": f"http://me:{SECRET}@proxy"}}},
+    "rollout.engine_args.proxies": {"rollout": {"engine_args": {"proxies": [f"me:{SECRET}@proxy:3128"]}}},
+    "rollout.engine_args.note": {"rollout": {"engine_args": {"note": f"sk-{SECRET}-{'x1' * 10}"}}},
+    "rollout.urls, of no backend": {"rollout": {"urls": [f"http://user:{SECRET}@host:8000"]}},
+    "rollout.urls, cut short": {"rollout": {**SERVERS, "urls": [f"http://user:{SECRET}@[host"]}},
+    "metrics.sinks.mlflow.uri, without scheme": {"metrics": {"sinks": {"mlflow": {"uri": f"me:{SECRET}@mlflow"}}}},
+    "metrics.sinks.mlflow.uri, a parameter": {
+        "metrics": {"sinks": {"mlflow": {"uri": f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D{SECRET}"}}}
+    },
+    "metrics.sinks.mlflow.uri, a fragment": {"metrics": {"sinks": {"mlflow": {"uri": f"http://m/#token={SECRET}"}}}},
+    "model.password": {"model": {"make": "arithmetic", "password": SECRET}},
+    "login": {"login": {"password": SECRET}},
     "rollout.api_key_env": {"rollout": {**SERVERS, "urls": ["http://host"], "api_key_env": f"sk-{SECRET}"}},
     "metrics.sinks.wandb.api_key": {"metrics": {"sinks": {"wandb": {"api_key": SECRET}}}},
 }
@@ -203,7 +218,120 @@ def test_a_secret_in_a_configuration_is_refused_and_not_repeated(case: str) -> N
     with pytest.raises(ConfigError) as caught:
         parse_config({**MADE, **TELLTALE[case]})
     assert SECRET not in str(caught.value) and SECRET not in repr(caught.value.details)
+    assert "48151623" not in str(caught.value) and "***" in str(caught.value)
     assert case.split(",")[0].removesuffix(".deep") in str(caught.value)
+
+
+COMMANDS: dict[str, list[str]] = {
+    "joined": ["./agent", f"--api-key={SECRET}"],
+    "in one word": ["./agent", f"--api_key {SECRET}"],
+    "in two words": ["./agent", "--api-key", SECRET],
+    "a token": ["./agent", "--token", SECRET],
+    "one dash": ["./agent", "-token", SECRET],
+    "capitals": ["./agent", f"--apiKey={SECRET}"],
+    "a variable": ["env", f"OPENAI_API_KEY={SECRET}", "./agent"],
+    "a header": ["curl", "-H", f"Authorization: Bearer {SECRET}"],
+    "a joined header": ["curl", f"--header=X-Api-Key: {SECRET}"],
+    "a basic header": ["curl", f"-HAuthorization: Basic {SECRET}"],
+    "a user": ["curl", "-u", f"me:{SECRET}"],
+    "in a shell": ["sh", "-c", f"OPENAI_API_KEY='{SECRET}' exec ./agent"],
+    "an option in a shell": ["sh", "-c", f"./agent --password {SECRET} --fast"],
+    "JSON": ["./agent", f'{{"api_key": "{SECRET}"}}'],
+    "an address": ["./agent", f"--base-url=https://me:{SECRET}@host/v1"],
+    "a parameter": ["./agent", "--url", f"https://host/v1?access_token={SECRET}"],
+    "a known form": ["./agent", f"sk-{SECRET}-{'x1' * 10}"],
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_a_secret_in_a_command_is_refused_and_not_repeated(case: str) -> None:
+    for agent in ({"command": COMMANDS[case]}, {"command": COMMANDS[case], "function": "no function"}):
+        with pytest.raises(ConfigError, match=r"agent\.command = '\*\*\*'") as caught:
+            parse_config({**MADE, "agent": agent})
+        assert SECRET not in str(caught.value) + repr(caught.value.details)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("--set", f"rollout.engine_args.api_key={SECRET}"),
+        ("rollout.urls", [f"http://me:{SECRET}@host"]),
+        ("rollout.engine_args", {"a": [{"api_key": SECRET}], "b": f"token={SECRET}"}),
+        ("agent.command", ["--token", SECRET, f"--api-key={SECRET}"]),
+        ("agent.command", ("sh", "-c", f"./agent --token {SECRET}")),
+    ],
+)
+def test_whatever_is_wrong_with_a_value_its_secrets_are_not_shown(field: str, value: Any) -> None:
+    error = ConfigError(field, value, "is wrong")
+    assert SECRET not in str(error) + repr(error.details) and "***" in str(error)
+
+
+def test_an_override_that_holds_a_secret_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(MADE))
+    for override in (f"run.api_key: {SECRET}", f"model.make.api_key={SECRET}", f"run.password=[{SECRET}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(tmp_path / "config.yaml", [override])
+        assert SECRET not in str(caught.value) + repr(caught.value.details)
+
+
+# -- documents that grow -----------------------------------------------------------------------------------------------
+
+
+def laughs(levels: int) -> str:
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+def merges(levels: int) -> str:
+    lines = ["m0: &m0 {a: 1}", *(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}]}}" for n in range(1, levels))]
+    return "\n".join(lines) + "\n"
+
+
+GROWING = {
+    "aliases": laughs(9),
+    "merges": merges(30),
+    "a long text": "a: &a " + "x" * 100_000 + "\nb: [" + ", ".join(["*a"] * 100) + "]\n",
+    "itself": "a: &a [*a]\n",
+    "itself, by name": "a: &a {b: *a}\n",
+    "depth": "a: " + "[" * 300 + "]" * 300 + "\n",
+    "size": "a: " + "x" * (2 << 20) + "\n",
+}
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_a_document_that_grows_is_refused_in_a_short_message(tmp_path: Path, case: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(GROWING[case])
+    with pytest.raises(ConfigError, match=r"must hold at most|levels deep|too deep|larger than") as caught:
+        load_config(config)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_value_in_a_message_is_shortened(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    long = "x" * 100_000
+    texts = (
+        laughs(3) + "model: {make: arithmetic}\n",
+        f"{long}: 1\n",
+        f"run: {{{long}: [{long}]}}\n",
+        f"run: {long}\n",
+    )
+    for text in texts:
+        config.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(config)
+        assert len(str(caught.value)) < 2500 and len(repr(caught.value.details)) < 2500
+    config.write_text("\n".join(f"key{number}: 1" for number in range(9000)))
+    with pytest.raises(ConfigError, match=r"and \d+ more") as caught:
+        load_config(config)
+    assert len(str(caught.value)) < 2500
+
+
+def test_aliases_of_a_plain_size_are_read(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {make: arithmetic}\nrun: {seed: &seed 3, epochs: *seed}\n")
+    assert load_config(config).run.epochs == 3
 
 
 @pytest.mark.parametrize(
@@ -213,6 +341,15 @@ def test_a_secret_in_a_configuration_is_refused_and_not_repeated(case: str) -> N
         {"metrics": {"sinks": {"mlflow": {"uri": "http://mlflow:5000"}}}},
         {"rollout": {"backend": "vllm", "engine_args": {"hf_token": True, "max_num_batched_tokens": 9}}},
         {"agent": {"command": ["./agent", "--max-tokens=9", "--tokenizer", "x"]}},
+        {"agent": {"command": ["sh", "-c", "./agent --token $HF_TOKEN --api-key=${KEY} --stop-token '</s>'"]}},
+        {
+            "agent": {
+                "command": ["./agent", "--api-key-env", "KEY", "--user", "1000:1000", "-u", "--token-file=/run/key"]
+            }
+        },
+        {"metrics": {"sinks": {"mlflow": {"uri": "postgresql://me@db/mlflow"}}}},
+        {"metrics": {"hosts": ["metrics.example"]}},
+        {"rollout": {"backend": "vllm", "engine_args": {"hf_token": None}}},
     ],
 )
 def test_what_is_no_secret_is_let_by(sections: dict[str, Any]) -> None:
@@ -237,9 +374,8 @@ def test_a_server_that_repeats_its_key_is_not_repeated(status: int) -> None:
 def test_no_field_takes_a_secret_itself() -> None:
     """A new field that is named like one must hold the name of an environment variable."""
     from engine.config.loading import fields
-    from engine.config.secrets import SECRET as NAMED
 
-    assert [path for path, _ in fields() if NAMED.search(path)] == []
+    assert [path for path, _ in fields() if is_secret_name(path)] == []
     assert [path for path, _ in fields() if path.endswith("_env")] == ["rollout.api_key_env"]
 
 

@@ -53,9 +53,10 @@ class Control:
 
     async def open(self) -> None:
         """Listen, where the plan says so. Raises: `ConfigError` for its address."""
-        if self._plan.control_port is not None and self._plan.run_dir is not None:
+        plan = self._plan
+        if plan.control_port is not None and plan.run_dir is not None:
             self._server = ControlServer(new_token(), self.carry_out)
-            self._place = await self._server.start(self._plan.control_host, self._plan.control_port)
+            self._place = await self._server.start(plan.control_host, plan.control_port, plan.control_hosts)
 
     def begin(self) -> None:
         """Write down where orders are taken, listen for silence, and bound a drain that an earlier process of the

@@ -14,6 +14,7 @@ from typing import Any
 from engine.actors.plan import Plan
 from engine.control import place as control
 from engine.driver import Driver
+from engine.listeners.hosts import ANYWHERE
 from engine.metrics.collector import RunMetrics
 from engine.metrics.endpoint import FILE, announce, withdraw
 from engine.metrics.export import Around, registry
@@ -22,8 +23,6 @@ from engine.metrics.status import plain_status
 from engine.schedule import Recorder
 
 log = logging.getLogger(__name__)
-
-ANYWHERE = ("0.0.0.0", "::")
 
 
 def places_of(plan: Plan) -> list[Path]:
@@ -87,6 +86,7 @@ class Endpoint:
         self.server = MetricsServer(
             registry(metrics, around),
             host=plan.metrics_host,
+            hosts=plan.metrics_hosts,
             port=port,
             describe=lambda: plain_status(metrics, now()),
         )

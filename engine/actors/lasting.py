@@ -19,6 +19,7 @@ from engine.actors.failures import failure_reason
 from engine.actors.placement import free_places
 from engine.actors.process import PackedPlan
 from engine.ids import Incarnation
+from engine.private_files import write_private
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def note_launch(run_dir: Path, launch: str) -> None:
     """For `end_earlier`. To be called before the first of the launch's actors is there. Where that fails the run goes
     on."""
     try:
-        (run_dir / LAUNCH).write_text(f"{launch} {run_dir.stat().st_ino}\n", encoding="utf-8")
+        write_private(run_dir / LAUNCH, f"{launch} {run_dir.stat().st_ino}\n")
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / LAUNCH, error)
 

@@ -101,9 +101,12 @@ class Plan:
     held_out: Sequence[Prompt] = ()
     """Measured as `limits.validation` says."""
     metrics_host: str = "127.0.0.1"
+    metrics_hosts: tuple[str, ...] = ()
+    """Further names under which requests may reach it."""
     metrics_port: int | None = None
     """None: no endpoint; 0: any free port."""
     control_host: str = "127.0.0.1"
+    control_hosts: tuple[str, ...] = ()
     control_port: int | None = None
     """None: the run takes no orders; 0: any free port. Takes a `run_dir`, where the token is."""
     most_replicas: int = 4096

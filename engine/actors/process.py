@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from uuid import uuid4
 
 from ray import cloudpickle
 
 from engine.actors.plan import Plan
+from engine.private_files import UMASK, make_directory, make_run_private, private_opener
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +46,36 @@ class PackedPlan:
         return plan
 
 
-def prepare_process(name: str, run_dir: Path | None, threads: int | None = None) -> None:
-    """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is."""
+def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
+    """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is.
+    `private`: take from others what they may do in the run's directory, and with whatever this process writes."""
     if threads is not None:
         count = str(threads or os.cpu_count() or 1)
         os.environ.update(OMP_NUM_THREADS=count, MKL_NUM_THREADS=count)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if run_dir is None:
         return
+    failure = make_run_private(run_dir) if private else None
+    umask = os.umask(UMASK)
+    if not private:
+        os.umask(umask & UMASK)  # as it was, but that this user may always use what is made
     directory = run_dir / "logs"
-    directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / f"{name}.log", delay=True)
+    make_directory(directory)
+    handler = _PrivateLog(directory / f"{name}.log", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("engine")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    if failure is not None:
+        logger.warning("others may read what the run writes: %s", failure)
+
+
+class _PrivateLog(logging.FileHandler):
+    """A log that its user alone may read."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)
 
 
 def collect_rarely() -> None:

@@ -88,7 +88,7 @@ class SchedulerActor:
         Raises what is wrong with the plan, before any prompt is drawn.
         """
         plan = self._plan
-        prepare_process("scheduler", plan.run_dir)
+        prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
         if plan.resume and plan.run_dir is not None:
             self._past = await asyncio.to_thread(contained, past_of, plan, self._books)
@@ -176,7 +176,7 @@ class SchedulerActor:
 
     async def _revive(self) -> None:
         try:
-            prepare_process("scheduler", self._plan.run_dir)
+            prepare_process("scheduler", self._plan.run_dir, private=True)
             log.warning("the scheduler's process has ended and been started again")
             await self._load()
             assert self._plan.run_dir is not None

@@ -1,22 +1,25 @@
 """From a YAML file and overrides to a `Config`; from what a user got wrong to a `ConfigError` that says how to mend it.
 
 Called by the CLI. Reads the configuration file, and imports the extensions that it names: whether data exist and
-rewards import is found out by those who use them. A pydantic or YAML error never leaves this module.
+rewards import is found out by those who use them. A pydantic error never leaves this module.
 """
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.config.extensions import load_extensions_of
 from engine.config.schema import Config
-from engine.config.secrets import shown
+from engine.config.secrets import refuse_secrets
+from engine.config.yaml_tree import MOST_BYTES, MOST_DEEP, parse_yaml
 from engine.errors import ConfigError
+from engine.redaction import shortened
+
+SHOWN = 8
+"""Further fields that a complaint names, at most."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -35,6 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
     """A Config from plain data, e.g. of a record's header, once its extensions are imported. Raises: ConfigError."""
+    refuse_secrets(tree)  # before any other complaint could repeat one
     load_extensions_of(tree)
     try:
         # An empty section (`validation:` with nothing under it) is one with all its defaults.
@@ -43,48 +47,18 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         raise _first_of(error) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML where `1e-6` is a number, `on` is text (only true and false are not), and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _parse_yaml(text: str, field: str, value: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        reason = getattr(error, "problem", None) or error
-        raise ConfigError(field, value, f"not YAML: {where}{reason}") from None
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ConfigError("config", str(path), f"is larger than {MOST_BYTES} bytes", "a configuration file")
+        text = data.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError("config", str(path), "no such file", _nearest_file(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), f"cannot be read: {error}") from None
-    tree = _parse_yaml(text, "config", str(path))
+    tree = parse_yaml(text, "config", str(path))
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         law = "must hold sections by name"
         raise ConfigError("config", str(path), law, f"one of {', '.join(Config.model_fields)} at the start of a line")
@@ -102,6 +76,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError("--set", override, "must read path=value", "for example --set scheduler.train_batch_size=16")
+    if len(keys) > MOST_DEEP:
+        raise ConfigError("--set", override, f"names more than {MOST_DEEP} levels", "a field of the configuration")
     inner = tree
     for depth, key in enumerate(keys[:-1], start=1):
         if inner.get(key) is None:
@@ -109,7 +85,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(inner[key], dict):
             raise ConfigError("--set", override, f"{'.'.join(keys[:depth])} is a value, not a section")
         inner = inner[key]
-    inner[keys[-1]] = _parse_yaml(text, "--set", override)
+    inner[keys[-1]] = parse_yaml(text, "--set", override)
 
 
 def _first_of(error: ValidationError) -> ConfigError:
@@ -123,13 +99,11 @@ def _first_of(error: ValidationError) -> ConfigError:
     else:
         law, fix = f"must be {expected(path)}", _example(path)
         law += f" ({info.description})" if (info := dict(fields()).get(path)) is not None else ""
-    rest = ", ".join(sorted({".".join(str(part) for part in e["loc"]) for e in others} - {path}))
-    return ConfigError(
-        path,
-        None if law == "required" else shown(path, first["input"]),
-        law,
-        fix + (f" (also wrong: {rest})" if rest else ""),
-    )
+    wrong = sorted({".".join(str(part) for part in e["loc"]) for e in others} - {path})
+    rest = ", ".join(shortened(other) for other in wrong[:SHOWN])
+    rest += f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    value = None if law == "required" else first["input"]
+    return ConfigError(path, value, law, fix + (f" (also wrong: {rest})" if rest else ""))
 
 
 def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,7 +119,7 @@ def _nearest_key(path: str) -> str:
     known = [name for name, _ in fields()]
     section, _, key = path.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(shortened(key), siblings, n=1, cutoff=0.6)
     if near:
         return f"the nearest known key is {f'{section}.' if section else ''}{near[0]}"
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]

@@ -18,7 +18,7 @@ from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, divisor
 from engine.config.secrets import refuse_secrets
-from engine.config.section import Section
+from engine.config.section import HostName, Section
 from engine.config.sinks import SinksSection
 from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
@@ -200,6 +200,9 @@ class MetricsSection(Section):
 
     port: int = Field(0, ge=0, le=65_535, description="Port; 0 takes any free one and prints it.")
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    hosts: list[HostName] = Field(
+        default_factory=list, max_length=64, description="Further host names under which requests may reach it."
+    )
     sinks: SinksSection = Field(
         default_factory=SinksSection, description="Other places for the lines of metrics.jsonl."
     )

@@ -1,10 +1,11 @@
-"""The HTTP side: routes, bodies, keys and streams, on aiohttp.
+"""The HTTP side: routes, bodies, keys and streams.
 
 Started by `actors.gateway`, and by tests. Answers whoever has the key of a living agent, and nobody else. It must never
 read a body beyond its bound, nor answer with anything but OpenAI's objects, errors included.
 """
 
 import logging
+import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -17,51 +18,67 @@ from engine.gateway.answers import Answer, chat_body, chat_events, text_body, te
 from engine.gateway.requests import Asking, ChatAsking, RequestError, TextAsking, parse
 from engine.gateway.sessions import ContextSpent, Session, SessionOver
 from engine.gateway.tool_calls import Parser, none
+from engine.listeners.connections import ConnectionBounds, Listener, Refused
 from engine.rollout.chat import Chat
 from engine.rollout.conversation import Asked, Call, chat, ids, key_of, text
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+CONNECTIONS = 16_384
+"""Open at once, at most: agents hold one for each call, and a few between calls."""
+HEAD_S = 75.0
+"""How long an agent may keep a connection between two calls."""
+BODY_S = 120.0
 
 
 class GatewayServer:
     """Serves the agents of `agents`. `parser` finds tool calls in answers; bodies are of `max_body_bytes` at most."""
 
-    def __init__(self, agents: Agents, chat: Chat, *, model: str, parser: Parser, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        agents: Agents,
+        chat: Chat,
+        *,
+        model: str,
+        parser: Parser,
+        max_body_bytes: int,
+        bounds: ConnectionBounds | None = None,
+    ) -> None:
         self._agents = agents
         self._chat = chat
         self._model = model
         self._parser = parser
         self._answered = 0
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[self._speak_openai])
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat_completions)
-        app.router.add_post("/v1/completions", self._completions)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/models": ("GET", self._models),
+            "/v1/chat/completions": ("POST", self._chat_completions),
+            "/v1/completions": ("POST", self._completions),
+        }
+        most = min(CONNECTIONS, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        bounds = bounds or ConnectionBounds(connections=most, head_s=HEAD_S, body_s=BODY_S, body_bytes=max_body_bytes)
+        self._listener = Listener(self._speak_openai, _refusal, bounds, cancels=True)
 
     async def start(self, host: str, port: int) -> str:
         """Listen; returns the base URL for agents. Raises: OSError where the port is taken."""
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        address = self._runner.addresses[0]
+        address = await self._listener.start(host, port)
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         return f"http://{shown}:{address[1]}/v1"
 
     async def close(self) -> None:
-        await self._runner.cleanup()
+        await self._listener.close()
 
     # routes
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: web.BaseRequest) -> web.Response:
         self._session(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "step-engine"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def _chat_completions(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        said = parse(ChatAsking, await request.read())
+        said = parse(ChatAsking, await self._listener.body(request))
         tools = said.tools if said.offers_tools else None
         asked = chat(
             said.plain_messages, lambda messages: self._chat.template(messages, tools), self._chat.encode_rendered
@@ -70,9 +87,9 @@ class GatewayServer:
         answer = await self._answer(session, asked, said, parser, with_logprobs=bool(said.logprobs))
         return await self._send(request, said, chat_body(answer), chat_events(answer, said.usage_in_stream))
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        said = parse(TextAsking, await request.read())
+        said = parse(TextAsking, await self._listener.body(request))
         if isinstance(said.prompt, str):
             asked = text(said.prompt, self._chat.encode)
         else:
@@ -116,7 +133,7 @@ class GatewayServer:
         return shown, self._chat.shown(call.token_ids)[len(shown) :]
 
     async def _send(
-        self, request: web.Request, said: Asking, body: dict[str, Any], events: Iterator[bytes]
+        self, request: web.BaseRequest, said: Asking, body: dict[str, Any], events: Iterator[bytes]
     ) -> web.StreamResponse:
         if not said.stream:
             return web.json_response(body)
@@ -127,31 +144,44 @@ class GatewayServer:
         await response.write_eof()
         return response
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.BaseRequest) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._agents.session(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
             raise RequestError(401, "the key is not that of a living agent", code="invalid_api_key")
         return session
 
-    @web.middleware
-    async def _speak_openai(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _route(self, request: web.BaseRequest) -> Handler:
+        method, handler = self._routes.get(request.path, ("", None))
+        if handler is None:
+            raise RequestError(404, f"nothing is at this path; known are {', '.join(self._routes)}")
+        if request.method != method:
+            raise RequestError(405, f"{request.path} takes {method} only")
+        return handler
+
+    async def _speak_openai(self, request: web.BaseRequest) -> web.StreamResponse:
         """Every failure is OpenAI's error object."""
         try:
-            return await handler(request)
+            return await self._route(request)(request)
         except RequestError as error:
             failure = error
+        except Refused as error:
+            failure = _failure(error.status, error.reason)
         except ContextSpent as error:
             failure = RequestError(400, str(error), code="context_length_exceeded", param="messages")
         except DataFailure as error:
             failure = RequestError(400, str(error))
         except SessionOver:
             failure = RequestError(401, "the agent's session is over", code="invalid_api_key")
-        except web.HTTPRequestEntityTooLarge as error:
-            failure = RequestError(413, error.text or "the body is too large", code="request_too_large")
-        except web.HTTPException as error:
-            failure = RequestError(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:
             log.exception("a call failed in the gateway")
             failure = RequestError(500, f"the gateway failed: {type(error).__name__}: {error}")
         return web.json_response(failure.body, status=failure.status)
+
+
+def _failure(status: int, reason: str) -> RequestError:
+    return RequestError(status, reason, code="request_too_large") if status == 413 else RequestError(status, reason)
+
+
+def _refusal(status: int, reason: str) -> web.StreamResponse:
+    return web.json_response(_failure(status, reason).body, status=status)

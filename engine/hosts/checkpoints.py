@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.hosts.reasons import reason_of
+from engine.private_files import make_directory, make_tree_private
 from engine.roles import Trainer
 from engine.schedule.appending import fsync
 
@@ -41,9 +42,11 @@ def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int, ke
     if not final.exists():
         unfinished = directory / f".{final.name}{UNFINISHED}"
         try:
-            unfinished.mkdir(parents=True)
+            make_directory(directory)
+            make_directory(unfinished, exist_ok=False)
             trainer.save(str(unfinished), steps)
             _write_sums(unfinished)
+            make_tree_private(unfinished)
             for path in (*sorted(unfinished.rglob("*")), unfinished):
                 fsync(path)
             os.rename(unfinished, final)

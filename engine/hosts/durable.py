@@ -35,6 +35,7 @@ from engine.hosts.segments import (
 )
 from engine.hosts.trajectories import StoreStats, require_kept, require_scored
 from engine.ids import GroupId, StepId
+from engine.private_files import open_private
 from engine.schedule.appending import Held, fsync
 from engine.schedule.lock import RecordLock
 
@@ -275,7 +276,7 @@ class DurableStore:
         self._close_segment()
         number = self._next
         try:
-            self._file = segment_path(self.directory, number).open("xb", buffering=0)
+            self._file = open_private(segment_path(self.directory, number), "xb")
             if self.policy.fsync == "always":
                 fsync(self.directory)
         except OSError as error:

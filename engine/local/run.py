@@ -26,6 +26,7 @@ from engine.metrics.journal import Journal
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.policies.added import work_of
+from engine.private_files import make_run_private
 from engine.roles import Generator, Scorer, Trainer
 from engine.schedule import Header, MemoryRecorder, Recorder
 from engine.scheduler import Scheduler
@@ -147,6 +148,8 @@ class Books:
 
     def __init__(self, limits: Limits, policies: PolicySet, directory: Path | None) -> None:
         self.directory = directory
+        if directory is not None:
+            make_run_private(directory)
         name = directory.name if directory else "local"
         header = Header(run=name, limits=limits.to_plain(), policies=dict(policies.names), code=__version__)
         self.recorder = MemoryRecorder(header) if directory is None else Recorder(directory / "schedule", header)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.private_files import make_directory, write_private
 
 FILE = "endpoint.json"
 """In the run's directory."""
@@ -24,9 +25,16 @@ def announce(places: Sequence[Path], address: str, run: str) -> None:
     """Say in each of `places` that `run` answers at `address` (`host:port`). Raises: OSError."""
     text = json.dumps([{"targets": [address], "labels": {"run": run}}]) + "\n"
     for place in places:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        shared = place.parent.name == FOLDER
+        if shared and not place.parent.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.parent.chmod(0o755)
+        elif not shared:
+            make_directory(place.parent)
         temporary = place.with_name(f".{place.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
+        write_private(temporary, text)
+        if shared:  # Prometheus may be another user's, and an address is no secret
+            temporary.chmod(0o644)
         os.replace(temporary, place)
 
 

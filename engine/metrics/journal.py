@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import FULL, StorageFull
+from engine.private_files import open_private, private_opener
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Journal:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self.path)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_private(self.path, "ab")
 
     def write(self, row: Mapping[str, Any]) -> None:
         line = json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n"
@@ -66,7 +67,7 @@ def keep_rows(
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             complain(f"{path}: line {number} is no row of it and is left out: {error}")
     temporary = path.with_name(path.name + ".tmp")
-    with room_for(path), temporary.open("w", encoding="utf-8") as file:
+    with room_for(path), open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
         file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())

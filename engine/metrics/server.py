@@ -1,52 +1,49 @@
 """The HTTP endpoint of a run: `/metrics` for Prometheus, `/status` for `engine top`.
 
-Runs on threads of its own and never waits for or slows the scheduler. It serves what it is given and knows nothing of
-what is in it.
+Runs in an event loop on a thread of its own and never waits for or slows the scheduler. It serves what it is given and
+knows nothing of what is in it. It answers for known hosts only, a bounded number of connections at once, none of which
+it waits for without end.
 """
 
+import asyncio
 import errno
 import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
+from collections.abc import Callable, Sequence
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from engine.errors import ConfigError
+from engine.listeners.connections import ConnectionBounds, Listener, Refused
+from engine.listeners.hosts import Hosts
 
 log = logging.getLogger(__name__)
+
+BOUNDS = ConnectionBounds()
 
 Describe = Callable[[], dict[str, Any]]
 """What `/status` answers, as JSON has it."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-
-
-class _IPv6Server(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Quiet(WSGIRequestHandler):
-    timeout = 30
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug(format, *args)
-
-
 def check_address(host: str, port: int) -> None:
     """Whether a run could listen there now; nothing does afterwards. Raises: ConfigError."""
-    kind = _IPv6Server if ":" in host else _Server
+    _listen(host, port).close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        kind((host, port), _Quiet).server_close()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen()
     except (OSError, OverflowError, UnicodeError) as error:
+        sock.close()
         raise _refused(host, port, error) from None
+    return sock
 
 
 def _refused(host: str, port: int, error: Exception) -> ConfigError:
@@ -66,19 +63,22 @@ class MetricsServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        hosts: Sequence[str] = (),
         describe: Describe | None = None,
+        bounds: ConnectionBounds = BOUNDS,
     ) -> None:
-        """Raises: ConfigError, when the address cannot be listened on."""
-        app = _application(registry, describe)
-        kind = _IPv6Server if ":" in host else _Server
-        try:
-            self._server = make_server(host, port, app, server_class=kind, handler_class=_Quiet)
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise _refused(host, port, error) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
+        """`hosts`: further names under which requests may reach it. Raises: ConfigError, when the address cannot be
+        listened on."""
+        self._metrics: Any = make_wsgi_app(registry)
+        self._describe = describe
+        sock = _listen(host, port)
         self.host = host
-        self.port: int = self._server.server_port
+        self.port: int = sock.getsockname()[1]
+        self._listener = Listener(self._answer, _refusal, bounds, hosts=Hosts(host, hosts))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="metrics", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._listener.start(sock=sock), self._loop).result()
         self._closed = False
 
     @property
@@ -94,19 +94,37 @@ class MetricsServer:
         if self._closed:
             return
         self._closed = True
-        self._server.shutdown()
-        self._server.server_close()
+        asyncio.run_coroutine_threadsafe(self._listener.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            raise Refused(405, "the metrics are read only: GET /metrics or GET /status")
+        if request.path == "/status" and self._describe is not None:
+            body = json.dumps(self._describe(), allow_nan=False).encode()
+            return web.Response(body=body, content_type="application/json")
+        return self._scrape(request)
+
+    def _scrape(self, request: web.BaseRequest) -> web.Response:
+        """What Prometheus' own client library answers, by its WSGI application."""
+        told: list[tuple[int, list[tuple[str, str]]]] = []
+
+        def start_response(status: str, headers: list[tuple[str, str]]) -> None:
+            told.append((int(status.split()[0]), headers))
+
+        environ = {
+            "REQUEST_METHOD": request.method,
+            "PATH_INFO": request.path,
+            "QUERY_STRING": request.query_string,
+            "HTTP_ACCEPT": request.headers.get("Accept", ""),
+            "HTTP_ACCEPT_ENCODING": request.headers.get("Accept-Encoding", ""),
+        }
+        body = b"".join(self._metrics(environ, start_response))
+        status, headers = told[0]
+        return web.Response(body=body, status=status, headers=headers)
 
 
-def _application(registry: CollectorRegistry, describe: Describe | None) -> Any:
-    metrics: Any = make_wsgi_app(registry)
-
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") != "/status" or describe is None:
-            return list(metrics(environ, start_response))
-        body = json.dumps(describe(), allow_nan=False).encode()
-        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
-        return [body]
-
-    return answer
+def _refusal(status: int, reason: str) -> web.StreamResponse:
+    return web.Response(text=f"{reason}\n", status=status)

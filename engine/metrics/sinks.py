@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from engine.metrics.journal import Journal
+from engine.private_files import write_private
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class MLflow:
 
     def _begin(self, noted: Path, experiment: str, run: str) -> tuple[str, Container[str]]:
         id: str = self._client.create_run(experiment, run_name=run).info.run_id
-        noted.write_text(id + "\n", encoding="utf-8")
+        write_private(noted, id + "\n")
         return id, ()
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:

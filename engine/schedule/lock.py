@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from engine.errors import RecordError, RecordHeld
+from engine.private_files import make_directory
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 """What file systems say that lock no directories, network ones for the most part: nobody can be told apart there."""
@@ -24,7 +25,7 @@ class RecordLock:
         """`waits`: until whoever holds it has ended, for as long as that takes."""
         self._handle: int | None = None
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from engine.commands import Command
 from engine.errors import FULL, EngineError, RecordError, StorageFull
 from engine.events import Event
+from engine.private_files import open_private
 from engine.schedule.appending import Held, fsync
 from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
 from engine.schedule.lock import RecordLock
@@ -183,7 +184,7 @@ class Recorder:
             self._number += 1
             self._closed_bytes, self._offset = self._closed_bytes + self._offset, 0
             self._held.add(preamble(self._number, self.next_event))
-            self._file = self.path.open("xb", buffering=0)
+            self._file = open_private(self.path, "xb")
             if self.fsync:
                 fsync(self.directory)
         except OSError as error:

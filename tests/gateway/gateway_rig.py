@@ -13,6 +13,7 @@ from engine.gateway.agents import Agents
 from engine.gateway.server import GatewayServer
 from engine.gateway.sessions import Bounds
 from engine.gateway.tool_calls import PARSERS
+from engine.listeners.connections import ConnectionBounds
 from engine.roles import Generated, GroupWork
 from engine.rollout.agent import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
@@ -131,12 +132,18 @@ class Rig:
         timeout_s: float = 60.0,
         max_body_bytes: int = 1 << 20,
         reward: Any = length_of,
+        bounds: ConnectionBounds | None = None,
     ) -> None:
         self.tokens = tokenizer(template)
         self.backends = backends or (TorchBackend(model(), rows=8),)
         self.agents = Agents(Bounds(max_tokens=max_tokens, context=CONTEXT, timeout_s=timeout_s), self._launch)
         self.server = GatewayServer(
-            self.agents, Chat(self.tokens, [1]), model="tiny", parser=PARSERS[parser], max_body_bytes=max_body_bytes
+            self.agents,
+            Chat(self.tokens, [1]),
+            model="tiny",
+            parser=PARSERS[parser],
+            max_body_bytes=max_body_bytes,
+            bounds=bounds,
         )
         params = SamplingParams(max_tokens=max_tokens, stop_ids=(1,))
         self.generators = [

@@ -1,0 +1,244 @@
+"""An HTTP listener of bounded patience, on aiohttp: how many connections, how long a request may take to arrive.
+
+Used by the metrics and the control endpoint and by the gateway, each in an event loop of its own. It must never repeat
+what a request says, neither in an answer nor in a log: headers hold keys. aiohttp does, where a request is malformed,
+so such requests are answered here.
+"""
+
+import asyncio
+import logging
+import socket
+import traceback
+from asyncio import AbstractEventLoop, BaseTransport, Task, TimerHandle
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
+
+from engine.listeners.hosts import Hosts
+
+log = logging.getLogger(__name__)
+
+CLOSING_S = 1.0
+"""How long a running request has to end when the listener closes, and a refused one to take its answer."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+"""Answers a request. Raises: `Refused`."""
+Refuse = Callable[[int, str], web.StreamResponse]
+"""The answer to a request that is refused, from its status and the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionBounds:
+    """Of one listener."""
+
+    connections: int = 64
+    """Open at once. Another one takes the place of the oldest that has no request under way, or is closed."""
+    head_s: float = 10.0
+    """From a connection to the end of its first request's headers; and from an answer to those of the next request."""
+    body_s: float = 30.0
+    """From the end of the headers to that of the body. An answer must be taken within `head_s` and this together."""
+    body_bytes: int = 1 << 16
+
+
+class Refused(Exception):
+    """A request that is not answered otherwise. `reason` repeats nothing of it."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(status, reason)
+        self.status = status
+        self.reason = reason
+
+
+class Listener:
+    """Answers requests by `handle` from `start` to `close`. `hosts`: those it answers for; None: whoever reaches it.
+    `cancels`: a handler is cancelled when its client leaves."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        refuse: Refuse,
+        bounds: ConnectionBounds,
+        *,
+        hosts: Hosts | None = None,
+        cancels: bool = False,
+    ) -> None:
+        self.bounds = bounds
+        self.refuse = refuse
+        self.waiting: dict[_Connection, None] = {}
+        """Connections without a request under way, the oldest first."""
+        self._open = 0
+        self._handle = handle
+        self._hosts = hosts
+        self._cancels = cancels
+        self._listening: asyncio.Server | None = None
+
+    async def start(self, host: str = "", port: int = 0, sock: socket.socket | None = None) -> tuple[Any, ...]:
+        """Listen on an address or on a socket that is bound; returns the address. Raises: OSError, OverflowError."""
+        loop = asyncio.get_running_loop()
+        self._server = web.Server(self._answer, request_factory=self._make_request, handler_cancellation=self._cancels)
+
+        def connect() -> _Connection:
+            return _Connection(self, self._server, loop)
+
+        if sock is not None:
+            self._listening = await loop.create_server(connect, sock=sock)
+        else:
+            self._listening = await loop.create_server(connect, host, port)
+        address: tuple[Any, ...] = self._listening.sockets[0].getsockname()
+        return address
+
+    async def close(self) -> None:
+        """Stop listening and close every connection. A second call does nothing."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+            self._server.pre_shutdown()
+            await self._server.shutdown(CLOSING_S)
+
+    async def body(self, request: web.BaseRequest) -> bytes:
+        """The whole body of a request. Raises: `Refused` where it is too large, too slow or malformed."""
+        try:
+            async with asyncio.timeout(self.bounds.body_s):
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(CONTINUE)
+                    request.writer.output_size = 0
+                return await request.read()
+        except TimeoutError:
+            raise Refused(408, f"the body took longer than {self.bounds.body_s:g} s to arrive") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise Refused(413, f"the body is larger than {self.bounds.body_bytes} bytes") from None
+        except (web.RequestPayloadError, HttpProcessingError, ValueError):
+            raise Refused(400, "the body is not well-formed") from None
+
+    def admit(self, connection: "_Connection") -> bool:
+        """Whether there is room for another connection. The oldest that waits for a request makes place."""
+        if self._open >= self.bounds.connections:
+            if not self.waiting:
+                return False
+            next(iter(self.waiting)).end()
+        self._open += 1
+        self.waiting[connection] = None
+        return True
+
+    def leave(self, connection: "_Connection") -> None:
+        """A connection that was admitted is closed."""
+        self.waiting.pop(connection, None)
+        self._open -= 1
+
+    def _make_request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: Task[None],
+    ) -> web.BaseRequest:
+        loop, most = asyncio.get_running_loop(), self.bounds.body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, _Connection)
+        connection.begin()
+        try:
+            given = request.headers.getall("Host", ())
+            if self._hosts is not None and not (len(given) == 1 and self._hosts.accept(given[0])):
+                raise Refused(421, "this run does not answer for the host of the request: name it in its settings")
+            return await self._handle(request)
+        except Refused as error:
+            answer = self.refuse(error.status, error.reason)
+            if not request.content.is_eof():
+                answer.force_close()
+            return answer
+        finally:
+            connection.rest()
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's side of one connection, with a bound on its first request and silent about what was sent."""
+
+    def __init__(self, listener: Listener, server: web.Server, loop: AbstractEventLoop) -> None:
+        self._listener = listener
+        self._admitted = False
+        self._timer: TimerHandle | None = None
+        patience = listener.bounds.head_s
+        silent: dict[str, Any] = {"access_log": None}
+        super().__init__(server, loop=loop, keepalive_timeout=patience, lingering_time=CLOSING_S, **silent)
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)
+        self._admitted = self._listener.admit(self)
+        if not self._admitted:
+            self.end()
+            return
+        self._end_in(self._listener.bounds.head_s)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._admitted:
+            self._admitted = False
+            self._listener.leave(self)
+        self._forget_timer()
+        super().connection_lost(exc)
+
+    def begin(self) -> None:
+        """The headers of a request are there."""
+        self._forget_timer()
+        self._listener.waiting.pop(self, None)
+
+    def rest(self) -> None:
+        """Its answer is ready, which the client must take; then another request may come."""
+        if self._admitted:
+            self._listener.waiting[self] = None
+            self._end_in(self._listener.bounds.head_s + self._listener.bounds.body_s)
+
+    def end(self) -> None:
+        """Close it at once, whatever was sent."""
+        if self._admitted:
+            self._admitted = False
+            self._listener.leave(self)
+        self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a request that aiohttp could not read, or whose handler failed; without a word of it."""
+        self.begin()
+        if status < 500:
+            log.info("a request that is not well-formed was refused (%s)", type(exc).__name__)
+        else:
+            self.log_exception("a request could not be answered", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: no other can be sent")
+        reason = "the request is not well-formed HTTP" if status < 500 else "the request could not be answered"
+        answer = self._listener.refuse(status, reason)
+        answer.force_close()
+        return answer
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Where something failed, and what kind of failure it is. What an exception says may be of the request."""
+        error = kw.get("exc_info")
+        frames = traceback.format_tb(error.__traceback__) if isinstance(error, BaseException) else []
+        log.error("%s: %s\n%s", args[0] if args else "failed", type(error).__name__, "".join(frames))
+
+    def log_debug(self, *args: Any, **kw: Any) -> None:
+        """Nothing: aiohttp would say what was sent."""
+
+    def _end_in(self, seconds: float) -> None:
+        self._forget_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

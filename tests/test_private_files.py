@@ -1,0 +1,145 @@
+"""What a run writes is for its user alone, whatever the umask, also where an earlier engine left it open."""
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import rundir
+from engine.actors.lasting import note_launch
+from engine.actors.process import prepare_process
+from engine.hosts.checkpoints import save_checkpoint
+from engine.hosts.durable import DurableStore
+from engine.metrics.endpoint import FILE, FOLDER, announce
+from engine.metrics.journal import Journal, keep_rows
+from engine.private_files import make_run_private
+from engine.schedule import Header, Recorder
+from engine.schedule.lock import RecordLock
+
+UMASKS = [0o000, 0o022, 0o277, 0o777]
+
+
+@pytest.fixture(params=UMASKS, ids=oct)
+def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+class Saving:
+    """A trainer that writes as a library does: with whatever mode the umask leaves."""
+
+    def save(self, path: str, steps: int) -> None:
+        (Path(path) / "deep").mkdir()
+        (Path(path) / "deep" / "model.bin").write_bytes(b"weights")
+
+
+def fill(run: Path) -> None:
+    """Everything that the engine itself writes into a run's directory."""
+    recorder = Recorder(run / "schedule", Header(run="a", limits={}, policies={}))
+    recorder.close()
+    store = DurableStore(run / "trajectories")
+    store.close()
+    journal = Journal(run / "metrics.jsonl")
+    journal.write({"step": 0})
+    journal.close()
+    keep_rows(run / "metrics.jsonl", lambda row: True)
+    saving: Any = Saving()
+    save_checkpoint(saving, run / "checkpoints", 1, keep=2)
+    note_launch(run, "launch")
+    announce([run / FILE], "127.0.0.1:1", "a")
+
+
+def open_to_others(run: Path) -> list[str]:
+    """What is not 0700 or 0600."""
+    found = []
+    for path in (run, *run.rglob("*")):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        if mode != (0o700 if path.is_dir() else 0o600):
+            found.append(f"{path.relative_to(run)} {mode:o}")
+    return sorted(found)
+
+
+def test_a_new_run_is_for_its_user_alone(tmp_path: Path, umask: None) -> None:
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    (tmp_path / "runs").chmod(0o755)
+    run = rundir.create(tmp_path / "runs", "a", config_yaml="a: 1\n").path
+    fill(run)
+    assert open_to_others(run) == []
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755, "what is the user's stays"
+
+
+def test_a_chosen_directory_becomes_the_users_alone_and_what_else_is_there_stays(tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen"
+    chosen.mkdir(mode=0o755)
+    (chosen / "mine.sh").touch(mode=0o755)
+    rundir.create(tmp_path / "runs", "a", config_yaml="a: 1\n", chosen=chosen)
+    assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
+    assert stat.S_IMODE((chosen / "mine.sh").stat().st_mode) == 0o755
+
+
+def test_a_run_that_others_could_read_is_closed_as_its_scheduler_begins(tmp_path: Path, umask: None) -> None:
+    run = tmp_path / "run"
+    old = os.umask(0)
+    run.mkdir()
+    fill(run)
+    for path in (run, *run.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o644)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("x")
+    elsewhere.chmod(0o644)
+    (run / "checkpoints" / "link").symlink_to(elsewhere)
+    os.umask(old)
+    logger = logging.getLogger("engine")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    try:
+        prepare_process("scheduler", run, private=True)
+        logging.getLogger("engine.test").info("hello")
+        (run / "tensorboard").mkdir()
+        (run / "tensorboard" / "events").write_text("by a library")
+    finally:
+        for handler in set(logger.handlers) - set(before[2]):
+            handler.close()
+        logger.level, logger.propagate, logger.handlers = before
+    (run / "checkpoints" / "link").unlink()
+    assert open_to_others(run) == []
+    assert (run / "logs" / "scheduler.log").read_text()
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644, "a link leads to what is not the run's"
+
+
+def test_another_process_keeps_its_umask_but_may_use_what_it_makes(tmp_path: Path, umask: None) -> None:
+    now = os.umask(0)
+    os.umask(now)
+    logger = logging.getLogger("engine")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    try:
+        prepare_process("rollout", tmp_path / "run")
+    finally:
+        logger.level, logger.propagate, logger.handlers = before
+    after = os.umask(0)
+    os.umask(after)
+    assert after == now & 0o077
+
+
+def test_where_a_run_is_scraped_may_be_read_by_prometheus(tmp_path: Path, umask: None) -> None:
+    shared = tmp_path / FOLDER / "a.json"
+    announce([tmp_path / "run" / FILE, shared], "127.0.0.1:1", "a")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (shared.parent, shared)] == [0o755, 0o644]
+    assert open_to_others(tmp_path / "run") == []
+
+
+def test_looking_at_a_record_changes_no_mode(tmp_path: Path) -> None:
+    schedule = tmp_path / "schedule"
+    schedule.mkdir()
+    schedule.chmod(0o750)
+    RecordLock(schedule).release()
+    assert stat.S_IMODE(schedule.stat().st_mode) == 0o750
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert isinstance(make_run_private(tmp_path / "file" / "run"), OSError)
