@@ -5,7 +5,7 @@
 
 Called by whoever resumes a run, and by the tests. What follows the newest snapshot that can be used is replayed, or
 the whole record where there is none, and must hold to the bit: a scheduler that would have decided otherwise cannot go
-on in its place.
+on in its place. Of what lies before the snapshot the checksums are checked: a damaged record is not gone on with.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,10 @@ class Recovered:
         """The snapshot; None: the beginning."""
         self.at = 0.0
         """When the last event happened, in seconds since the run began."""
+        record.require_index()
         self.scheduler, self.began_at = self._begin(observe, books)
+        self.verified_bytes = 0 if self.began_at is None else record.verify(self.began_at)
+        """Of segments whose checksums were checked, and which were not decoded."""
         self._replay(self.scheduler)
         self._history = _taken_from(self.scheduler)
 
