@@ -23,6 +23,8 @@ from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RecordError
 from engine.metrics.status import Status
 from engine.schedule import Header, Recorder
+from engine.schedule.index import Entry, closed_entry, store_index
+from engine.schedule.index import Entry, closed_entry, store_index
 from engine.schedule.store import preamble
 from engine.states.group import GROUP
 from engine.states.machine import Table
@@ -834,6 +836,12 @@ def test_the_end_of_a_finished_run_that_is_missing_is_refused(capsys: Capture, r
     path.write_bytes(path.read_bytes()[:-cut])
     said = refused(capsys, "replay", str(recorded))
     assert path.name in said and "closed" in said
+
+
+def test_a_run_whose_newest_segments_are_missing_is_not_resumed(capsys: Capture, recorded: Path) -> None:
+    store_index(recorded / "schedule", [closed_entry(segment(recorded), 0), Entry(99)])
+    said = refused(capsys, "resume", str(recorded))
+    assert "00000001.seg is missing, but index.json lists it" in said
 
 
 def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: Path) -> None:

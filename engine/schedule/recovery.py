@@ -14,7 +14,7 @@ from engine.errors import RecordError
 from engine.events import RunResumed
 from engine.ids import GroupId
 from engine.policies import PolicySet
-from engine.schedule.frames import Handled
+from engine.schedule.frames import Handled, Header
 from engine.schedule.packing import CodecError
 from engine.schedule.reader import Place, Record
 from engine.schedule.replayer import ReplayReport, replay
@@ -73,6 +73,10 @@ class Recovered:
             reason = f"this engine decides otherwise, so it cannot go on; {report.divergence}"
             raise RecordError(self._record.name, 0, reason)
         self.report: ReplayReport = report
+
+    @property
+    def header(self) -> Header:
+        return self._record.header
 
     @property
     def events(self) -> int:
