@@ -24,7 +24,6 @@ from engine.errors import ConfigError, EngineError, InvariantViolated, RecordErr
 from engine.metrics.status import Status
 from engine.schedule import Header, Recorder
 from engine.schedule.index import Entry, closed_entry, store_index
-from engine.schedule.index import Entry, closed_entry, store_index
 from engine.schedule.store import preamble
 from engine.states.group import GROUP
 from engine.states.machine import Table

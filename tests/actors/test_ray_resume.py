@@ -127,9 +127,7 @@ def read_back(run_dir: Path) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("gone", ["memory", "a batch"])
-def test_a_run_whose_trajectories_are_gone_branches_where_that_was_chosen(
-    made: Path, gone: str
-) -> None:
+def test_a_run_whose_trajectories_are_gone_branches_where_that_was_chosen(made: Path, gone: str) -> None:
     run_dir = made / gone.replace(" ", "-")
     run_dir.mkdir()
     config = tree(made, durability={"trajectories": "memory" if gone == "memory" else "disk"})
