@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change, or a live setting"
     )
     resume.add_argument(
-        "--force-from", metavar="CHECKPOINT", help="go back to this one, such as step-000020; newer ones are put aside"
+        "--force-from",
+        metavar="CHECKPOINT",
+        help="go back to this one, such as step-000020, or to `initial` weights; what came after is put aside",
     )
     resume.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
     resume.set_defaults(run=running.resume)

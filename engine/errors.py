@@ -78,6 +78,13 @@ class RecordHeld(RecordError):
     """A schedule record that another process is writing."""
 
 
+class RunDamaged(RecordError):
+    """Something that a run's record refers to is missing, damaged or not what it must be: its path, and what to do."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        EngineError.__init__(self, f"{path} {reason}", path=path, offset=0, reason=reason)
+
+
 class RecordNotBegun(RecordError):
     """A schedule record without a header: the run ended before it did anything."""
 

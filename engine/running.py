@@ -99,8 +99,9 @@ def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace,
     from engine.schedule.lock import RecordLock
 
     RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
-    config, settings = resumed(path, read(directory.schedule).header.config, arguments.set)
-    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=arguments.force_from)
+    forced: str | None = arguments.force_from
+    config, settings = resumed(path, read(directory.schedule, missing_end=bool(forced)).header.config, arguments.set)
+    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
     return _train(config, directory, interrupts, way)
 
 
@@ -120,8 +121,10 @@ def _began(directory: "RunDirectory") -> bool:
     """Whether there is anything to go on with: a run may have ended before its record began."""
     from engine.errors import RecordNotBegun
     from engine.schedule import read
+    from engine.schedule.index import INDEX
+    from engine.schedule.store import SUFFIX
 
-    if not any(path.suffix == ".seg" for path in directory.schedule.iterdir()):
+    if not any(path.suffix == SUFFIX or path.name == INDEX for path in directory.schedule.iterdir()):
         return False
     try:
         read(directory.schedule)

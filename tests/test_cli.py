@@ -23,6 +23,7 @@ from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RecordError
 from engine.metrics.status import Status
 from engine.schedule import Header, Recorder
+from engine.schedule.index import Entry, closed_entry, store_index
 from engine.schedule.store import preamble
 from engine.states.group import GROUP
 from engine.states.machine import Table
@@ -526,7 +527,8 @@ def test_what_to_type_next_is_in_the_record(capsys: Capture, launched: Launch, m
 
         def close(self) -> None:
             self.world.driver.recorder.close()
-            (record,) = (path for path in Path("here/schedule").iterdir() if path.is_file())
+            Path("here/schedule/index.json").unlink()  # which knows how long the record is
+            (record,) = Path("here/schedule").glob("*.seg")
             record.write_bytes(record.read_bytes()[: record.stat().st_size * 4 // 5])
 
     monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Optimistic)
@@ -791,7 +793,7 @@ def recorded() -> Path:
 
 
 def segment(run: Path) -> Path:
-    (found,) = [path for path in (run / "schedule").iterdir() if path.is_file()]
+    (found,) = (run / "schedule").glob("*.seg")
     return found
 
 
@@ -820,10 +822,25 @@ def test_a_corrupted_schedule_is_refused_with_file_and_offset(capsys: Capture, r
 
 
 def test_a_torn_tail_is_cut_and_said(capsys: Capture, recorded: Path) -> None:
+    (recorded / "schedule" / "index.json").unlink()  # nobody closed the record
     path = segment(recorded)
     path.write_bytes(path.read_bytes()[:-3])
     assert cli.main(["replay", str(recorded)]) == 0
     assert "cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cut", [3, 200])
+def test_the_end_of_a_finished_run_that_is_missing_is_refused(capsys: Capture, recorded: Path, cut: int) -> None:
+    path = segment(recorded)
+    path.write_bytes(path.read_bytes()[:-cut])
+    said = refused(capsys, "replay", str(recorded))
+    assert path.name in said and "closed" in said
+
+
+def test_a_run_whose_newest_segments_are_missing_is_not_resumed(capsys: Capture, recorded: Path) -> None:
+    store_index(recorded / "schedule", [closed_entry(segment(recorded), 0), Entry(99)])
+    said = refused(capsys, "resume", str(recorded))
+    assert "00000001.seg is missing, but index.json lists it" in said
 
 
 def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: Path) -> None:

@@ -1,30 +1,29 @@
 """What earlier lives of a run left behind: its record, replayed, and the checkpoint that the next life goes on from.
 
-Read by the scheduler actor of a run that is resumed, before it starts any other. What the checkpoint does not hold is
-put out of the way, so that nothing of it is taken for what comes in its place.
+Read by the scheduler actor of a run that is resumed, before it starts any other. It looks first and changes nothing:
+whatever the record refers to and is missing or damaged is refused by name. Only `Plan.force_from` goes on with less.
+Then what the checkpoint does not hold is put aside, never deleted, so that nothing of it is taken for what comes in its
+place.
 """
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from engine.actors.books import RunBooks
 from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
-from engine.errors import ConfigError, RecordError, RunFinished
+from engine.actors.stored_groups import INITIAL, missing_groups, way_back
+from engine.errors import ConfigError, RunDamaged, RunFinished
 from engine.events import RunResumed
-from engine.hosts.checkpoints import list_checkpoints, put_aside, verify_checkpoint
-from engine.hosts.durable import DurableStore
-from engine.hosts.packed import unpack_group
-from engine.hosts.segments import clear
-from engine.ids import GroupId, StepId, Version
+from engine.hosts.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
+from engine.hosts.segments import put_store_aside
+from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
+from engine.schedule.regular import require_regular
 from engine.schedule.store import Torn
-from engine.states.group import phase_of
-from engine.states.machine import Phase
 from engine.states.waiting import are
 
 
@@ -42,7 +41,9 @@ class Past:
     torn: Torn | None = None
     """What was cut off the trajectory store's end."""
     damaged: tuple[str, ...] = ()
-    """What of the run's files was left out because it could not be read."""
+    """What of the run's files was left out because it could not be read, or is not there and is not needed."""
+    aside: tuple[Path, ...] = ()
+    """What was put aside."""
 
     def __str__(self) -> str:
         event = self.event(0)
@@ -57,7 +58,8 @@ class Past:
             told += [f"{are(len(self.missing), 'group')} not in the store, to begin again"] if self.missing else []
         told += [f"{are(len(event.consumed), 'group')} trained on again"] if event.consumed else []
         cut = [f"cut: {torn}" for torn in (self.recovered.torn, self.torn) if torn]
-        return "; ".join([*told, *cut, *self.damaged])
+        aside = [f"put aside: {', '.join(path.name for path in self.aside)}"] if self.aside else []
+        return "; ".join([*told, *cut, *self.damaged, *aside])
 
     @property
     def after(self) -> After:
@@ -75,12 +77,12 @@ def past_of(plan: Plan, books: RunBooks) -> Past:
     """Take up the run in a plan's directory that ended before its time.
 
     Raises: `RecordError` where its record or its trajectories cannot be gone on with or another process writes them,
-    `RunFinished` where the run has finished, `ConfigError` where its newest checkpoint is not what was written or
-    cannot be used.
+    `RunDamaged` where something that the record refers to is missing, `RunFinished` where the run has finished,
+    `ConfigError` where its newest checkpoint is not what was written or cannot be used.
     """
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
-    record = read(schedule)
+    record = read(schedule, missing_end=plan.force_from is not None)
     lock = RecordLock(schedule)
     try:
         transitions = books.transitions
@@ -105,28 +107,27 @@ def past_of(plan: Plan, books: RunBooks) -> Past:
 def _taken_up(
     plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows, validations: set[int]
 ) -> Past:
-    """What is gone on from; what does not lead there is put out of the way."""
+    """What is gone on from; what does not lead there is put aside, once nothing is found to be missing."""
     assert plan.run_dir is not None
-    trained = recovered.scheduler.state.steps_trained
+    state = recovered.scheduler.state
     saved = list_checkpoints(plan.run_dir / "checkpoints")
-    steps, checkpoint = _chosen(plan, saved, trained)
+    steps, checkpoint = _chosen(plan, saved, recovered)
     if checkpoint is not None:
         if plan.restore_trainer is None:
             law = "is there, and this plan cannot bring a trainer to it"
             raise ConfigError("Plan.restore_trainer", None, f"{checkpoint.name} {law}", "a function that does")
         verify_checkpoint(checkpoint)
-    missing, torn = (None, None) if plan.force_from is not None else _missing_of(plan, recovered, steps)
-    if missing is None and plan.trajectories_dir is not None:
-        clear(plan.trajectories_dir)
-    elif (left := plan.run_dir / "trajectories").is_dir() and plan.trajectories_dir is None:
-        put_aside(left)  # a later life that keeps them on disk again would take them for its own
-    reached = steps if missing is None else trained
-    for later, path in saved:
-        if later > steps:
-            put_aside(path)
-    open_steps = set(recovered.scheduler.state.steps)
-    damaged: list[str] = []
-    rows = cut_rows(plan.run_dir / "metrics.jsonl", reached, damaged.append, open_steps, validations)
+    metrics = plan.run_dir / "metrics.jsonl"
+    if metrics.exists():
+        require_regular(metrics)
+    missing, torn = (None, None) if plan.force_from is not None else missing_groups(plan, recovered, steps)
+    # nothing has been changed so far
+    aside = [] if missing is not None else [put_store_aside(plan.run_dir / "trajectories")]
+    aside += [put_aside(path) for later, path in saved if later > steps]
+    open_steps, copied = set(state.steps), name_aside(metrics)
+    damaged = _not_needed(plan, saved, recovered)
+    reached = steps if missing is None else state.steps_trained
+    rows = cut_rows(metrics, reached, damaged.append, open_steps, validations, copied)
     told = {row["step"] for row in rows if "step" in row}
     redo = [
         Redo(step=batch.step, groups=batch.groups, staleness=batch.staleness, reports=batch.step not in told)
@@ -142,103 +143,52 @@ def _taken_up(
         checkpoint=None if checkpoint is None else str(checkpoint),
         redo=tuple(redo),
     )
-    return Past(recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged))
+    aside += [copied] if copied.exists() else []
+    return Past(
+        recovered, lock, restore, missing, None if missing is None else rows_open.rows, torn, tuple(damaged),
+        tuple(path for path in aside if path is not None),
+    )  # fmt: skip
 
 
-def _missing_of(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tuple[GroupId, ...] | None, Torn | None]:
-    """Groups that begin again although they had trajectories, or None where the trainer cannot be brought from the
-    first so many steps to where it was; and what was cut off the store. Raises: `RecordError`."""
-    if plan.trajectories_dir is None:
-        return None, None
-    try:
-        store = DurableStore(plan.trajectories_dir, plan.store_policy, fresh=False)
-        try:
-            if not _holds_batches(store, recovered, steps):
-                return None, store.torn
-            _discard_unwanted(store, recovered)
-            return _missing(store, recovered), store.torn
-        finally:
-            store.close()
-    except RecordError as error:
-        hint = f"put {plan.trajectories_dir} aside to go on from the newest checkpoint without it"
-        raise RecordError(
-            error.details["path"], error.details["offset"], f"{error.details['reason']}; {hint}"
-        ) from None
-
-
-def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], trained: StepId) -> tuple[StepId, Path | None]:
-    """The checkpoint that the user names, else the newest of the steps that the record knows of."""
+def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> tuple[StepId, Path | None]:
+    """The checkpoint that the user names, else the newest. Raises: `RunDamaged` where that is not the newest that was
+    saved, as far as the record knows, `ConfigError` for a name that no checkpoint has."""
+    trained = recovered.scheduler.state.steps_trained
     usable = [(steps, path) for steps, path in saved if steps <= trained]
     if plan.force_from is None:
+        _require_newest(plan, saved, recovered)
         return usable[-1] if usable else (0, None)
     name = Path(plan.force_from).name
+    if name == INITIAL:
+        return 0, None
     for steps, path in usable:
         if path.name == name:
             return steps, path
-    there = ", ".join(path.name for _, path in usable) or "none"
+    there = ", ".join([*(path.name for _, path in usable), INITIAL])
     law = "is no complete checkpoint of this run's present line of weights"
-    raise ConfigError("--force-from", plan.force_from, law, f"there are: {there}")
+    raise ConfigError("--force-from", plan.force_from, law, f"use one of: {there}")
 
 
-def _holds_batches(store: DurableStore, recovered: Recovered, steps: StepId) -> bool:
-    """Whether every step after the first so many can be trained again, and the batches that are formed trained."""
-    state = recovered.scheduler.state
-    batches = recovered.batches(steps)
-    if [batch.step for batch in batches] != list(range(steps, state.steps_trained)):
-        return False
-    for batch in batches:
-        if not all(_is_whole(store, group) for group in batch.groups):
-            return False
-        apart = [(group, task) for group in batch.groups for task in state.limits.scored_apart]
-        if not all(store.is_scored(group, task, batch.step) for group, task in apart):
-            return False
-    attempts = store.attempts
-    return all(
-        attempts.get(group) == state.groups[group].attempt and _is_whole(store, group)
-        for formed in state.formed_steps
-        if formed.id >= state.steps_trained
-        for group in formed.groups
-    )
+def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> None:
+    """Raises: `RunDamaged` where the checkpoints are behind the record, or the record is behind the checkpoints."""
+    assert plan.run_dir is not None
+    state, there = recovered.scheduler.state, saved[-1][0] if saved else 0
+    usable = [steps for steps, _ in saved if steps <= state.steps_trained]
+    if there > state.steps_trained:
+        reason = (
+            f"ends after {state.steps_trained} train steps, but {saved[-1][1].name} holds {there}: "
+            f"the newest events are missing; restore them from a copy, or {way_back(usable)}"
+        )
+        raise RunDamaged(str(plan.run_dir / "schedule"), reason)
+    if there < state.ended.newest:
+        reason = f"is missing, but the record says that it was saved; restore it from a copy, or {way_back(usable)}"
+        raise RunDamaged(str(checkpoint_path(plan.run_dir / "checkpoints", state.ended.newest)), reason)
 
 
-def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
-    """Let go of what the processes were to let go of when they ended, and of attempts that a power cut has taken from
-    the record: those to come would not replace them."""
-    state = recovered.scheduler.state
-    kept = {*chain.from_iterable(state.kept.by_step.values())}
-    last = {group.id: group.attempt for group in state.groups.values()}
-    wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
-    store.discard([group for group in store.attempts if group not in wanted])
-    store.flush()
-
-
-def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
-    """Groups of which the state knows trajectories that the store does not hold, or not as they came to be."""
-    state, attempts = recovered.scheduler.state, store.attempts
-    missing = []
-    for group in state.groups.values():
-        phase = phase_of(group.state)
-        if group.state in state.stages.by_name:  # each order of its work is an attempt, and stores nothing until done
-            there = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
-        elif phase is Phase.READY:
-            there = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
-        else:
-            goes_on = phase in (Phase.RUNNING, Phase.PARKED) and group.kept
-            there = not goes_on or _is_known(store, group.id, state.latest_version)
-        if not there:
-            missing.append(group.id)
-    return tuple(missing)
-
-
-def _is_whole(store: DurableStore, group: GroupId) -> bool:
-    """A power cut may leave the prefixes that an attempt stored before its end."""
-    packed = store.partial(group)
-    return packed is not None and unpack_group(packed).finished
-
-
-def _is_known(store: DurableStore, group: GroupId, latest: Version) -> bool:
-    """Whether prefixes are there that a group can go on from. A power cut may take the publication of a version from
-    the record and leave what was sampled under it: weights to come will have its number."""
-    packed = store.partial(group)
-    versions = None if packed is None else unpack_group(packed).versions()
-    return packed is not None and (versions is None or versions[1] <= latest)
+def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> list[str]:
+    """The checkpoint before the newest that was saved, where it should still be there and is not."""
+    before, there = recovered.scheduler.state.ended.floor, [steps for steps, _ in saved]
+    newer = sum(steps > before for steps in there)
+    if plan.force_from is not None or not before or before in there or newer >= plan.keep_checkpoints:
+        return []
+    return [f"step-{before:06d}, which was saved, is not there and is not needed"]

@@ -132,7 +132,8 @@ class Plan:
     store_policy: StorePolicy = field(default_factory=StorePolicy)
     """How they are kept on disk."""
     force_from: str | None = None
-    """With `resume`: the name of the checkpoint to go back to; None: nothing is given up that is there."""
+    """With `resume`: the name of the checkpoint to go back to, or `initial` for the initial weights; what came after it
+    is put aside. None: nothing is given up, and whatever is missing is refused by name."""
     replica_restarts: int = 3
     """Times each replica may be started again."""
     trainer_restarts: int = 3

@@ -10,11 +10,12 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RunDamaged
 from engine.hosts.reasons import reason_of
 from engine.private_files import make_directory, make_tree_private
 from engine.roles import Trainer
 from engine.schedule.appending import fsync
+from engine.schedule.regular import open_regular
 
 SUMS = "SHA256SUMS"
 """In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
@@ -73,19 +74,27 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def put_aside(path: Path) -> None:
-    """Under a name that nobody takes for a checkpoint, or the trajectories, of this line of weights."""
+def put_aside(path: Path) -> Path:
+    """Rename to what nobody takes for a checkpoint, or the trajectories, of this line of weights; the new name."""
+    aside = name_aside(path)
+    os.rename(path, aside)
+    return aside
+
+
+def name_aside(path: Path) -> Path:
+    """A name beside a file or directory, which nothing has, for what is not used any more."""
     number = 1
     while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
         number += 1
-    os.rename(path, aside)
+    return aside
 
 
 def verify_checkpoint(directory: Path) -> None:
     """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be."""
     try:
-        lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with open_regular(directory / SUMS) as file:
+            lines = file.read().decode().splitlines()
+    except (OSError, UnicodeDecodeError, RunDamaged) as error:
         law = f"its {SUMS} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one") from None
     unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS}

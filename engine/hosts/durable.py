@@ -86,7 +86,8 @@ class DurableStore:
         self.directory = directory
         self.policy = policy or StorePolicy()
         self.torn: Torn | None = None
-        """What a crash left behind the last whole entry; it is cut off."""
+        """What a crash left behind the last whole entry; it is cut off before anything else is written."""
+        self._uncut: Torn | None = None
         self._groups: dict[GroupId, tuple[int, Place]] = {}
         self._scores: dict[GroupId, dict[str, tuple[StepId, Place]]] = {}
         self._segments: dict[int, _Segment] = {}
@@ -196,9 +197,11 @@ class DurableStore:
         self._segments[number] = _Segment(PREAMBLE_BYTES)
         for entry in read_segment(path, number, last=last):
             if isinstance(entry, Torn):
-                self.torn = entry
-                self._cut(path, number, entry)
-                return
+                self.torn = self._uncut = entry
+                if not entry.offset:
+                    del self._segments[number]
+                    return
+                break
             self._segments[number].bytes += entry.bytes
             self._take(entry, Place(number, entry.offset, entry.bytes))
         self._disk_bytes += self._segments[number].bytes
@@ -213,17 +216,20 @@ class DurableStore:
             for group in entry.key:
                 self._forget(group)
 
-    def _cut(self, path: Path, number: int, torn: Torn) -> None:
+    def _cut(self) -> None:
+        torn, self._uncut = self._uncut, None
+        if torn is None:
+            return
         try:
             if torn.offset:
-                os.truncate(path, torn.offset)
-                self._disk_bytes += torn.offset
+                os.truncate(torn.path, torn.offset)
             else:
-                path.unlink()
-                del self._segments[number]
+                os.unlink(torn.path)
+        except FileNotFoundError:
+            return  # nothing of it was kept, and its segment has been dropped
         except OSError as error:
             reason = f"its torn end cannot be cut: {error.strerror or error}"
-            raise RecordError(str(path), torn.offset, reason) from None
+            raise RecordError(torn.path, torn.offset, reason) from None
 
     def _data(self, places: Sequence[Place]) -> list[bytes]:
         """What lies at places."""
@@ -273,11 +279,12 @@ class DurableStore:
         return place
 
     def _begin_segment(self) -> _Segment:
+        self._cut()
         self._close_segment()
         number = self._next
         try:
             self._file = open_private(segment_path(self.directory, number), "xb")
-            if self.policy.fsync == "always":
+            if self.policy.fsync == "always" or not self._segments:  # so a store that was ever written has a segment
                 fsync(self.directory)
         except OSError as error:
             raise self._give_up(error) from None

@@ -21,8 +21,10 @@ from zlib import crc32
 import msgpack
 
 from engine.errors import RecordError
+from engine.hosts.checkpoints import put_aside
 from engine.hosts.packed import MAX_GROUP_BYTES
 from engine.schedule.lock import RecordLock
+from engine.schedule.regular import open_regular, require_regular
 from engine.schedule.store import Torn, frame
 
 MAGIC = b"step-trj"
@@ -75,6 +77,8 @@ def segment_numbers(directory: Path) -> list[int]:
         return []
     except OSError as error:
         raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
+    for name in names:
+        require_regular(directory / name)
     stems = [name.removesuffix(SUFFIX) for name in names]
     for name, stem in zip(names, stems, strict=True):
         if len(stem) != 8 or not (stem.isascii() and stem.isdecimal()):
@@ -89,7 +93,7 @@ def read_segment(path: Path, number: int, *, last: bool) -> Iterator[Entry | Tor
     """
     try:
         size = path.stat().st_size
-        with path.open("rb", buffering=1 << 20) as file:
+        with open_regular(path, buffering=1 << 20) as file:
             head = file.read(PREAMBLE_BYTES)
             if last and len(head) < PREAMBLE_BYTES and preamble(number).startswith(head.rstrip(b"\0")):
                 yield Torn(str(path), 0, size)
@@ -204,13 +208,15 @@ def _holds_whole_entry(rest: bytes) -> bool:
     return False
 
 
-def clear(directory: Path) -> None:
-    """Forget all that a store keeps there, whatever it is. Raises: `RecordError` where it cannot be removed."""
+def put_store_aside(directory: Path) -> Path | None:
+    """Rename the directory of a store, once whoever still writes it has ended, so that another can begin there; its
+    new name, None where it holds nothing. Raises: `RecordError` where it cannot be renamed."""
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return None
     lock = RecordLock(directory, waits=True)
     try:
-        for number in segment_numbers(directory):
-            segment_path(directory, number).unlink()
+        return put_aside(directory)
     except OSError as error:
-        raise RecordError(str(directory), 0, f"cannot be cleared: {error.strerror or error}") from None
+        raise RecordError(str(directory), 0, f"cannot be put aside: {error.strerror or error}") from None
     finally:
         lock.release()

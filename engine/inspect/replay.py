@@ -14,7 +14,9 @@ def open_record(run: str | Path) -> Record:
     path = Path(run)
     if not path.is_dir():
         raise ConfigError("RUN", str(run), "no such directory", "the directory of a run would hold")
-    return read(path / "schedule" if (path / "schedule").is_dir() else path)
+    record = read(path / "schedule" if (path / "schedule").is_dir() else path)
+    record.require_index()
+    return record
 
 
 def replay_text(run: str | Path) -> tuple[str, int]:

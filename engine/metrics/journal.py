@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,22 +53,34 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 def keep_rows(
-    path: Path, keep: Callable[[dict[str, Any]], bool], complain: Callable[[str], None] = log.warning
+    path: Path,
+    keep: Callable[[dict[str, Any]], bool],
+    complain: Callable[[str], None] = log.warning,
+    aside: Path | None = None,
+    again: Callable[[dict[str, Any]], bool] = lambda row: False,
 ) -> list[dict[str, Any]]:
     """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
-    no row is told with its file and number, and left out: nothing depends on it."""
+    no row is told with its file and number, and left out: nothing depends on it.
+
+    `aside`: where the file is copied as it was, if a line is left out that is not written `again`.
+    """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    kept = []
+    kept, loses = [], False
     for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last line end is torn
         try:
             row = json.loads(line)
-            kept += [row] if keep(row) else []
+            stays = keep(row)
+            kept += [row] if stays else []
+            loses |= not stays and not again(row)
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            loses = True
             complain(f"{path}: line {number} is no row of it and is left out: {error}")
     temporary = path.with_name(path.name + ".tmp")
     with room_for(path), open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
+        if aside is not None and loses:
+            shutil.copyfile(path, aside)
         file.writelines(json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())
@@ -81,16 +94,21 @@ def cut_rows(
     complain: Callable[[str], None] = log.warning,
     unfinished: Container[int] = (),
     validations: Container[int] | None = None,
+    aside: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
-    are to be written again, and so are those of `unfinished` steps and of validations other than `validations`."""
+    are to be written again, and so are those of `unfinished` steps and of validations other than `validations`.
+    `aside`: where the file is copied as it was, if a row of a finished step is left out."""
 
     def stays(row: dict[str, Any]) -> bool:
         if "validation" in row and validations is not None and row["validation"] not in validations:
             return False
         return bool(row.get("step", row.get("steps", 0) - 1) < steps and row.get("step", -1) not in unfinished)
 
-    return keep_rows(path, stays, complain)
+    def again(row: dict[str, Any]) -> bool:
+        return "step" not in row or row["step"] in unfinished
+
+    return keep_rows(path, stays, complain, aside, again)
 
 
 def plain(value: Any) -> Any:

@@ -13,12 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import RecordError, RecordNotBegun
+from engine.errors import RecordError, RecordNotBegun, RunDamaged
 from engine.ids import EventId
 from engine.schedule.frames import Handled, Header, Part, Rejected, decode_frame, decode_header, place_of_part
+from engine.schedule.index import INDEX
 from engine.schedule.packing import CodecError
 from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.store import FRAME_BYTES, Payload, Segment, Torn, payloads, payloads_of, segments_of
+from engine.schedule.store import (
+    FRAME_BYTES,
+    PREAMBLE_BYTES,
+    Payload,
+    Segment,
+    Torn,
+    payloads,
+    payloads_of,
+    segments_of,
+    verify_segment,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +69,7 @@ class Record:
         self.torn: Torn | None = None
         """The torn end, known once `frames` has come to it."""
         self._segments = segments
-        first = next(payloads(segments, self._report_torn), None)
+        first = next(payloads(segments, self._report_torn, expected=lambda: 0), None)
         if first is None:
             torn_at = self.torn.offset if self.torn else 0
             raise RecordNotBegun(segments[0].name, torn_at, "no header: the run ended before its record began")
@@ -85,11 +96,11 @@ class Record:
         self, answers: bool = True, *, after: Place | None = None
     ) -> Iterator[Handled | Rejected | Snapshot]:
         """As `frames`, and each snapshot that is whole, in its place among them. Raises: `RecordError`."""
+        position = 0 if after is None else after.position
+        number, offset = (0, PREAMBLE_BYTES) if after is None else (after.segment, after.behind)
+        source = payloads(self._segments, self._report_torn, number, offset, expected=lambda: position)
         if after is None:
-            source, position = payloads(self._segments, self._report_torn), 0
             next(source)
-        else:
-            source, position = payloads(self._segments, self._report_torn, after.segment, after.behind), after.position
         parts = _Parts()
         for payload in source:
             frame = _decode(payload, answers)
@@ -139,6 +150,16 @@ class Record:
                 return whole
         raise RecordError(self._segments[place.segment].name, place.offset, "the snapshot has not all its parts")
 
+    def verify(self, before: Place) -> int:
+        """Check the checksums of all segments before that of a snapshot, without decoding them; how many bytes they
+        have. Raises: `RecordError`."""
+        return sum(verify_segment(self._segments, number, self._report_torn) for number in range(before.segment))
+
+    def require_index(self) -> None:
+        """Raises: `RunDamaged` for a record of several segments without an index: nobody knows where it ends."""
+        if len(self._segments) > 1 and all(segment.entry is None for segment in self._segments):
+            raise RunDamaged(str(Path(self.name) / INDEX), "is missing; restore it from a copy")
+
     def header_error(self, reason: str) -> RecordError:
         """What is wrong with what the header says, with its place."""
         return RecordError(*self._header_at, reason)
@@ -151,11 +172,12 @@ class Record:
         self.torn = torn
 
 
-def read(source: str | Path | MemoryRecorder) -> Record:
-    """Open a record: the directory of its segments, or a recorder in memory. Raises: `RecordError`."""
+def read(source: str | Path | MemoryRecorder, *, missing_end: bool = False) -> Record:
+    """Open a record: the directory of its segments, or a recorder in memory. `missing_end`: the newest segments may be
+    missing, for whoever goes on with what is left. Raises: `RecordError`."""
     if isinstance(source, MemoryRecorder):
         return Record("(memory)", source.segments())
-    return Record(str(source), segments_of(Path(source)))
+    return Record(str(source), segments_of(Path(source), missing_end=missing_end))
 
 
 class _Parts:

@@ -2,23 +2,27 @@
 
 Called by the driver through `ports.Recorder`: `write` or `reject` once per event in the order of their positions,
 `flush` before any of their commands leaves. A recorder never changes what is already written, and once a write failed
-it takes nothing more: a record with a hole in it would be worse than one that ends.
+it takes nothing more: a record with a hole in it would be worse than one that ends. It keeps the index of its segments
+(`index.py`), and it notices when its directory is deleted or moved: a run must not go on that nobody could resume.
 """
 
 import io
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+from zlib import crc32
 
-from engine.commands import Command
-from engine.errors import FULL, EngineError, RecordError, StorageFull
+from engine.commands import Command, FinishRun, SaveCheckpoint
+from engine.errors import FULL, EngineError, RecordError, RunDamaged, StorageFull
 from engine.events import Event
 from engine.private_files import open_private
 from engine.schedule.appending import Held, fsync
 from engine.schedule.frames import Header, encode_handled, encode_header, encode_rejected
+from engine.schedule.index import Entry, closed_entry, load_index, store_index
 from engine.schedule.lock import RecordLock
 from engine.schedule.packing import CodecError
 from engine.schedule.store import (
@@ -27,6 +31,7 @@ from engine.schedule.store import (
     SUFFIX,
     Segment,
     Torn,
+    first_event_of,
     frame,
     preamble,
     segment_name,
@@ -79,6 +84,16 @@ class Recorder:
         self._closed_bytes = 0
         """Of the segments before."""
         self._held = Held()
+        self._crc32 = 0
+        """Of the open segment, with what is held."""
+        self._index: list[Entry] = []
+        self._syncs = False
+        """The next flush waits for the disk: a checkpoint is ordered, which must not be ahead of the record."""
+        self._looks = False
+        """The next flush looks whether its file is still where it was."""
+        self._ends = False
+        """Nothing follows what is held: the record is closed with it."""
+        self._closed = False
         first = encode_header(header) if isinstance(header, Header) else None
         self._lock = lock or RecordLock(self.directory)
         try:
@@ -97,6 +112,10 @@ class Recorder:
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
         self._append(encode_handled(_expected(event, self.next_event), commands, state_hash))
         self.next_event += 1
+        for command in commands:
+            self._syncs |= isinstance(command, SaveCheckpoint)
+            self._looks |= self._syncs
+            self._ends |= isinstance(command, FinishRun)
 
     def reject(self, event: Event, reason: str) -> None:
         self._append(encode_rejected(_expected(event, self.next_event), reason))
@@ -107,22 +126,33 @@ class Recorder:
         size = sum(map(len, payloads))
         if size > MAX_SEGMENT_BYTES // 4:
             return
+        self._looks = True
         for number, payload in enumerate(payloads):
             self._append(payload, rest=number > 0)
 
     def flush(self) -> None:
+        """Raises: as the class says, and `RunDamaged` where the directory was deleted or moved meanwhile."""
+        if self._closed:
+            return
         file = self._open_file()
+        written = self._held.bytes > 0
         try:
-            self._offset += self._held.write(file, fsync=self.fsync)
+            self._offset += self._held.write(file, fsync=self.fsync or self._syncs)
+            if written or self._looks:
+                self._require_place(file)
+            if self._ends:
+                self._close_segment(file)
+                self._file, self._closed = None, True
         except OSError as error:
             raise self._give_up(error) from None
+        self._syncs = self._looks = False
 
     def close(self) -> None:
         """Flush and let go of the file. A second call does nothing, nor does one after a failed write."""
-        if self._file is None:
-            return
         try:
-            self.flush()
+            if self._file is not None:
+                self._ends = True
+                self.flush()
         finally:
             if self._file is not None:
                 self._file.close()
@@ -143,27 +173,45 @@ class Recorder:
         """`rest`: it belongs to what was appended before, and into the same segment."""
         self._open_file()
         if not rest and self._offset + self._held.bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
+            self._looks = True
             self.flush()
             self._begin_segment()
-        self._held.add(frame(payload))
+        self._hold(frame(payload))
         if self._held.bytes >= HELD_BYTES:
             self.flush()
 
+    def _hold(self, data: bytes) -> None:
+        self._held.add(data)
+        self._crc32 = crc32(data, self._crc32)
+
     def _take_up(self, after: After) -> None:
-        """Cut what is torn, so that whole frames alone lie before the segment that follows."""
+        """Cut what is torn, so that whole frames alone lie before the segment that follows, and list what there is."""
         self.next_event = after.events
-        self._number = len(segments_of(self.directory)) - 1
-        if after.torn is None:
-            return
+        segments = segments_of(self.directory, missing_end=True)
+        self._number = len(segments) - 1
+        if after.torn is not None:
+            self._cut(after.torn)
         try:
-            if after.torn.offset == 0:
-                os.unlink(after.torn.path)
+            listed = (load_index(self.directory) or [])[: self._number + 1]
+            for number in range(self._number + 1):
+                if number >= len(listed) or not listed[number].closed:
+                    path = self.directory / segment_name(number)
+                    fsync(path)  # else a power cut could tear a segment that another one follows
+                    listed[number:] = [closed_entry(path, first_event_of(path)), *listed[number + 1 :]]
+        except OSError as error:
+            raise self._give_up(error) from None
+        self._index = listed
+
+    def _cut(self, torn: Torn) -> None:
+        try:
+            if torn.offset == 0:
+                os.unlink(torn.path)
                 self._number -= 1
             else:
-                os.truncate(after.torn.path, after.torn.offset)
+                os.truncate(torn.path, torn.offset)
         except OSError as error:
             reason = f"its torn end cannot be cut: {error.strerror or error}"
-            raise RecordError(after.torn.path, after.torn.offset, reason) from None
+            raise RecordError(torn.path, torn.offset, reason) from None
 
     def _require_empty(self) -> None:
         try:
@@ -176,19 +224,49 @@ class Recorder:
             )
 
     def _begin_segment(self) -> None:
+        """Bring the segment before to the disk, then the first bytes of this one, then list both."""
         try:
-            if self._number >= 0:
-                fsync(self.path)  # else a power cut could tear a segment that another one follows
             if self._file is not None:
-                self._file.close()
+                self._close_segment(self._file)
             self._number += 1
-            self._closed_bytes, self._offset = self._closed_bytes + self._offset, 0
-            self._held.add(preamble(self._number, self.next_event))
+            self._closed_bytes, self._offset, self._crc32 = self._closed_bytes + self._offset, 0, 0
             self._file = open_private(self.path, "xb")
-            if self.fsync:
-                fsync(self.directory)
+            self._hold(preamble(self._number, self.next_event))
+            self._offset = self._held.write(self._file, fsync=True)
+            fsync(self.directory)
+            self._index.append(Entry(self.next_event))
+            store_index(self.directory, self._index)
         except OSError as error:
             raise self._give_up(error) from None
+
+    def _close_segment(self, file: BinaryIO) -> None:
+        """List the open segment as closed, once the disk has all of it. Raises: `OSError`."""
+        os.fsync(file.fileno())
+        file.close()
+        self._index[-1] = Entry(self._index[-1].first_event, self._offset, self._crc32)
+        if self._ends:  # else the next segment is listed at once
+            try:
+                store_index(self.directory, self._index)
+            except OSError as error:
+                if error.errno not in FULL:  # the record is whole without it
+                    raise
+
+    def _require_place(self, file: BinaryIO) -> None:
+        """Raises: `RunDamaged` where the file being written cannot be found by its name any more."""
+        there = os.fstat(file.fileno())
+        if there.st_nlink and self._looks:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(there, os.stat(self.path)):
+                    return
+        elif there.st_nlink:
+            return
+        file.close()
+        self._file = None
+        self._lock.release()
+        raise RunDamaged(
+            str(self.directory),
+            "was deleted or moved while the run was running; the run stops, because it could not be resumed",
+        )
 
     def _open_file(self) -> BinaryIO:
         if self._file is None:

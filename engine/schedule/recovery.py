@@ -5,7 +5,7 @@
 
 Called by whoever resumes a run, and by the tests. What follows the newest snapshot that can be used is replayed, or
 the whole record where there is none, and must hold to the bit: a scheduler that would have decided otherwise cannot go
-on in its place.
+on in its place. Of what lies before the snapshot the checksums are checked: a damaged record is not gone on with.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from engine.errors import RecordError
 from engine.events import RunResumed
 from engine.ids import GroupId
 from engine.policies import PolicySet
-from engine.schedule.frames import Handled
+from engine.schedule.frames import Handled, Header
 from engine.schedule.packing import CodecError
 from engine.schedule.reader import Place, Record
 from engine.schedule.replayer import ReplayReport, replay
@@ -47,7 +47,10 @@ class Recovered:
         """The snapshot; None: the beginning."""
         self.at = 0.0
         """When the last event happened, in seconds since the run began."""
+        record.require_index()
         self.scheduler, self.began_at = self._begin(observe, books)
+        self.verified_bytes = 0 if self.began_at is None else record.verify(self.began_at)
+        """Of segments whose checksums were checked, and which were not decoded."""
         self._replay(self.scheduler)
         self._history = _taken_from(self.scheduler)
 
@@ -70,6 +73,10 @@ class Recovered:
             reason = f"this engine decides otherwise, so it cannot go on; {report.divergence}"
             raise RecordError(self._record.name, 0, reason)
         self.report: ReplayReport = report
+
+    @property
+    def header(self) -> Header:
+        return self._record.header
 
     @property
     def events(self) -> int:

@@ -6,9 +6,10 @@
 Called by `recorder` and `reader`. It knows nothing of what a payload says, never reads more than a frame's length
 allows, and never takes damage in the middle of a record for its end.
 
-A crash tears at most the end of the last segment: it is cut short, or its last frame has not all its bytes, or it
-ends in zeros. So a frame that cannot be read is a torn tail only in the last segment, and only if no whole frame
-follows it; all else is a `RecordError` with file and offset.
+A crash tears at most the end of the last segment: it is cut short, or its last frame has not all its bytes, or some
+of them were never written and are zeros. So a frame that cannot be read is a torn tail only in the last segment, only
+while the index (`index.py`) does not say that the segment is closed, and only if no whole frame follows it. A frame
+that has all its bytes and another checksum is damaged, not torn. All else is a `RecordError` with file and offset.
 """
 
 import os
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
 
-from engine.errors import RecordError, RecordNotBegun
+from engine.errors import RecordError, RecordNotBegun, RunDamaged
 from engine.schedule.frames import FORMAT_VERSION, SNAPSHOT_START, check_format
+from engine.schedule.index import CHUNK_BYTES, INDEX, Entry, load_index
 from engine.schedule.packing import MAX_PAYLOAD_BYTES, CodecError
+from engine.schedule.regular import open_regular, require_regular
 
 MAGIC = b"step-seg"
 _PREAMBLE = struct.Struct("<8sIIQ")
@@ -41,12 +44,20 @@ FOUND = 1 << 18
 """Candidates found behind damage; those that claim more bytes than there are cost next to nothing."""
 
 
+SECTOR_BYTES = 512
+"""What a disk writes whole or not at all, at the least."""
+Expected = Callable[[], int]
+"""The number of the event that comes next."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One file of a record, or its twin in memory."""
 
     name: str
     open: Callable[[], BinaryIO]
+    entry: Entry | None = None
+    """What the index says of it; None where it is not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,57 +94,118 @@ def preamble(number: int, first_event: int) -> bytes:
     return head + _CRC.pack(crc32(head))
 
 
+def first_event_of(path: Path) -> int:
+    """The first event of a segment that was read before. Raises: `OSError`, `RunDamaged`."""
+    with open_regular(path) as file:
+        return int(_PREAMBLE.unpack(file.read(_PREAMBLE.size))[3])
+
+
 def segment_name(number: int) -> str:
     return f"{number:08d}{SUFFIX}"
 
 
-def segments_of(directory: Path) -> list[Segment]:
-    """The segments of a record in order. Raises `RecordError` where there are none or one is missing."""
+def segments_of(directory: Path, *, missing_end: bool = False) -> list[Segment]:
+    """The segments of a record in order. `missing_end`: the newest may be missing.
+
+    Raises: `RecordError` where there are none, one is missing or one is no regular file.
+    """
+    entries = load_index(directory)  # before the segments: a run that is running adds one, then lists it
+    listed = entries or []
     try:
         found = sorted(entry.name for entry in os.scandir(directory) if entry.name.endswith(SUFFIX))
+        for name in found:
+            require_regular(directory / name)
     except OSError as error:
         raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
-    if not found:
+    if not found and not listed:
         raise RecordError(str(directory), 0, "holds no schedule record")
     for number, name in enumerate(found):
         if name != segment_name(number):
             raise RecordError(str(directory), 0, f"{segment_name(number)} is missing; {name} is there")
-    return [Segment(str(directory / name), _opener(directory / name)) for name in found]
+    if len(found) < len(listed) and not (missing_end and found):
+        raise RunDamaged(
+            str(directory / segment_name(len(found))), f"is missing, but {INDEX} lists it; restore it from a copy"
+        )
+    return [
+        Segment(str(directory / name), _opener(directory / name), listed[number] if number < len(listed) else None)
+        for number, name in enumerate(found)
+    ]
 
 
 def _opener(path: Path) -> Callable[[], BinaryIO]:
-    return lambda: path.open("rb", buffering=1 << 18)
+    return lambda: open_regular(path)
 
 
 def payloads(
-    segments: list[Segment], report_torn: Callable[[Torn], None], first: int = 0, offset: int = PREAMBLE_BYTES
+    segments: list[Segment],
+    report_torn: Callable[[Torn], None],
+    first: int = 0,
+    offset: int = PREAMBLE_BYTES,
+    expected: Expected | None = None,
 ) -> Iterator[Payload]:
-    """Every whole frame of a record, in order: from byte `offset` of segment `first` on. Raises: `RecordError`."""
+    """Every whole frame of a record, in order: from byte `offset` of segment `first` on. `expected` is asked at the
+    beginning of each segment which event it must begin with. Raises: `RecordError`."""
     for number in range(first, len(segments)):
-        yield from payloads_of(segments, number, report_torn, offset if number == first else PREAMBLE_BYTES)
+        begun = number == first and offset != PREAMBLE_BYTES
+        yield from payloads_of(
+            segments, number, report_torn, offset if number == first else PREAMBLE_BYTES, None if begun else expected
+        )
 
 
 def payloads_of(
-    segments: list[Segment], number: int, report_torn: Callable[[Torn], None], offset: int = PREAMBLE_BYTES
+    segments: list[Segment],
+    number: int,
+    report_torn: Callable[[Torn], None],
+    offset: int = PREAMBLE_BYTES,
+    expected: Expected | None = None,
 ) -> Iterator[Payload]:
     """The whole frames of one segment. Raises: `RecordError`."""
     segment, last = segments[number], number == len(segments) - 1
     try:
         with segment.open() as file:
-            yield from _SegmentReader(segment.name, file, number, last, report_torn).frames(offset)
+            yield from _SegmentReader(segment, file, number, last, report_torn, expected).frames(offset)
     except OSError as error:
         raise RecordError(segment.name, 0, f"cannot be read: {error.strerror or error}") from None
+
+
+def verify_segment(segments: list[Segment], number: int, report_torn: Callable[[Torn], None]) -> int:
+    """Check the checksums of a segment without decoding a frame; its bytes. Raises: `RecordError`."""
+    segment, size, checksum = segments[number], 0, 0
+    if segment.entry is not None and segment.entry.closed:
+        try:
+            with segment.open() as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    size, checksum = size + len(chunk), crc32(chunk, checksum)
+        except OSError as error:
+            raise RecordError(segment.name, 0, f"cannot be read: {error.strerror or error}") from None
+        if (size, checksum) == (segment.entry.bytes, segment.entry.crc32):
+            return size
+    size = sum(FRAME_BYTES + len(payload.data) for payload in payloads_of(segments, number, report_torn))
+    if segment.entry is not None and segment.entry.closed:
+        raise RecordError(segment.name, 0, f"is not what was written: its checksum is not the one in {INDEX}")
+    return PREAMBLE_BYTES + size
 
 
 class _SegmentReader:
     """One pass through one segment."""
 
-    def __init__(self, path: str, file: BinaryIO, number: int, last: bool, report_torn: Callable[[Torn], None]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        segment: Segment,
+        file: BinaryIO,
+        number: int,
+        last: bool,
+        report_torn: Callable[[Torn], None],
+        expected: Expected | None,
+    ) -> None:
+        self.path = segment.name
+        self.entry = segment.entry
+        self.closed = segment.entry is not None and segment.entry.closed
         self.file = file
         self.number = number
         self.last = last
         self.report_torn = report_torn
+        self.expected = expected
         self.size = file.seek(0, os.SEEK_END)
         file.seek(0)
 
@@ -161,6 +233,7 @@ class _SegmentReader:
                 return self._end(offset, "the frame's checksum does not hold", ends=offset + FRAME_BYTES + length)
             yield Payload(data, self.path, offset)
             offset += FRAME_BYTES + length
+        self._check_length(offset)
 
     def error(self, offset: int, reason: str) -> RecordError:
         return RecordError(self.path, offset, reason)
@@ -168,15 +241,15 @@ class _SegmentReader:
     def _check_preamble(self) -> bool:
         """False where the last segment was torn before its first frame."""
         head = self.file.read(PREAMBLE_BYTES)
-        short = len(head) < PREAMBLE_BYTES
-        if self.last and self.number and ((MAGIC.startswith(head[: len(MAGIC)]) and short) or not head.strip(b"\0")):
+        short, torn = len(head) < PREAMBLE_BYTES, self.last and self.entry is None
+        if torn and self.number and ((MAGIC.startswith(head[: len(MAGIC)]) and short) or not head.strip(b"\0")):
             self.report_torn(Torn(self.path, 0, self.size))
             return False
         if short:
-            if self.last and not self.number:
+            if torn and not self.number:
                 raise RecordNotBegun(self.path, 0, "the file ends within its first bytes: no record was begun")
             raise self.error(0, "the file ends within its first bytes: no record was begun, or it was cut")
-        magic, version, number, _ = _PREAMBLE.unpack_from(head)
+        magic, version, number, first_event = _PREAMBLE.unpack_from(head)
         if magic != MAGIC:
             raise self.error(0, "not a segment of a schedule record")
         if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):
@@ -187,22 +260,49 @@ class _SegmentReader:
             raise self.error(len(MAGIC), str(error)) from None
         if number != self.number:
             raise self.error(len(MAGIC) + 4, f"this is segment {number} of a record, in the place of {self.number}")
+        self._check_first_event(first_event)
         return True
+
+    def _check_first_event(self, told: int) -> None:
+        belongs = [self.expected()] if self.expected is not None else []
+        belongs += [self.entry.first_event] if self.entry is not None else []
+        for event in belongs:
+            if told != event:
+                reason = f"the segment says that it begins with event {told}, but event {event} comes next"
+                raise self.error(len(MAGIC) + 8, reason)
+
+    def _check_length(self, offset: int) -> None:
+        """A closed segment has all its bytes, and no others."""
+        if self.closed and self.entry is not None and offset != self.entry.bytes:
+            there = "ends here" if offset < (self.entry.bytes or 0) else "goes on up to here"
+            raise self.error(offset, f"the segment {there}, but it was closed after {self.entry.bytes} bytes")
 
     def _end(self, offset: int, problem: str, ends: int | None = None) -> None:
         """Take an unreadable frame for the torn end of the record if it can be that; else refuse it.
 
-        It can be where nothing but zeros lies behind byte `ends` (the file's end by default) and no whole frame within.
+        It can be where nothing but zeros lies behind byte `ends` (the file's end by default), no whole frame within,
+        and the frame itself lacks bytes.
         """
-        if not self.last:
-            raise self.error(offset, f"{problem}, and segments follow")
+        if not self.last or self.closed:
+            raise self.error(offset, f"{problem}, and {'the segment was closed' if self.last else 'segments follow'}")
         self.file.seek(offset)
         rest = self.file.read()
         if ends is not None and rest[ends - offset :].strip(b"\0"):
             raise self.error(offset, problem)
+        if ends is not None and ends > offset and not _lacks_bytes(rest[: ends - offset], offset):
+            raise self.error(offset, f"{problem}, though all its bytes are there")
+        if ends is None and len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]:
+            raise self.error(offset, f"{problem}, though all its bytes are there")
         if _holds_whole_frame(rest):
             raise self.error(offset, f"{problem}, and whole frames follow")
         self.report_torn(Torn(self.path, offset, len(rest)))
+
+
+def _lacks_bytes(data: bytes, offset: int) -> bool:
+    """Whether bytes that begin at `offset` of a file may not have reached the disk: they end in zeros, or there is a
+    sector of zeros among them."""
+    aligned = range(-offset % SECTOR_BYTES, len(data) - SECTOR_BYTES + 1, SECTOR_BYTES)
+    return data.endswith(b"\0") or any(not data[at : at + SECTOR_BYTES].strip(b"\0") for at in aligned)
 
 
 def _holds_whole_frame(rest: bytes) -> bool:

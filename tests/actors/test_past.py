@@ -11,7 +11,7 @@ from ray_plans import Mortal, plan, restore_mortal
 from engine.actors.books import RunBooks
 from engine.actors.past import Past, past_of
 from engine.actors.plan import Plan
-from engine.errors import ConfigError, RecordError
+from engine.errors import ConfigError, RecordError, RunDamaged
 from engine.events import PrefixStored, StepTrained
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
@@ -136,11 +136,19 @@ def test_a_ready_group_that_is_not_there_as_it_was_is_missing(scene: Scene, how:
 
 
 @pytest.mark.parametrize("whose", ["trained", "formed"])
-def test_where_a_batch_is_not_whole_the_run_branches_and_the_store_is_cleared(scene: Scene, whose: str) -> None:
-    scene.fill(without=getattr(scene, whose)[:1])
-    event = scene.past().event(replicas=1)
+def test_where_a_batch_is_not_whole_the_run_branches_only_when_it_is_told_to(scene: Scene, whose: str) -> None:
+    lost = getattr(scene, whose)[0]
+    scene.fill(without=[lost])
+    before = {path.name: path.read_bytes() for path in scene.directory.iterdir()}
+    with pytest.raises(RunDamaged, match=rf"{scene.directory} lacks group {lost} .*--force-from step-000002"):
+        scene.past()
+    past = scene.past(force_from="step-000002")
+    event = past.event(replicas=1)
     assert not event.kept and event.steps == SAVED and set(event.consumed) == set(scene.trained)
     assert scene.held() == set()
+    aside = scene.directory.parent / ".trajectories-left-1"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before, "moved, not touched"
+    assert "put aside: .trajectories-left-1" in str(past)
 
 
 @pytest.mark.parametrize("later", [0, 1])
@@ -163,7 +171,8 @@ def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scen
     store = DurableStore(scene.directory, fresh=False)
     store.put(other, scene.state.groups[other].attempt - 1, pack_group(group_of(other)))
     store.close()
-    assert not scene.past().event(replicas=1).kept
+    with pytest.raises(RunDamaged, match=f"lacks group {other} of the batch that is formed for train step {TRAINED}"):
+        scene.past()
 
 
 @pytest.mark.parametrize("saved", [SAVED, TRAINED + 1])
@@ -199,9 +208,11 @@ def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does
     (path,) = scene.directory.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*put {scene.directory} aside"):
+    with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*--force-from step-000002"):
         scene.past()
-    with pytest.raises(ConfigError, match=r"--force-from = 'step-000003': .*there are: step-000001, step-000002"):
+    with pytest.raises(
+        ConfigError, match=r"--force-from = 'step-000003': .*use one of: step-000001, step-000002, initial"
+    ):
         scene.past(force_from="step-000003")
     past = scene.past(force_from="step-000001")
     assert past.restore.steps == 1 and not past.event(replicas=1).kept and scene.held() == set()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from engine.actors.models import plan_of
 from engine.actors.run import start
 from engine.commands import TrainStep
 from engine.config.loading import parse_config
-from engine.errors import ConfigError, RecordError
+from engine.errors import ConfigError, RecordError, RunDamaged
 from engine.events import GroupGenerated, RunResumed, StepTrained
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
@@ -126,7 +127,7 @@ def read_back(run_dir: Path) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("gone", ["memory", "a batch"])
-def test_a_run_whose_trajectories_are_gone_branches_at_its_checkpoint(made: Path, gone: str) -> None:
+def test_a_run_whose_trajectories_are_gone_branches_where_that_was_chosen(made: Path, gone: str) -> None:
     run_dir = made / gone.replace(" ", "-")
     run_dir.mkdir()
     config = tree(made, durability={"trajectories": "memory" if gone == "memory" else "disk"})
@@ -138,6 +139,9 @@ def test_a_run_whose_trajectories_are_gone_branches_at_its_checkpoint(made: Path
         store = DurableStore(run_dir / "trajectories", fresh=False)
         store.discard(before[-1][1][:1])
         store.close()
+        with pytest.raises(RunDamaged, match=f"lacks group {before[-1][1][0]} of train step"):
+            resume(plan)
+        plan = replace(plan, force_from=f"step-{every:06d}")
     told, status = resume(plan)
     assert (status.outcome, status.step) == ("finished", STEPS)
     assert "resumed from step-00000" in told
@@ -158,7 +162,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(made: Path) 
     checkpoints = run_dir / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} >= {"step-000003", "step-000006"}
     newer = (checkpoints / "step-000006" / "model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match=r"--force-from = 'step-000004': .*there are: step-000003, step-000006"):
+    with pytest.raises(ConfigError, match=r"--force-from = 'step-000004': .*use one of: step-000003, step-000006"):
         resume(replace(plan, force_from="step-000004"))
     told, status = resume(replace(plan, force_from=str(checkpoints / "step-000003")))
     assert status.outcome == "finished" and "resumed from step-000003" in told
@@ -212,6 +216,19 @@ def test_a_checkpoint_that_is_not_what_was_written_is_refused_by_name(made: Path
         resume(plan)
     weights.write_bytes(whole)
     assert resume(plan)[1].outcome == "finished"
+
+
+def test_a_run_whose_directory_is_deleted_stops_and_says_so(made: Path) -> None:
+    run_dir = made / "deleted"
+    run_dir.mkdir()
+    config = tree(made)
+    config["run"]["max_steps"] = 10_000
+    with start(plan_of(parse_config(config), run_dir)) as run:
+        with pytest.raises(RunDamaged, match=rf"{run_dir}/schedule was deleted or moved while the run was running"):
+            for status in run.updates():
+                if status.step >= 1 and run_dir.exists():
+                    shutil.rmtree(run_dir, ignore_errors=True)
+        assert status.step < 100
 
 
 def engine(*arguments: str, cwd: Path) -> subprocess.Popen[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.errors import RecordError, StorageFull
 from engine.hosts.durable import DurableStore, StorePolicy
-from engine.hosts.segments import FRAME_BYTES, PREAMBLE_BYTES, PUT, SCORES, clear, packed_entry, preamble
+from engine.hosts.segments import FRAME_BYTES, PREAMBLE_BYTES, PUT, SCORES, packed_entry, preamble, put_store_aside
 from engine.hosts.trajectories import TrajectoryStore
 
 SMALL = StorePolicy(segment_bytes=256, cache_bytes=0)
@@ -219,8 +219,12 @@ def test_a_new_run_needs_an_empty_directory_and_one_process_writes_at_a_time(tmp
     with pytest.raises(RecordError, match="another process is writing"):
         DurableStore(tmp_path)
     store.close()
-    clear(tmp_path)
+    assert put_store_aside(tmp_path / "nothing") is None
+    before = sorted(path.read_bytes() for path in tmp_path.iterdir())
+    aside = put_store_aside(tmp_path)
+    assert aside is not None and sorted(path.read_bytes() for path in aside.iterdir()) == before
     DurableStore(tmp_path).close()
+    assert put_store_aside(tmp_path) is None, "it holds nothing"
 
 
 def test_over_its_bound_a_store_clears_away_then_says_what_to_do_and_keeps_what_it_has(tmp_path: Path) -> None:

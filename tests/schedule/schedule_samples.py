@@ -12,6 +12,7 @@ from engine.events import EVENTS, Event, PromptsDrawn, RunStarted, stamp
 from engine.policies import PolicySet
 from engine.ports import Recorder as RecorderPort
 from engine.schedule import Header, MemoryRecorder, Recorder
+from engine.schedule.index import Entry, load_index, store_index
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 
@@ -88,6 +89,14 @@ def record_run(
     World(setting, policies, recorder, check=False, snapshot_every=snapshot_every).run()
     recorder.close()
     return recorder
+
+
+def leave_open(directory: Path, *, listed: bool = True) -> None:
+    """Make a record that was closed look as if its writer had been killed: its last segment is not closed, or not even
+    `listed`."""
+    entries = load_index(directory)
+    assert entries is not None
+    store_index(directory, [*entries[:-1], *([Entry(entries[-1].first_event)] if listed else [])])
 
 
 class Echo:

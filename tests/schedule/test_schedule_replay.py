@@ -4,7 +4,7 @@ not."""
 from pathlib import Path
 
 import pytest
-from schedule_samples import FAULTS, LIMITS, Echo, event, fill, header, record_run
+from schedule_samples import FAULTS, LIMITS, Echo, event, fill, header, leave_open, record_run
 
 from engine.commands import StartGroup
 from engine.errors import InvariantViolated, RecordError
@@ -81,6 +81,7 @@ def test_rejected_events_are_skipped_and_told() -> None:
 
 def test_a_torn_end_is_told(tmp_path: Path) -> None:
     record_run(tmp_path)
+    leave_open(tmp_path)
     path = tmp_path / "00000000.seg"
     path.write_bytes(path.read_bytes()[:-3])
     report = replay(read(tmp_path))
@@ -116,7 +117,7 @@ def test_a_run_replays_identically(sync_mode: str, faults: Faults) -> None:
 
 def test_a_run_on_disk_replays_identically(tmp_path: Path) -> None:
     recorder = record_run(tmp_path, segment_bytes=1500)
-    assert len(list(tmp_path.iterdir())) > 2
+    assert len(list(tmp_path.glob("*.seg"))) > 2
     report = replay(read(tmp_path))
     assert report.identical and report.events == recorder.next_event
 

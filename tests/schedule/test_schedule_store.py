@@ -1,6 +1,5 @@
 """Segments on disk: what is written is read, a torn end is cut and said, damage before it is refused with its place."""
 
-import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from zlib import crc32
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_samples import answer, event, fill, header
+from schedule_samples import answer, event, fill, header, leave_open
 
 from engine.errors import EngineError, RecordError
 from engine.schedule import FORMAT_VERSION, CodecError, Handled, MemoryRecorder, NullRecorder, Recorder, Rejected, read
@@ -21,10 +20,11 @@ COUNT = 9
 
 
 def written(directory: Path, count: int = COUNT, **options: object) -> Path:
-    """A record of `count` events; the path of its first segment."""
+    """A record of `count` events whose writer was killed; the path of its first segment."""
     recorder = Recorder(directory, header(), **options)
     fill(recorder, count)
     recorder.close()
+    leave_open(directory)
     return directory / "00000000.seg"
 
 
@@ -128,7 +128,7 @@ def test_a_header_that_cannot_be_read_back_leaves_nothing(tmp_path: Path) -> Non
 
 def test_segments_rotate(tmp_path: Path) -> None:
     written(tmp_path, 200, segment_bytes=1000)
-    names = sorted(os.listdir(tmp_path))
+    names = sorted(path.name for path in tmp_path.glob("*.seg"))
     assert names == [f"{n:08d}.seg" for n in range(len(names))] and len(names) > 5
     assert all(1000 <= (tmp_path / name).stat().st_size < 1200 for name in names[:-1])
     assert positions(tmp_path) == list(range(200))
@@ -151,7 +151,7 @@ def test_segments_of_two_records_do_not_mix(tmp_path: Path) -> None:
     written(tmp_path / "a", 100, segment_bytes=1000)
     written(tmp_path / "b", 100, segment_bytes=900)
     (tmp_path / "a" / "00000001.seg").write_bytes((tmp_path / "b" / "00000001.seg").read_bytes())
-    with pytest.raises(RecordError, match="stands where"):
+    with pytest.raises(RecordError, match=r"begins with event 20, but event 22 comes next"):
         positions(tmp_path / "a")
 
 
@@ -181,10 +181,7 @@ def test_a_torn_end_may_be_garbled_or_zeros(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole = path.read_bytes()
     last = frame_offsets(whole)[-1]
-    flipped = bytearray(whole)
-    flipped[-1] ^= 1
     for damaged in (
-        bytes(flipped),
         whole[:last] + bytes(len(whole) - last),
         whole[: last + 3] + bytes(4096),
         whole[:-2] + bytes(4096),
@@ -198,7 +195,8 @@ def test_a_torn_end_may_be_garbled_or_zeros(tmp_path: Path) -> None:
 
 def test_a_torn_new_segment_is_cut(tmp_path: Path) -> None:
     written(tmp_path, 100, segment_bytes=1000)
-    path = tmp_path / sorted(os.listdir(tmp_path))[-1]
+    leave_open(tmp_path, listed=False)
+    path = max(tmp_path.glob("*.seg"))
     whole = path.read_bytes()
     for damaged in (b"", whole[:5], whole[: PREAMBLE_BYTES - 1], bytes(PREAMBLE_BYTES), bytes(4096)):
         path.write_bytes(damaged)

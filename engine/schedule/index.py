@@ -1,0 +1,120 @@
+"""The index of a record: which segments there are, and how long and what each is once it is closed.
+
+    schedule/index.json   {"format": 1, "segments": [{"first_event": 0, "bytes": 67108871, "crc32": 904}, ...,
+                                                     {"first_event": 91207}], "crc32": of `segments` as JSON}
+
+Written by `recorder` and read by `store`. Without it the newest segments could be missing, or the last frames, and
+nobody would know: what is left looks like a record that a crash has cut.
+
+The file is replaced as a whole, on the disk, each time a segment begins, and once more when the record ends. A segment
+is listed only after its first bytes are on the disk, and closed only after all of it is, so the index never claims
+what a crash or a power cut may take away:
+
+* a listed segment that is missing was removed;
+* a closed segment that has another length or checksum was damaged, whatever its last bytes look like;
+* the last segment may have a torn end only where it is not closed;
+* a crash may leave one segment that is not listed yet.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from engine.errors import RunDamaged
+from engine.schedule.appending import fsync
+from engine.schedule.regular import open_regular
+
+INDEX = "index.json"
+INDEX_FORMAT = 1
+MAX_INDEX_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A segment, by its place in the record. `bytes` and `crc32` are of the whole file, once it is closed."""
+
+    first_event: int
+    bytes: int | None = None
+    crc32: int | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self.bytes is not None
+
+
+def load_index(directory: Path) -> list[Entry] | None:
+    """The segments of a record, as its writer listed them; None where there is no index. Raises: `RunDamaged`."""
+    path = directory / INDEX
+    try:
+        with open_regular(path) as file:
+            text = file.read(min(os.fstat(file.fileno()).st_size, MAX_INDEX_BYTES) + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDamaged(str(path), f"cannot be read: {error.strerror or error}") from None
+    try:
+        return _entries(text)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RunDamaged(str(path), f"is damaged: {error}; restore it from a copy") from None
+
+
+def store_index(directory: Path, entries: Sequence[Entry]) -> None:
+    """Replace the index, at once and on the disk. Raises: `OSError`."""
+    listed = [_plain(entry) for entry in entries]
+    text = json.dumps({"format": INDEX_FORMAT, "segments": listed, "crc32": _checksum(listed)})
+    temporary = directory / f"{INDEX}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / INDEX)
+    fsync(directory)
+
+
+def closed_entry(path: Path, first_event: int) -> Entry:
+    """The entry of a segment that nobody writes any more. Raises: `OSError`."""
+    size, checksum = measure(path)
+    return Entry(first_event, size, checksum)
+
+
+def measure(path: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a whole file. Raises: `OSError`, `RunDamaged`."""
+    size = checksum = 0
+    with open_regular(path, buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size += len(chunk)
+            checksum = crc32(chunk, checksum)
+    return size, checksum
+
+
+def _entries(text: bytes) -> list[Entry]:
+    if len(text) > MAX_INDEX_BYTES:
+        raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+    said = json.loads(text)
+    if said["format"] != INDEX_FORMAT:
+        raise ValueError(f"format {said['format']!r}, but this engine reads {INDEX_FORMAT}")
+    if said["crc32"] != _checksum(said["segments"]):
+        raise ValueError("its checksum does not match")
+    entries = [Entry(**entry) for entry in said["segments"]]
+    if not all(type(entry.first_event) is int and _fits(entry) for entry in entries):
+        raise ValueError("it lists what is no segment")
+    return entries
+
+
+def _fits(entry: Entry) -> bool:
+    return {type(entry.bytes), type(entry.crc32)} in ({int}, {type(None)})
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    if not entry.closed:
+        return {"first_event": entry.first_event}
+    return {"first_event": entry.first_event, "bytes": entry.bytes, "crc32": entry.crc32}
+
+
+def _checksum(listed: Any) -> int:
+    return crc32(json.dumps(listed).encode())
