@@ -122,3 +122,8 @@ class PolicyError(EngineError):
 
 class RunFailed(EngineError):
     """The run stopped before its end: the cause that ended it."""
+
+
+class RayProcessEnded(RunFailed):
+    """A process of Ray on the launching node ended, without which the run cannot continue: which one, and whether the
+    run can be resumed."""

@@ -7,6 +7,7 @@ import codecs
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
@@ -17,6 +18,8 @@ INTERRUPTED = 130
 """The exit code of a command that was told to end."""
 PLAIN = dict(zip("▁▂▃▄▅▆▇█░…×━", "_.-=+*%#.~x-", strict=True))
 """What stands for the letters of the views where they cannot be written."""
+SENT_TWICE_S = 0.1
+"""The same signal again within this time is the same request: `timeout` signals its child, then the child's group."""
 
 
 def notes_of(error: BaseException) -> list[str]:
@@ -87,8 +90,14 @@ class Interrupts:
         """Everything is being taken down: nothing is raised any more."""
         self.waiting = False
         self._before: dict[signal.Signals, Any] = {}
+        self._last = 0
+        self._last_at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == self._last and now - self._last_at < SENT_TWICE_S:
+            return
+        self._last, self._last_at = number, now
         self.count += 1
         if self.count > 2:
             complain("interrupted; ended at once")

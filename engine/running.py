@@ -224,17 +224,17 @@ def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Statu
     while True:
         try:
             if order is not None:
-                told, order = order, None
-                told("interrupted by the user")
+                (tell, said), order = order, None
+                view.note(said)
+                tell("interrupted by the user")
             for status in handle.updates():
                 view.show(status)
             return status
         except KeyboardInterrupt:
             if not orders:
                 raise
-            interrupts.waiting = True
-            order, said = orders.pop(0)
-            view.note(said)
+            order = orders.pop(0)
+            interrupts.waiting = True  # last: what comes from here on is to be caught above
 
 
 def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:

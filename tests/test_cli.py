@@ -1,6 +1,7 @@
 """The command line: what it prints, where, and its exit codes; above all for bad input."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -18,9 +19,10 @@ import pytest
 import yaml
 from clockwork import Clockwork, clockwork
 
-from engine import cli, rundir
+from engine import cli, interrupts, rundir
 from engine.config import Config, load_config
-from engine.errors import ConfigError, EngineError, InvariantViolated, RecordError
+from engine.errors import ConfigError, EngineError, InvariantViolated, RayProcessEnded, RecordError
+from engine.interrupts import Interrupts
 from engine.metrics.status import Status
 from engine.schedule import Header, Recorder
 from engine.schedule.index import Entry, closed_entry, store_index
@@ -458,6 +460,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
         (ConfigError("model.path", "x", "no such model"), 2, "model.path = 'x': no such model"),
         (InvariantViolated("law 4: too stale"), 1, "InvariantViolated: law 4: too stale"),
         (EngineError("the trainer is gone"), 1, "the trainer is gone"),
+        (RayProcessEnded("the Ray process on this node (raylet) ended"), 1, "on this node (raylet) ended"),
     ],
 )
 def test_an_error_of_the_run_is_told_without_a_traceback(
@@ -618,8 +621,9 @@ ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @pytest.fixture
-def own_signals() -> Iterator[None]:
-    """An interrupted command keeps its handlers to the end of its process."""
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An interrupted command keeps its handlers to the end of its process. Requests count however close they are."""
+    monkeypatch.setattr(interrupts, "SENT_TWICE_S", 0.0)
     before = {number: signal.getsignal(number) for number in ENDS}
     yield
     for number, handler in before.items():
@@ -690,10 +694,45 @@ def test_a_second_request_that_comes_while_the_first_is_passed_on_stops_too(
     assert handles[0].stopped and handles[0].closed
 
 
+@pytest.mark.usefixtures("own_signals")
+def test_a_second_request_that_comes_while_the_first_is_shown_stops_too(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed(io.StringIO):
+        def write(self, text: str) -> int:
+            if "draining: " in text:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeHandle", Lingering)
+    monkeypatch.setattr(sys, "stdout", Pressed())
+    handles = launched()
+    assert cli.main(["run", write_config(), "--run-dir", "here"]) == 130
+    assert handles[0].stopped and handles[0].closed
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_request_that_is_sent_twice_at_once_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends its signal to its child, and then to the child's group."""
+    monkeypatch.setattr(interrupts, "SENT_TWICE_S", 3600.0)
+    requests = Interrupts()
+    with pytest.raises(KeyboardInterrupt), requests:
+        requests.waiting = True
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+            assert requests.count == 1
+            signal.raise_signal(signal.SIGINT)
+    assert requests.count == 2, "another signal is another request"
+
+
 def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
     code = (
-        "import signal; from engine.interrupts import Interrupts\n"
-        "with Interrupts() as interrupts:\n"
+        "import signal; from engine import interrupts\n"
+        "interrupts.SENT_TWICE_S = 0.0\n"
+        "with interrupts.Interrupts() as interrupts:\n"
         "    interrupts.waiting = True\n"
         "    for _ in range(3):\n"
         "        try: signal.raise_signal(signal.SIGINT)\n"
@@ -733,6 +772,7 @@ def run_to(line: str, *overrides: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
@@ -760,9 +800,10 @@ def test_a_request_to_end_while_the_model_is_made_leaves_nothing_half_made(line:
 @pytest.mark.ray
 @pytest.mark.parametrize("line", ["model ready", "step=0"])
 def test_a_request_to_end_leaves_no_process(line: str) -> None:
+    """Also one to the launcher's whole process group, as `timeout` sends it: Ray's processes do not hear it."""
     process = run_to(line, "model.arithmetic.warmup_steps=1")
     started = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     shown, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said.startswith("engine: interrupted; ") and said.count("\n") == 1

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.control import place as control
 from engine.driver import Driver
 from engine.listeners.hosts import ANYWHERE
 from engine.metrics.collector import RunMetrics
-from engine.metrics.endpoint import FILE, announce, withdraw
+from engine.metrics.endpoint import FILE, announce, remove_dead, withdraw
 from engine.metrics.export import Around, registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.status import plain_status
@@ -92,6 +93,7 @@ class Endpoint:
         )
         self._plan = plan
         self._places: list[Path] = []
+        self._announcement = ExitStack()
 
     @property
     def url(self) -> str:
@@ -100,10 +102,12 @@ class Endpoint:
     def close(self) -> None:
         """Stop serving, and leave no word of it."""
         withdraw(self._places)
+        self._announcement.close()
         self.server.close()
 
     def announce(self) -> None:
-        """Write down where the metrics are; to be called once the run has begun. Where that fails the run goes on."""
+        """Write down where the metrics are, and delete what killed runs wrote beside it; to be called once the run has
+        begun. Where that fails the run goes on."""
         run_dir = self._plan.run_dir
         if run_dir is None:
             return
@@ -111,6 +115,8 @@ class Endpoint:
         host = self.server.host
         address = f"{socket.gethostname()}:{self.server.port}" if host in ANYWHERE else self.server.address
         try:
-            announce(self._places, address, run_dir.name)
+            self._announcement = announce(self._places, address, run_dir.name)
+            if self._plan.endpoints is not None:
+                remove_dead(self._plan.endpoints)
         except OSError as error:
             log.warning("where the metrics are cannot be written down: %s", error)

@@ -25,13 +25,14 @@ from engine.actors.models import Progress, plan_of
 from engine.actors.placement import beside_the_run, with_gpus
 from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
+from engine.actors.ray_node import RayNode, sessions_of_their_own
 from engine.actors.scheduler import SchedulerActor
 from engine.actors.survived import status_at_end
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
-from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFinished, StorageFull
+from engine.errors import ConfigError, EngineError, RayProcessEnded, RecordError, RecordHeld, RunFinished, StorageFull
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
 
@@ -72,13 +73,17 @@ def start(plan: Plan) -> "RunHandle":
     """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
     plan.require_scorers()
     own = not ray.is_initialized()
+    node = None
     try:
         if own:
             connect(plan.object_store_bytes)
+        node = RayNode.joined(own, plan.run_dir)
         plan = with_gpus(plan)
-        return RunHandle(plan, Launched.of(plan), own)
+        return RunHandle(plan, Launched.of(plan, node), node)
     except BaseException:
-        if own:
+        if node is not None:
+            node.close()
+        elif own:
             ray.shutdown()
         raise
 
@@ -92,7 +97,7 @@ class Launched:
     metrics_url: str | None
 
     @classmethod
-    def of(cls, plan: Plan) -> "Launched":
+    def of(cls, plan: Plan, node: RayNode) -> "Launched":
         """Start every actor of a plan. Where that fails none is left."""
         packed = PackedPlan.of(plan)
         restarts = plan.scheduler_restarts if packed.lasts else 0
@@ -100,11 +105,12 @@ class Launched:
         options |= {"max_restarts": restarts, **beside_the_run()}
         actor = ray.remote(SchedulerActor).options(**options).remote(packed)
         try:
-            url = ray.get(actor.open.remote())
-            ray.get(actor.begin.remote())
+            url = node.answer(actor.open.remote())
+            node.answer(actor.begin.remote())
         except BaseException as error:
-            ray.kill(actor)
-            end_living(packed.launch)
+            if node.takes_orders:
+                ray.kill(actor)
+                end_living(packed.launch)
             if isinstance(error, RayError):
                 raise raised(error) from None
             raise
@@ -123,14 +129,15 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     os.environ.setdefault(RETRIES_ARE_NEWS, "0")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=limit if object_store_bytes is None else min(limit, object_store_bytes),
-        )
+        with sessions_of_their_own():
+            ray.init(
+                address="local",
+                num_cpus=os.cpu_count(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=limit if object_store_bytes is None else min(limit, object_store_bytes),
+            )
     except SystemExit:
         if callable(before):  # A request to end came while Ray's own handler was in place.
             before(signal.SIGTERM, None)
@@ -143,14 +150,14 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
 class RunHandle:
     """A run that goes on in other processes."""
 
-    def __init__(self, plan: Plan, launched: Launched, owns_ray: bool) -> None:
+    def __init__(self, plan: Plan, launched: Launched, node: RayNode) -> None:
         self.note: Callable[[str], None] = log.warning
         """Told, in a line, that the run begins again from its record."""
         self.told = False
         """Somebody has told the run to end: whoever holds this, or as `updates` say."""
         self._plan = plan
         self._launched = launched
-        self._owns_ray = owns_ray
+        self._node = node
         self._relaunch = ""
         """Why the run is to begin again, as an update said: a scheduler that is started again as it ends knows not."""
         self._begun_again = 0
@@ -169,7 +176,8 @@ class RunHandle:
     def updates(self) -> Iterator[Status]:
         """The run's status whenever it has changed, a few times a second at most; ends with the status at its end.
 
-        Raises: what ended the run, if that was a defect: `PolicyError`, `InvariantViolated`, `RecordError`, ….
+        Raises: what ended the run, if that was a defect: `PolicyError`, `InvariantViolated`, `RecordError`, …;
+        `RayProcessEnded` as soon as Ray ends on this node.
         """
         step = 0
         while self._last is None:
@@ -190,10 +198,10 @@ class RunHandle:
             yield update.status
 
     def _next_update(self) -> Update:
-        """Raises: `RayError`."""
+        """Raises: `RayError`, `RayProcessEnded`."""
         if self._found is not None:
             return Update(number=0, status=self._found, last=True)
-        update: Update = ray.get(self._launched.actor.next_update.remote(self._seen))
+        update: Update = self._node.answer(self._launched.actor.next_update.remote(self._seen))
         return update
 
     def _begins_again(self, error: RayError, step: int) -> bool:
@@ -212,6 +220,7 @@ class RunHandle:
             self._begun_again, self._step = 0, step
         if self._begun_again >= self._plan.restarts:
             return False
+        self._node.require_ray()
         self._note_again(reason)
         self._launched.end()
         while True:
@@ -234,7 +243,7 @@ class RunHandle:
     def _start_again(self, run_dir: Path) -> None:
         again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
         try:
-            self._launched = Launched.of(again)
+            self._launched = Launched.of(again, self._node)
         except RunFinished:  # its scheduler died as it took the rest down
             leave_no_word(self._plan)
             self._found = status_at_end(run_dir)
@@ -259,18 +268,18 @@ class RunHandle:
     def _tell(self, asked: Operation) -> None:
         self.told = True  # known here, too: the scheduler may be gone before its next update says so
         try:
-            ray.get(self._launched.actor.tell.remote(asked))
+            self._node.answer(self._launched.actor.tell.remote(asked))
         except RayError as error:
             raise raised(error) from unwrapped(error)
 
     def past(self) -> str:
         """What a run that was resumed goes on from, in words; empty for a new one."""
-        told: str = ray.get(self._launched.actor.past.remote())
+        told: str = self._node.answer(self._launched.actor.past.remote())
         return told
 
     def traffic(self) -> Traffic:
         """Calls between the actors so far."""
-        traffic: Traffic = ray.get(self._launched.actor.traffic.remote())
+        traffic: Traffic = self._node.answer(self._launched.actor.traffic.remote())
         return traffic
 
     def close(self) -> None:
@@ -278,14 +287,14 @@ class RunHandle:
         if self._closed:
             return
         self._closed = True
-        if self._last is None:
-            try:
-                ray.get(self._launched.actor.close.remote(), timeout=GOODBYE_S)
-            except (RayError, GetTimeoutError):
-                log.warning("the run did not close in time and is killed")
-        self._launched.end()
-        if self._owns_ray:
-            ray.shutdown()
+        if self._node.takes_orders:
+            if self._last is None:
+                try:
+                    ray.get(self._launched.actor.close.remote(), timeout=GOODBYE_S)
+                except (RayError, GetTimeoutError):
+                    log.warning("the run did not close in time and is killed")
+            self._launched.end()
+        self._node.close()
 
     def __enter__(self) -> "RunHandle":
         return self
@@ -297,4 +306,5 @@ class RunHandle:
 def _is_lasting(error: EngineError) -> bool:
     """Whether a start that failed so fails again until somebody does something. A record is held by the scheduler of
     the start before until that has ended."""
-    return isinstance(error, ConfigError | RecordError | StorageFull) and not isinstance(error, RecordHeld)
+    lasting = ConfigError | RecordError | StorageFull | RayProcessEnded
+    return isinstance(error, lasting) and not isinstance(error, RecordHeld)

@@ -11,11 +11,13 @@ from ray_plans import plan
 from engine import events as fact
 from engine.actors import run as running
 from engine.actors.plan import Plan
+from engine.actors.ray_node import RayNode
 from engine.actors.run import Launched, RunHandle
 from engine.actors.told import Update
 from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, RunFailed, StorageFull
 
 NO_MEMORY = "RolloutActor died: CUDA out of memory"
+NO_RAY = RayNode(own=False, run_dir=None, processes={})
 
 
 class Starts:
@@ -25,13 +27,13 @@ class Starts:
         self.ends = [*ends]
         self.tried = 0
         self.said: list[str] = []
-        self.run = RunHandle(plan(run_dir), Launched(actor=None, launch="first", metrics_url=None), False)
+        self.run = RunHandle(plan(run_dir), Launched(actor=None, launch="first", metrics_url=None), NO_RAY)
         self.run.note = self.said.append
         monkeypatch.setattr(running, "RESPITE_S", 0.0)
         monkeypatch.setattr(Launched, "of", self.start)
         monkeypatch.setattr(Launched, "end", lambda launched: None)
 
-    def start(self, begun: Plan) -> Launched:
+    def start(self, begun: Plan, node: RayNode) -> Launched:
         assert begun.resume
         self.tried += 1
         if self.ends:
@@ -41,7 +43,7 @@ class Starts:
 
 def test_a_run_that_was_told_to_end_does_not_begin_again(tmp_path: Path) -> None:
     """Also where its scheduler is gone for good before it could say that it was told."""
-    run = RunHandle(plan(tmp_path), Launched(actor=None, launch="", metrics_url=None), False)
+    run = RunHandle(plan(tmp_path), Launched(actor=None, launch="", metrics_url=None), NO_RAY)
     run.told = True
     assert not run._begin_again("the scheduler is gone", 3)
 
@@ -97,9 +99,9 @@ def test_a_run_that_is_told_to_end_between_two_starts_is_started_no_further(
     starts = Starts([RunFailed(NO_MEMORY)], monkeypatch, tmp_path)
     begin = starts.start
 
-    def told(begun: Plan) -> Launched:
+    def told(begun: Plan, node: RayNode) -> Launched:
         starts.run.told = True
-        return begin(begun)
+        return begin(begun, node)
 
     monkeypatch.setattr(Launched, "of", told)
     with pytest.raises(RunFailed, match=NO_MEMORY):
@@ -128,7 +130,7 @@ def test_what_a_scheduler_said_before_it_died_at_the_end_holds_for_the_next(tmp_
     status = world.metrics.status()
     before = Update(number=7, status=status, last=False, relaunch="the weights store is lost", told=told)
     actor = Ending.remote([before, Update(number=1, status=status, last=True)])
-    run = RunHandle(plan(tmp_path / "run"), Launched(actor=actor, launch="ending", metrics_url=None), False)
+    run = RunHandle(plan(tmp_path / "run"), Launched(actor=actor, launch="ending", metrics_url=None), NO_RAY)
     said: list[str] = []
     run.note = said.append
     if told:
