@@ -177,6 +177,7 @@ def check_pools(state: State) -> None:
         require(step is not None, "a pool is leased to a step that is over", pool=lease.id, step=lease.step)
         assert step is not None
         busy = lease.task in state.scoring(step) if step.state == "scoring" else lease.task == "train"
+        busy |= state.outcome is not None  # nothing that was ordered is wanted any more
         require(busy, "a pool is leased to a task that is not under way", pool=lease.id, task=lease.task)
         for id in lease.replicas if lease.shared else ():
             replica = replicas.get(id)
