@@ -8,6 +8,7 @@ from engine.config.section import DEVICE, Section
 from engine.config.servers import replicas_of
 from engine.errors import ConfigError
 from engine.rollout.vllm_args import refuse_own, workers_of
+from engine.states.bounds import BOUNDS
 
 
 class RolloutSection(Section):
@@ -60,20 +61,17 @@ class RolloutSection(Section):
     )
     group_timeout_s: float | None = Field(
         None,
-        gt=0,
-        le=1_000_000,
+        **BOUNDS["group_timeout_s"].as_field(),
         description="Seconds one attempt of a group may take, its rewards included; then it is parked; null: any.",
     )
     straggler_factor: float | None = Field(
         None,
-        gt=1,
-        le=1_000_000,
+        **BOUNDS["straggler_factor"].as_field(),
         description="A replica so many times slower a token than the others hands groups to idle ones; null: never.",
     )
     give_up_s: float = Field(
         0.0,
-        ge=0,
-        le=1_000_000,
+        **BOUNDS["give_up_s"].as_field(),
         description="Seconds a run waits for a replica once the last is gone for good, before it ends.",
     )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")

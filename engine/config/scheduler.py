@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS
+from engine.states.bounds import BOUNDS
 from engine.states.limits import ROUNDING
 
 REGISTERED = r"^[a-z][a-z0-9_-]*$"
@@ -41,15 +42,22 @@ class PoliciesSection(Section):
 class SchedulerSection(Section):
     """Batch sizes, concurrency and staleness: B, S, K and k of the laws."""
 
-    train_batch_size: int = Field(8, ge=1, le=1_000_000, description="B: prompt groups a train step consumes.")
-    policy_mini_batch_size: int = Field(0, ge=0, description="Groups an optimizer update sees; divides B; 0: B.")
+    train_batch_size: int = Field(
+        8, **BOUNDS["train_batch_size"].as_field(), description="B: prompt groups a train step consumes."
+    )
+    policy_mini_batch_size: int = Field(
+        0, ge=0, le=1_000_000, description="Groups an optimizer update sees; divides B; 0: B."
+    )
     samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
     max_staleness_steps: int = Field(
-        1, ge=0, le=10_000, description="S: train steps a group's oldest token may lag, at most."
+        1,
+        **BOUNDS["max_staleness_steps"].as_field(),
+        description="S: train steps a group's oldest token may lag, at most.",
     )
     max_concurrent_groups: int = Field(
         0,
         ge=0,
+        le=int(BOUNDS["max_concurrent_groups"].most),
         description="K: groups running at once, from B to B·(S+1) or what the next two make it; 0: the most.",
     )
     async_ratio: float | None = Field(
@@ -59,26 +67,33 @@ class SchedulerSection(Section):
         0.0, ge=0, le=100, description="Groups started beyond that, in batches; a full batch drops what it leaves over."
     )
     sync_every: int = Field(
-        1, ge=1, le=10_000, description="k: publish weights after every k-th train step; at most S+1."
+        1, **BOUNDS["sync_every"].as_field(), description="k: publish weights after every k-th train step; at most S+1."
     )
     train_after_sync: bool = Field(
         False, description="Train a step only once every replica has the newest weights, as one step off does."
     )
     deadline_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Seconds before deadline policies other than wait act."
+        60.0,
+        **BOUNDS["deadline_timeout_s"].as_field(),
+        description="Seconds before deadline policies other than wait act.",
     )
-    max_drops: int = Field(4, ge=0, le=1_000_000, description="Times a step may drop stragglers before it waits.")
+    max_drops: int = Field(
+        4, **BOUNDS["max_drops"].as_field(), description="Times a step may drop stragglers before it waits."
+    )
     max_filtered_in_a_row: int = Field(
         1000,
-        ge=1,
-        le=1_000_000_000,
+        **BOUNDS["max_filtered_in_a_row"].as_field(),
         description="Groups the filter may drop, none kept between, before the run ends; 4·K where that is more.",
     )
     infrastructure_attempts: int = Field(
-        5, ge=1, le=1000, description="Attempts a group has against infrastructure failures."
+        5,
+        **BOUNDS["infrastructure_attempts"].as_field(),
+        description="Attempts a group has against infrastructure failures.",
     )
     data_attempts: int = Field(
-        2, ge=1, le=1000, description="Attempts a group has against its own data or reward failing."
+        2,
+        **BOUNDS["data_attempts"].as_field(),
+        description="Attempts a group has against its own data or reward failing.",
     )
     states: tuple[str, ...] = Field(
         (),

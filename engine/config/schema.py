@@ -25,12 +25,15 @@ from engine.config.validation import ValidationSection, refuse_validation, valid
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added_states
 from engine.scheduling.settings import require_time_for_rewards
+from engine.states.bounds import BOUNDS
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
 from engine.training.settings import TrainerSettings
 
 _MADE = Quickstart()
+MOST_MADE = 10_000_000
+"""Prompts and supervised steps of a model that is made on the spot."""
 _FAMILY = {field.name for field in dataclasses.fields(Division)}
 
 
@@ -45,7 +48,9 @@ class RunSection(Section):
     dir: str = Field("runs", min_length=1, description="Directory that holds the run directories.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds data order, sampling and made models.")
     max_steps: int | None = Field(
-        None, ge=1, description="Train steps after which the run ends; null: at the end of the data."
+        None,
+        **BOUNDS["max_steps"].as_field(),
+        description="Train steps after which the run ends; null: at the end of the data.",
     )
     epochs: int | None = Field(
         1, ge=1, le=1_000_000, description="Passes over the data; null: as many as max_steps takes."
@@ -79,10 +84,10 @@ class ArithmeticSection(Section):
     layers: int = Field(_MADE.layers, ge=1, le=64, description="Transformer layers.")
     hidden_size: int = Field(_MADE.hidden_size, ge=8, le=8192, description="Width of the model.")
     heads: int = Field(_MADE.heads, ge=1, le=64, description="Attention heads; hidden_size is an even multiple.")
-    train_prompts: int = Field(_MADE.train_prompts, ge=1, description="Prompts in the training set.")
-    validation_prompts: int = Field(_MADE.validation_prompts, ge=1, description="Held-out prompts.")
-    warmup_steps: int = Field(_MADE.warmup_steps, ge=0, description="Supervised steps before the run.")
-    warmup_batch: int = Field(_MADE.warmup_batch, ge=1, description="Worked solutions a supervised step.")
+    train_prompts: int = Field(_MADE.train_prompts, ge=1, le=MOST_MADE, description="Prompts in the training set.")
+    validation_prompts: int = Field(_MADE.validation_prompts, ge=1, le=MOST_MADE, description="Held-out prompts.")
+    warmup_steps: int = Field(_MADE.warmup_steps, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
+    warmup_batch: int = Field(_MADE.warmup_batch, ge=1, le=MOST_MADE, description="Worked solutions a supervised step.")
     warmup_learning_rate: float = Field(
         _MADE.warmup_learning_rate, gt=0, le=1, description="Learning rate of the supervised steps."
     )

@@ -5,7 +5,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from engine.config.section import DEVICE, Section
+from engine.states.bounds import BOUNDS
 from engine.training.settings import Mask, TrainerSettings
+
+MOST_STEPS = 1 << 40
+MOST_TOKENS = 1_000_000_000
 
 
 class MaskSection(Section):
@@ -25,8 +29,12 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
     max_grad_norm: float = Field(1.0, ge=0, description="Gradients are scaled down to this norm; 0 leaves them.")
     lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear down to 0.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the learning rate rises.")
-    lr_total_steps: int = Field(0, ge=0, description="Optimizer steps of the whole run; needed by linear only.")
+    lr_warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps over which the learning rate rises."
+    )
+    lr_total_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed by linear only."
+    )
     advantage: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
     loss: str = Field(
         "ppo_clip", description="ppo_clip, dual_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
@@ -51,18 +59,21 @@ class TrainerSection(Section):
         None, min_length=1, description="The reference model; null: the weights the run begins with."
     )
     overlong_cache_tokens: int = Field(
-        0, ge=0, description="Last tokens over which the reward of a long response falls (DAPO); 0: none."
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Last tokens over which the reward of a long response falls (DAPO); 0: none.",
     )
     overlong_max_tokens: int = Field(
-        0, ge=0, description="Tokens at which the whole penalty is due; 0: rollout.max_tokens."
+        0, ge=0, le=MOST_TOKENS, description="Tokens at which the whole penalty is due; 0: rollout.max_tokens."
     )
     overlong_penalty: float = Field(1.0, ge=0, description="The whole penalty.")
     aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
     aggregation_tokens: int = Field(
-        0, ge=0, description="Divisor of constant, tokens a trajectory; 0: rollout.max_tokens."
+        0, ge=0, le=MOST_TOKENS, description="Divisor of constant, tokens a trajectory; 0: rollout.max_tokens."
     )
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
-    micro_batch_tokens: int = Field(16_384, ge=1, description="Padded tokens of one forward pass.")
+    micro_batch_tokens: int = Field(16_384, ge=1, le=MOST_TOKENS, description="Padded tokens of one forward pass.")
     bf16: Literal["auto", "on", "off"] = Field(
         "auto", description="bfloat16 autocast; auto: where a CUDA device has it."
     )
@@ -70,7 +81,11 @@ class TrainerSection(Section):
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of the trainer; 0: its pool's share, or as many as torch takes."
     )
-    checkpoint_every: int = Field(10, ge=0, description="Train steps between checkpoints, the last included; 0: none.")
+    checkpoint_every: int = Field(
+        10,
+        **BOUNDS["checkpoint_every"].as_field(),
+        description="Train steps between checkpoints, the last included; 0: none.",
+    )
     keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
     keep_checkpoints_every: int = Field(
         0, ge=0, le=1_000_000, description="Checkpoints of every so many train steps are kept for good; 0: none."

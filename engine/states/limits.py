@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
+from engine.states.bounds import BOUNDS
 
 SYNC_MODES = ("keep", "abort", "wait")
 CONFLICTS = ("hold", "cancel")
@@ -202,23 +203,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         b, s, k_max, k = self.train_batch_size, self.max_staleness_steps, self.max_concurrent_groups, self.sync_every
-        counts = ("train_batch_size", "max_concurrent_groups", "sync_every", "infrastructure_attempts", "data_attempts")
-        for field in (*counts, "max_staleness_steps", "max_drops", "checkpoint_every"):
-            if type(getattr(self, field)) is not int:
-                raise ConfigError(f"scheduler.{field}", getattr(self, field), "must be a whole number")
-        for field in counts:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"scheduler.{field}", getattr(self, field), "must be at least 1", "1 would hold")
-        for field in ("max_drops", "checkpoint_every"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"limits.{field}", getattr(self, field), "must not be negative", "0 would hold")
-        if not 0 <= self.deadline_timeout_s < float("inf"):
-            law = "must be a number of seconds"
-            raise ConfigError("scheduler.deadline_timeout_s", self.deadline_timeout_s, law, "60.0 would hold")
+        for field, bound in BOUNDS.items():
+            bound.check(getattr(self, field))
         if len(set(self.scoring_tasks)) < len(self.scoring_tasks):
             raise ConfigError("limits.scoring_tasks", self.scoring_tasks, "names a task twice", "name each once")
-        if s < 0:
-            raise ConfigError("scheduler.max_staleness_steps", s, "must not be negative", "0 would hold")
         if s < k - 1:
             raise ConfigError(
                 "scheduler.max_staleness_steps",
@@ -234,8 +222,6 @@ class Limits:
                 law = f"B <= K <= (1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus} with B = {b}"
             hint = f"any value from {b} to {most} would hold"
             raise ConfigError("scheduler.max_concurrent_groups", k_max, law, hint)
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError("run.max_steps", self.max_steps, "must be at least 1", "leave it out to use every prompt")
         if self.sync_mode not in SYNC_MODES:
             raise ConfigError(
                 "rollout.sync_mode", self.sync_mode, "is not a sync mode", f"one of {', '.join(SYNC_MODES)}"
@@ -278,14 +264,6 @@ class Limits:
         if self.keeps_batches and not self.checkpoint_every:
             law = "no checkpoint would ever contain what is kept"
             raise ConfigError("limits.keeps_batches", True, law, "a checkpoint_every above 0 would hold")
-        timeout = self.group_timeout_s
-        if timeout is not None and not 0 < timeout < float("inf"):
-            raise ConfigError("rollout.group_timeout_s", timeout, "must be a number of seconds above 0", "or null")
-        factor = self.straggler_factor
-        if factor is not None and not 1 < factor < float("inf"):
-            raise ConfigError("rollout.straggler_factor", factor, "must be above 1", "2.0 would hold, or null")
-        if not 0 <= self.give_up_s < float("inf"):
-            raise ConfigError("rollout.give_up_s", self.give_up_s, "must be a number of seconds", "0.0 would hold")
 
     def _check_ahead(self) -> None:
         """What may be held beyond one batch: as fractions of it, both finite."""

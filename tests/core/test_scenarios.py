@@ -73,10 +73,10 @@ def test_books_balance_with_accepted_and_filtered_groups() -> None:
         ({"max_concurrent_groups": 1}, "from 2 to 4 would hold"),
         ({"max_concurrent_groups": 5}, r"B <= K <= B \* \(S \+ 1\)"),
         ({"sync_every": 3}, "S >= sync_every - 1"),
-        ({"max_staleness_steps": -1}, "must not be negative"),
-        ({"train_batch_size": 0}, "at least 1"),
+        ({"max_staleness_steps": -1}, "must be a whole number from 0 to 10000"),
+        ({"train_batch_size": 0}, "must be a whole number from 1 to"),
         ({"sync_mode": "later"}, "keep, abort, wait"),
-        ({"max_steps": 0}, "at least 1"),
+        ({"max_steps": 0}, "must be a whole number from 1 to"),
     ],
 )
 def test_figures_out_of_law_are_refused_with_the_law(figures: dict[str, int], says: str) -> None:
