@@ -25,7 +25,7 @@ from engine.hosts.checkpoints import put_aside
 from engine.hosts.packed import MAX_GROUP_BYTES
 from engine.schedule.lock import RecordLock
 from engine.schedule.regular import open_regular, require_regular
-from engine.schedule.store import Torn, frame
+from engine.schedule.store import Torn, frame, lacks_bytes
 
 MAGIC = b"step-trj"
 FORMAT = 1
@@ -180,7 +180,7 @@ def _frame_at(read: Any, left: int) -> tuple[bytes, str, int]:
 def _torn(path: Path, offset: int, size: int, problem: str, last: bool, ends: int) -> Torn:
     """Take an unreadable entry for the torn end of the store if it can be that; else refuse it.
 
-    It can be where nothing but zeros lies behind its end, and no whole entry within.
+    It can be where nothing but zeros lies behind its end, no whole entry within, and the entry itself lacks bytes.
     """
     if not last:
         raise RecordError(str(path), offset, f"{problem}, and segments follow")
@@ -189,6 +189,10 @@ def _torn(path: Path, offset: int, size: int, problem: str, last: bool, ends: in
         rest = file.read()
     if ends and rest[ends:].strip(b"\0"):
         raise RecordError(str(path), offset, problem)
+    whole = ends > FRAME_BYTES and not lacks_bytes(rest[:ends], offset)
+    whole |= not ends and len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]
+    if whole:
+        raise RecordError(str(path), offset, f"{problem}, though all its bytes are there")
     if _holds_whole_entry(rest):
         raise RecordError(str(path), offset, f"{problem}, and whole entries follow")
     return Torn(str(path), offset, size - offset)

@@ -60,7 +60,7 @@ def load_index(directory: Path) -> list[Entry] | None:
     try:
         return _entries(text)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RunDamaged(str(path), f"is damaged: {error}; restore it from a copy") from None
+        raise RunDamaged(str(path), f"cannot be used: {error}; restore it from a copy") from None
 
 
 def store_index(directory: Path, entries: Sequence[Entry]) -> None:

@@ -289,7 +289,7 @@ class _SegmentReader:
         rest = self.file.read()
         if ends is not None and rest[ends - offset :].strip(b"\0"):
             raise self.error(offset, problem)
-        if ends is not None and ends > offset and not _lacks_bytes(rest[: ends - offset], offset):
+        if ends is not None and ends > offset and not lacks_bytes(rest[: ends - offset], offset):
             raise self.error(offset, f"{problem}, though all its bytes are there")
         if ends is None and len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]:
             raise self.error(offset, f"{problem}, though all its bytes are there")
@@ -298,7 +298,7 @@ class _SegmentReader:
         self.report_torn(Torn(self.path, offset, len(rest)))
 
 
-def _lacks_bytes(data: bytes, offset: int) -> bool:
+def lacks_bytes(data: bytes, offset: int) -> bool:
     """Whether bytes that begin at `offset` of a file may not have reached the disk: they end in zeros, or there is a
     sector of zeros among them."""
     aligned = range(-offset % SECTOR_BYTES, len(data) - SECTOR_BYTES + 1, SECTOR_BYTES)

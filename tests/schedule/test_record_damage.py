@@ -102,7 +102,7 @@ def test_an_index_that_is_missing_or_damaged_is_named(run: Path) -> None:
         open_record(run)
     for damaged in ("", "[]", "{}", whole[:-9], whole.replace('"first_event": 0', '"first_event": 7'), "[" * 100_000):
         (run / INDEX).write_text(damaged)
-        refused(run, r"index\.json is damaged")
+        refused(run, r"index\.json cannot be used")
     said = json.loads(whole)
     (run / INDEX).write_text(json.dumps({**said, "format": 2}))
     refused(run, "format 2, but this engine reads 1")
