@@ -82,7 +82,7 @@ class GroupAborted(Event):
     oldest_version: Version
     newest_version: Version
     unfinished: int = 0
-    """Trajectories that have not ended; 0 in records from before it was told."""
+    """Trajectories that have not ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

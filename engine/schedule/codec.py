@@ -10,9 +10,8 @@ so that it could not be compared on replay; an int where a float belongs is writ
 Strict both ways: what `encode_*` accepts, `decode_*` gives back equal; an unknown tag, a missing or surplus field,
 another type or an excess is a `CodecError`.
 
-How the format may change: a tag is never used twice, fields are added only at the end and with a default, and either
-raises `frames.FORMAT_VERSION`. A field with a default may be absent, as it is in older records; every other one is
-always there.
+How the format may change once it is released: a tag is never used twice, fields are added only at the end, and either
+raises `frames.FORMAT_VERSION`. Every field is always there.
 """
 
 from typing import Any, TypeVar

@@ -6,7 +6,7 @@ event of a run pays it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -83,9 +83,6 @@ class Shape(Generic[T]):
         for field in self.fields:
             if hints[field] not in KINDS:
                 raise TypeError(f"{self.name}.{field}: the record has no form for {hints[field]}")
-        given = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
-        self.added = {name: given[name] for name in self.fields if given[name] is not MISSING}
-        """Fields that came later, with what they are in a record from before: the last ones of the class."""
         self.kinds = tuple(KINDS[hints[field]] for field in self.fields)
         self.tag: int = cls.tag  # type: ignore[attr-defined]
         self.plain: Callable[[T], Values] = self._made(self._plain_source())
@@ -180,13 +177,8 @@ class Shape(Generic[T]):
 
     def _build_with_care(self, plain: list[Any], *outer: Any) -> T:
         """Say what is wrong with what was read, or build it where nothing is."""
-        absent = len(self.fields) + 1 - len(plain)
-        if not 0 <= absent <= len(self.added):
+        if len(plain) != len(self.fields) + 1:
             raise CodecError(f"{self.name} has {len(self.fields)} fields, not {len(plain) - 1}")
-        if absent:
-            kinds = self.kinds[-absent:]
-            defaults = [self.added[name] for name in self.fields[-absent:]]
-            plain = [*plain, *[kind.wire(value) for kind, value in zip(kinds, defaults, strict=True)]]
         given = dict(zip(self.outer, outer, strict=True))
         for field, kind, value in zip(self.fields, self.kinds, plain[1:], strict=True):
             if type(value) is not kind.wire:

@@ -26,7 +26,9 @@ from engine.schedule.index import CHUNK_BYTES, INDEX, Entry, load_index
 from engine.schedule.packing import MAX_PAYLOAD_BYTES, CodecError
 from engine.schedule.regular import open_regular, require_regular
 
-MAGIC = b"step-seg"
+MAGIC = b"step-rec"
+DEVELOPMENT_MAGIC = b"step-seg"
+"""What segments began with before format 1, in formats that only development versions of the engine wrote."""
 _PREAMBLE = struct.Struct("<8sIIQ")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<II")
@@ -250,6 +252,11 @@ class _SegmentReader:
                 raise RecordNotBegun(self.path, 0, "the file ends within its first bytes: no record was begun")
             raise self.error(0, "the file ends within its first bytes: no record was begun, or it was cut")
         magic, version, number, first_event = _PREAMBLE.unpack_from(head)
+        if magic == DEVELOPMENT_MAGIC:
+            raise self.error(
+                0, f"written in development format {version}, which was never released and cannot be read any more; "
+                "use the version of the engine that started this run"
+            )  # fmt: skip
         if magic != MAGIC:
             raise self.error(0, "not a segment of a schedule record")
         if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):

@@ -1,7 +1,6 @@
 """What the state hash is made of beside the groups: the counters, and the few other records.
 
-Called by `state.py`, whose `hash` adds the groups' part, kept as they change. With nothing new in use it gives what it
-gave to records of older formats.
+Called by `state.py`, whose `hash` adds the groups' part, kept as they change.
 """
 
 from itertools import chain

@@ -2,12 +2,13 @@
 
     python tests/schedule/make_golden.py
 
-Run once for each format version, when it is settled; never over a version that was released, since its records must
-stay readable for ever. Writes golden/v<version>/: a few simulated runs with snapshots on the way, and
-`every_type.json` with the bytes of one event and one command of each class.
+Writes the records of a format version that is not released over the old ones, and says so; never those of one that was
+released, since its records must stay readable for ever. Writes golden/v<version>/: a few simulated runs with snapshots
+on the way, and `every_type.json` with the bytes of one event and one command of each class.
 """
 
 import json
+import shutil
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,8 @@ from schedule_samples import COMMAND_CLASSES, EVENT_CLASSES, LIMITS, record_run
 from engine.schedule import FORMAT_VERSION, encode_command, encode_event
 from engine.states.limits import Limits
 
+RELEASED = 0
+"""The newest format version that was released."""
 GOLDEN = Path(__file__).parent / "golden"
 RUNS: dict[str, dict[str, Any]] = {
     "keep": {"sync_mode": "keep", "max_concurrent_groups": 12, "max_steps": 8},
@@ -60,9 +63,12 @@ def every_type() -> dict[str, Any]:
 
 def main() -> int:
     directory = GOLDEN / f"v{FORMAT_VERSION}"
-    if directory.exists():
-        print(f"{directory} is there: golden records are never written again", file=sys.stderr)
+    if FORMAT_VERSION <= RELEASED:
+        print(f"format {FORMAT_VERSION} is released: its golden records are never written again", file=sys.stderr)
         return 2
+    if directory.exists():
+        print(f"format {FORMAT_VERSION} is not released: its golden records are written again")
+        shutil.rmtree(directory)
     for seed, (name, changes) in enumerate(RUNS.items()):
         limits = Limits.from_plain({**LIMITS.to_plain(), **changes})
         recorder = record_run(directory / name, seed=seed, limits=limits, segment_bytes=4096, snapshot_every=40)

@@ -19,7 +19,7 @@ import pytest
 from engine.driver import Driver
 from engine.events import RunStarted
 from engine.schedule import Header, MemoryRecorder, read
-from engine.schedule.snapshots import GROUP_FIELDS, PARTS, SAMPLES, SCALARS, _deciding, _fields, _plain
+from engine.schedule.snapshots import GROUP_FIELDS, PARTS, SAMPLES, SCALARS, _fields, _plain
 from engine.scheduler import Scheduler
 from engine.states.group import Group
 from engine.states.limits import REWARDING, AddedState, Limits, Pool, ValidationLimits
@@ -42,7 +42,7 @@ def things() -> list[Any]:
         state.ledger, state.deadlines, state.validations, state.ended, state.kept, state.live,
     ]  # fmt: skip
     assert {type(part) for part in parts} == {*PARTS}
-    return [scheduler, *_deciding(scheduler), *parts, *SAMPLES.values(), Group(0)]
+    return [*parts, *SAMPLES.values(), Group(0)]
 
 
 def annotations(cls: type[Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Records of every format version that was released, and of the present one: they are read, and they replay.
 
-A failure here means that records of users can no longer be read or replayed. Never mend it by writing the golden
-files again; see `make_golden.py` for a new format version.
+Once a format is released, a failure here means that records of users cannot be read or replayed: never mend it by
+writing the golden files again. Until then `make_golden.py` writes them again, and the commit says why.
 """
 
 import json
