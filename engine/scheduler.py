@@ -16,6 +16,7 @@ from engine.events import (
     CheckpointFailed,
     CheckpointSaved,
     DrainRequested,
+    DrawFailed,
     Event,
     GroupAborted,
     GroupFailed,
@@ -97,6 +98,7 @@ class Scheduler:
             RunStarted: self._on_run_started,
             RunResumed: self._on_run_resumed,
             PromptsDrawn: self.rollout.on_prompts_drawn,
+            DrawFailed: self.rollout.on_draw_failed,
             GroupGenerated: self.rollout.on_group_generated,
             GroupAborted: self.rollout.on_group_aborted,
             GroupFailed: self.rollout.on_group_failed,
@@ -156,7 +158,7 @@ class Scheduler:
         if kind not in GROUP_EVENTS:
             state.disturb()
         self._handlers[kind](event)
-        failure = self.training.failure or self.sync.failure or self._fruitless()
+        failure = self.training.failure or self.sync.failure or self.rollout.failure or self._fruitless()
         if failure is not None:
             self._stop = FinishRun(outcome="failed", reason=failure, cause=event.id)
         if self._stop is None:

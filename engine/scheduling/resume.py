@@ -37,7 +37,7 @@ def resume(
         state.checkpoint_ordered = event.steps
         state.checkpoint_pending = False
     state.begin_again()
-    training.failure = sync.failure = None
+    training.failure = sync.failure = rollout.failure = None
     sync.none_left = ""
     training.publish()
 

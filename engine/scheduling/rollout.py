@@ -11,6 +11,7 @@ from typing import Any
 from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
 from engine.events import (
     NO_VERSION,
+    DrawFailed,
     GroupAborted,
     GroupFailed,
     GroupGenerated,
@@ -52,18 +53,37 @@ class RolloutScheduling:
         self.decisions = decisions
         self.orders = orders
         self.view = view
+        self.failure: str | None = None
+        """Why the run ends: the data source only fails."""
 
     # facts
 
     def on_prompts_drawn(self, event: PromptsDrawn) -> None:
         state = self.state
-        if not state.asked or event.first != state.ledger.drawn or not 0 <= event.count <= state.asked:
+        if not state.asked or event.number != state.draws:
+            state.stale_echoes += 1
+            return
+        require(
+            event.first == state.ledger.drawn and 0 <= event.count <= state.asked,
+            "law 5: prompts were drawn that were not ordered",
+            first=event.first, drawn=state.ledger.drawn, count=event.count, ordered=state.asked,
+        )  # fmt: skip
+        require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
+        state.asked = state.failed_draws = 0
+        state.exhausted = state.exhausted or event.exhausted
+        state.draw(event.first, event.count)
+
+    def on_draw_failed(self, event: DrawFailed) -> None:
+        """The prompts are ordered again; a source that only fails ends the run."""
+        state = self.state
+        if not state.asked or event.number != state.draws:
             state.stale_echoes += 1
             return
         state.asked = 0
-        state.exhausted = state.exhausted or event.exhausted
-        require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
-        state.draw(event.first, event.count)
+        state.failed_draws += 1
+        if state.failed_draws >= state.limits.infrastructure_attempts:
+            times = f"{state.failed_draws} times in a row"
+            self.failure = f"the data source failed {times}, at last: {event.reason[:REASON_LENGTH]}"
 
     def on_group_generated(self, event: GroupGenerated) -> None:
         group = self._current(event.group, event.attempt, event.replica, event.incarnation)
@@ -352,7 +372,8 @@ class RolloutScheduling:
             want = min(want, most - state.held - waiting)
         if want > 0:
             state.asked = want
-            self.orders.add(DrawPrompts(count=want, cause=self.orders.cause))
+            state.draws += 1
+            self.orders.add(DrawPrompts(count=want, number=state.draws, cause=self.orders.cause))
 
 
 def _unlawful_key(key: tuple[Any, ...]) -> str:

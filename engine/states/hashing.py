@@ -29,7 +29,7 @@ def digest_figures(state: "State", others: int) -> int:
             state.ledger.drawn, *state.ledger.count, state.started, state.exhausted, state.asked, state.steps_batched,
             state.steps_trained, state.latest_version, state.publishing_attempt, state.publish_failures,
             state.publishing, state.checkpoint_ordered, state.checkpoint_pending, state.next_timer, state.next_ready,
-            state.stale_echoes, state.failed_in_a_row, state.outcome is not None,
+            state.stale_echoes, state.failed_in_a_row, state.outcome is not None, state.draws, state.failed_draws,
         )
     )  # fmt: skip
 

@@ -68,8 +68,8 @@ class State:
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
-        self.asked = 0
-        """Prompts ordered from the source and not yet drawn."""
+        self.asked = self.draws = self.failed_draws = 0
+        """Prompts ordered and not yet drawn; orders for prompts so far; draws that failed since one succeeded."""
         self.steps_batched = self.steps_trained = 0
         self.publishing_attempt = self.publish_failures = 0
         self.publishing = False
@@ -211,7 +211,7 @@ class State:
         self.started = True
         self.outcome = None
         self.asked = 0
-        self.publish_failures = self.failed_in_a_row = 0
+        self.publish_failures = self.failed_in_a_row = self.failed_draws = 0
         self.last_failure = ""
         self.live.rest_is_over()
 

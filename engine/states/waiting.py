@@ -182,9 +182,8 @@ def _of_the_rest(state: State, since: Since) -> Iterator[Wait]:
         entered = since.get(("checkpoint", state.checkpoint_ordered))
         yield Wait(what=what, by="the trainer", since=entered, ends="CheckpointSaved or CheckpointFailed")
     if state.asked:
-        yield Wait(
-            what=f"draws {counted(state.asked, 'prompt')}", by="the data source", since=None, ends="PromptsDrawn"
-        )
+        what = f"draws {counted(state.asked, 'prompt')}"
+        yield Wait(what=what, by="the data source", since=None, ends="PromptsDrawn or DrawFailed")
     step = state.steps.get(state.steps_batched)
     if step is not None and step.timer is not None:
         what = f"step {step.id} waits for stragglers, then the deadline policy acts"

@@ -145,7 +145,7 @@ WRONG_EVENTS = {
     "bool for a tag": packed(True),
     "text for a tag": packed("RunStarted"),
     "field missing": packed(2, 0, 3),
-    "field too many": packed(2, 0, 3, True, 1),
+    "field too many": packed(2, 0, 3, True, 1, 1),
     "int for a bool": packed(2, 0, 3, 1),
     "bool for an int": packed(2, 0, True, True),
     "float for an int": packed(2, 0.0, 3, True),
@@ -169,7 +169,7 @@ def test_wrong_bytes_are_no_event(data: bytes) -> None:
 def test_refusals_say_what_is_wrong() -> None:
     for name, said in {
         "unknown tag": "no event has the tag 999; a newer engine",
-        "field missing": "PromptsDrawn has 3 fields, not 2",
+        "field missing": "PromptsDrawn has 4 fields, not 2",
         "int for a bool": "PromptsDrawn.exhausted is a int, not a bool",
         "too large": "PromptsDrawn.first is beyond 64 bits",
     }.items():
