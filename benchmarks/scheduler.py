@@ -62,7 +62,8 @@ class Echo:
                 case StartGroup():
                     self.running.append(command)
                 case DrawPrompts():
-                    self.answers.append(PromptsDrawn(first=self.drawn, count=command.count, exhausted=False))
+                    drawn = {"first": self.drawn, "count": command.count, "number": command.number}
+                    self.answers.append(PromptsDrawn(**drawn, exhausted=False))
                     self.drawn += command.count
                 case TrainStep():
                     self.answers.append(StepTrained(step=command.step, attempt=command.attempt))

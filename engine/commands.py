@@ -24,10 +24,11 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPrompts(Command):
-    """Draw `count` prompts from the source → `PromptsDrawn`."""
+    """Draw up to `count` prompts from the source → `PromptsDrawn` or `DrawFailed`. `number` counts these orders."""
 
     tag: ClassVar[int] = 1
     count: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

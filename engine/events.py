@@ -26,8 +26,7 @@ class Event:
 
 
 def stamp(event: Event, id: EventId, at: float) -> None:
-    """Write the driver's stamp into an event that has none. The one write to a frozen event, before anyone has read
-    it."""
+    """Write the driver's stamp into an event that has none: the one write to a frozen event, before anyone reads it."""
     object.__setattr__(event, "id", id)
     object.__setattr__(event, "at", at)
 
@@ -41,12 +40,13 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsDrawn(Event):
-    """The source gave `count` prompts, numbered from `first`. `exhausted`: there will be no more."""
+    """The source gave `count` prompts, numbered from `first`. `exhausted`: no more come; `number`: of the order."""
 
     tag: ClassVar[int] = 2
     first: GroupId
     count: int
     exhausted: bool
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,7 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLost(Event):
-    """A rollout engine is gone, with what it had not stored of its groups. `returns`: another incarnation is being
-    started."""
+    """A rollout engine is gone, with what it had not stored of its groups. `returns`: another life is being started."""
 
     tag: ClassVar[int] = 7
     replica: ReplicaId
@@ -248,8 +247,7 @@ class StopRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStored(Event):
-    """What a group has so far is in the trajectory store while it goes on: should its replica be lost, it resumes from
-    there."""
+    """What a running group has so far is in the trajectory store; should its replica be lost, it resumes from there."""
 
     tag: ClassVar[int] = 21
     group: GroupId
@@ -260,7 +258,6 @@ class PrefixStored(Event):
     oldest_version: Version
     newest_version: Version
     unfinished: int = 0
-    """As in `GroupAborted`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +297,7 @@ class RunResumed(Event):
     """The run goes on, in new processes, from the weights after `steps` train steps; 0: the initial ones.
 
     What those weights do not hold did not happen: it is done again. `consumed` and `released` are the groups that had
-    ended since; `replicas` are being started, numbered from 0, with the initial weights.
-    """
+    ended since; `replicas` are being started, numbered from 0, with the initial weights."""
 
     tag: ClassVar[int] = 22
     steps: int
@@ -343,16 +339,14 @@ class StateFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerRecovered(Event):
-    """The scheduler's process ended, another has built it again from the record, and the actors live on. Whatever had
-    been ordered and not answered is ordered again."""
+    """Another process took the scheduler's place, by the record. What was ordered and not answered is ordered again."""
 
     tag: ClassVar[int] = 34
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested(Event):
-    """The user wants the run to come to rest and end resumably: nothing starts, what runs is parked, the batch under
-    way is trained, a checkpoint is written."""
+    """The user wants the run to end resumably: what runs is parked, the formed batch trained, a checkpoint written."""
 
     tag: ClassVar[int] = 35
     reason: str
@@ -378,8 +372,7 @@ class ReplicasWanted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingChanged(Event):
-    """The user has set a figure or a policy of the running scheduler, to what `value` says. What it may be is in
-    `scheduling/settings.py`."""
+    """The user has set a figure or a policy of the running scheduler; `scheduling/settings.py` says to what it may."""
 
     tag: ClassVar[int] = 38
     setting: str
@@ -394,13 +387,22 @@ class OrderDone(Event):
     orders: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawFailed(Event):
+    """The source gave no prompt and did not say that there are no more. `number`: of the order."""
+
+    tag: ClassVar[int] = 40
+    number: int
+    reason: str
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
         RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
-        PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored,
-        RunResumed, RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
-        ReplicasWanted, SettingChanged, OrderDone,
+        PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
+        RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
+        ReplicasWanted, SettingChanged, OrderDone, DrawFailed,
     )
 }  # fmt: skip

@@ -88,9 +88,10 @@ class Clockwork:
 
     def carry_out(self, command: Command) -> None:
         match command:
-            case order.DrawPrompts(count=count):
+            case order.DrawPrompts(count=count, number=number):
                 given = min(count, self.prompts - self.drawn)
-                self.after(0.0, fact.PromptsDrawn(first=self.drawn, count=given, exhausted=given < count))
+                drawn = fact.PromptsDrawn(first=self.drawn, count=given, exhausted=given < count, number=number)
+                self.after(0.0, drawn)
                 self.drawn += given
             case order.StartGroup() | order.ResumeGroup():
                 self.after(self.generation_s(command.group), self.generated(command))

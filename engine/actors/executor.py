@@ -32,7 +32,7 @@ from engine.events import Event, GroupFailed, PromptsDrawn
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import held_out_group
 from engine.hosts.packed import plain_prompt
-from engine.hosts.prompts import Prompts
+from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
 from engine.ids import GroupId
 
@@ -109,7 +109,7 @@ class RayExecutor:
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
-            prompt = self._prompts.prompt(command.group)
+            prompt = read_prompt(self._prompts, command.group)
             plain_prompt(prompt)  # one that cannot travel must not take the orders beside it along
         except Exception as error:
             failed: Event = GroupFailed(
@@ -137,10 +137,10 @@ class RayExecutor:
             self.calls += 1
 
     def _draw(self, command: DrawPrompts) -> None:
-        first = self._drawn
-        given, exhausted = self._prompts.draw(first, command.count)
-        self._drawn += given
-        self._deliver(PromptsDrawn(first=first, count=given, exhausted=exhausted))
+        drawn = draw_prompts(self._prompts, command, self._drawn)
+        if isinstance(drawn, PromptsDrawn):
+            self._drawn += drawn.count
+        self._deliver(drawn)
 
     def _retire(self, command: RetireWeights) -> None:
         self._weights.retire.remote(command.version)

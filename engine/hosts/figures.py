@@ -57,9 +57,7 @@ def figure_of(value: Any) -> Figure | None:
     """A real number as an int of 64 bits or a float, also from an array with one element; None for anything else."""
     try:
         real: Any = value if isinstance(value, Real) else value.item()
-        if not isinstance(real, Real):
-            return None
-        figure = float(real)
+        figure = float(real) if isinstance(real, Real) else None
         return int(real) if type(real) in (int, bool) and abs(real) < 2**63 else figure
     except BaseException:  # whatever the value's own conversion raises
         return None

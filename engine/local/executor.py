@@ -31,7 +31,7 @@ from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
 from engine.hosts.added import AddedStatesHost, Work
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import HeldOut
-from engine.hosts.prompts import Prompts
+from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
 from engine.hosts.replica import ReplicaHost
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS, ScorerHost
@@ -168,7 +168,7 @@ class LocalExecutor:
             self._added.discard(command.groups)
             self.trajectories.store.discard(command.groups)
         elif isinstance(command, DrawPrompts):
-            self._draw(command.count)
+            self._draw(command)
         elif isinstance(command, SetTimer):
             self._timers.set(command)
         elif isinstance(command, CancelTimer):
@@ -185,15 +185,15 @@ class LocalExecutor:
         else:
             self._replicas[command.replica].carry_out(command)  # type: ignore[attr-defined]
 
-    def _draw(self, count: int) -> None:
-        given, exhausted = self._prompts.draw(self._drawn, count)
-        first = self._drawn
-        self._drawn += given
-        self.deliver(PromptsDrawn(first=first, count=given, exhausted=exhausted))
+    def _draw(self, command: DrawPrompts) -> None:
+        drawn = draw_prompts(self._prompts, command, self._drawn)
+        if isinstance(drawn, PromptsDrawn):
+            self._drawn += drawn.count
+        self.deliver(drawn)
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
-            prompt = self._prompts.prompt(command.group)
+            prompt = read_prompt(self._prompts, command.group)
         except Exception as error:
             failed = GroupFailed(
                 group=command.group,

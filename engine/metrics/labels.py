@@ -56,6 +56,7 @@ RETRY_CAUSES = (
     "publish",
     "checkpoint",
     "validation",
+    "draw",
 )
 
 RECOVERY_KINDS = ("resumed", "branched", "scheduler")

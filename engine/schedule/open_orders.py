@@ -46,6 +46,7 @@ from engine.events import (
     BatchScored,
     CheckpointFailed,
     CheckpointSaved,
+    DrawFailed,
     Event,
     GroupAborted,
     GroupFailed,
@@ -212,9 +213,6 @@ class OpenOrders:
         if order is not None and _same(order, event, "attempt", "replica", "incarnation"):
             self._end_group(event.group, event.attempt)
 
-    def _drawn(self, event: PromptsDrawn) -> None:
-        self._open.pop(("draw",), None)
-
     def _sync_answered(self, event: WeightsStaged | ReplicaPaused | WeightsInstalled | SyncFailed) -> None:
         resume: Any = self._open.get(("resume", event.replica), (0, None))[1]
         if resume is not None and _same(resume, event, "incarnation") and resume.attempt < event.attempt:
@@ -283,7 +281,7 @@ _ORDERS: dict[type[Command], Callable[[OpenOrders, Any, float], None]] = {
 }  # fmt: skip
 
 _ANSWERS: dict[type[Event], Callable[[OpenOrders, Any], None]] = {
-    PromptsDrawn: OpenOrders._drawn,
+    **dict.fromkeys((PromptsDrawn, DrawFailed), lambda self, e: self._answered(("draw",), e, "number")),
     **dict.fromkeys((GroupGenerated, GroupAborted, GroupFailed), OpenOrders._group_ended),
     **dict.fromkeys(_ANSWERED_BY, OpenOrders._sync_answered),
     ReplicaJoined: lambda self, e: self._replica_gone(e.replica, e.incarnation - 1),

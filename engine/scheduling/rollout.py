@@ -11,6 +11,7 @@ from typing import Any
 from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
 from engine.events import (
     NO_VERSION,
+    DrawFailed,
     GroupAborted,
     GroupFailed,
     GroupGenerated,
@@ -57,9 +58,24 @@ class RolloutScheduling:
 
     def on_prompts_drawn(self, event: PromptsDrawn) -> None:
         state = self.state
-        state.exhausted = state.exhausted or event.exhausted
+        ordered: Any = state.orders.matched[0].command
+        require(
+            event.first == state.ledger.drawn and 0 <= event.count <= ordered.count,
+            "law 5: prompts were drawn that were not ordered",
+            first=event.first, drawn=state.ledger.drawn, count=event.count, ordered=ordered.count,
+        )  # fmt: skip
         require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
+        state.failed_draws = 0
+        state.exhausted = state.exhausted or event.exhausted
         state.draw(event.first, event.count)
+
+    def on_draw_failed(self, event: DrawFailed) -> None:
+        """The prompts are ordered again; a source that only fails ends the run."""
+        state = self.state
+        state.failed_draws += 1
+        if state.failed_draws >= state.limits.infrastructure_attempts:
+            times = f"{state.failed_draws} times in a row"
+            self.orders.end_run("failed", f"the data source failed {times}, at last: {event.reason[:REASON_LENGTH]}")
 
     def on_group_generated(self, event: GroupGenerated) -> None:
         group = self.state.groups[event.group]
@@ -330,7 +346,7 @@ class RolloutScheduling:
             most = limits.max_steps * limits.train_batch_size + state.surplus_left
             want = min(want, most - state.held - waiting)
         if want > 0:
-            self.orders.add(DrawPrompts(count=want, cause=self.orders.cause))
+            self.orders.add(DrawPrompts(count=want, number=self.orders.number, cause=self.orders.cause))
 
 
 def _unlawful_key(key: tuple[Any, ...]) -> str:

@@ -230,7 +230,8 @@ class World:
         count = min(command.count, self.setting.prompts - self._drawn)
         first, self._drawn = self._drawn, self._drawn + count
         exhausted = self._drawn == self.setting.prompts
-        self._after(0.0, lambda: self.driver.deliver(PromptsDrawn(first=first, count=count, exhausted=exhausted)))
+        drawn = PromptsDrawn(first=first, count=count, exhausted=exhausted, number=command.number)
+        self._after(0.0, lambda: self.driver.deliver(drawn))
 
     def _work(self, order: EnterState) -> None:
         """Do the work of an added state; the result is on its way then, whatever has become of the group."""

@@ -44,6 +44,7 @@ from engine.events import (
     BatchScored,
     CheckpointFailed,
     CheckpointSaved,
+    DrawFailed,
     Event,
     GroupAborted,
     GroupFailed,
@@ -123,7 +124,9 @@ def _told(subject: str, id: tuple[str, ...], owner: str, withdraws: tuple[str, .
 
 
 RELATIONS: dict[type[Command], Relation] = {
-    DrawPrompts: Relation(subject="draw", id=(), owner=DATA_SOURCE, answers=(PromptsDrawn,)),
+    DrawPrompts: Relation(
+        subject="draw", id=(), owner=DATA_SOURCE, echo=("number",), answers=(PromptsDrawn, DrawFailed)
+    ),
     StartGroup: _GROUP,
     ResumeGroup: _GROUP,
     TruncateGroup: _CUT,

@@ -70,6 +70,8 @@ class State:
         self.started = False
         self.exhausted = False
         """The source has no more prompts."""
+        self.failed_draws = 0
+        """Draws that failed since one succeeded."""
         self.steps_batched = self.steps_trained = 0
         self.publishing_attempt = self.publish_failures = 0
         self.checkpoint_ordered = 0
@@ -228,7 +230,7 @@ class State:
         """New processes carry the run: nothing is under way any more, and it is not over."""
         self.started = True
         self.outcome = None
-        self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = 0
+        self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0
         self.last_failure = self.none_left = ""
         self.live.rest_is_over()
 

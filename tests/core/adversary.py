@@ -26,7 +26,7 @@ from engine.commands import (
     TrainStep,
 )
 from engine.driver import Driver
-from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
+from engine.events import DrawFailed, Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
 from engine.policies import PolicySet
 from engine.schedule.frames import Header
 from engine.schedule.reader import Record, read
@@ -205,11 +205,16 @@ class Adversary:
         if self.past:
             self.driver.deliver(copy(self.past[index % len(self.past)]))
 
-    def draw(self) -> None:
+    def draw(self, most: int = 1 << 30) -> None:
+        """The source gives what was ordered, or `most` of it; for 0 the draw fails, unless that would end the run."""
         command = self.draws.pop(0)
-        count = min(command.count, self.prompts - self.drawn)
+        if not most and self.scheduler.state.failed_draws + 1 < self.scheduler.limits.infrastructure_attempts:
+            self.deliver(DrawFailed(number=command.number, reason="the source is asleep"))
+            return
+        count = min(command.count, self.prompts - self.drawn, max(1, most))
         first, self.drawn = self.drawn, self.drawn + count
-        self.deliver(PromptsDrawn(first=first, count=count, exhausted=self.drawn == self.prompts))
+        last = self.drawn == self.prompts
+        self.deliver(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
 
     def fire(self) -> None:
         self.deliver(TimerFired(timer=self.timers.pop(0).timer))

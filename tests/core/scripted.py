@@ -39,12 +39,14 @@ class Scripted:
         slots: int = 100,
         prompts: int = 1000,
         policies: dict[str, str] | None = None,
+        answers_draws: bool = True,
         **limits,
     ) -> None:  # type: ignore[no-untyped-def]
         self.scheduler = Scheduler(Limits(**limits), PolicySet.from_names(policies or {}))
         self.state = self.scheduler.state
         self.view = self.scheduler.view
         self.prompts = prompts
+        self.answers_draws = answers_draws
         self.events = 0
         self.clock = 0.0
         self.orders: list[Command] = []
@@ -54,7 +56,7 @@ class Scripted:
             self.tell(ReplicaJoined(replica=id, incarnation=1, slots=slots, version=0))
 
     def tell(self, event: Event, at: float | None = None) -> list[Command]:
-        """One fact; draws are answered at once. Returns what was ordered."""
+        """One fact; draws are answered at once, unless that is for the test. Returns what was ordered."""
         self.clock = self.clock + 1.0 if at is None else at
         stamp(event, self.events, self.clock)
         self.events += 1
@@ -62,10 +64,11 @@ class Scripted:
         check_all(self.state)
         self.orders += new
         for command in new:
-            if isinstance(command, DrawPrompts):
-                count = min(command.count, self.prompts - self.state.ledger.drawn)
-                exhausted = self.state.ledger.drawn + count == self.prompts
-                new = new + self.tell(PromptsDrawn(first=self.state.ledger.drawn, count=count, exhausted=exhausted))
+            if isinstance(command, DrawPrompts) and self.answers_draws:
+                first = self.state.ledger.drawn
+                count = min(command.count, self.prompts - first)
+                last = first + count == self.prompts
+                new += self.tell(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
         return new
 
     def ordered(self, kind: type[Kind]) -> list[Kind]:

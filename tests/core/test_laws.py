@@ -169,10 +169,10 @@ class AnyOrder(RuleBasedStateMachine):
         working = self.world.working()
         working[choice % len(working)].do(succeed)
 
-    @rule()
+    @rule(most=st.sampled_from([0, 1, 2, 99, 99]))
     @precondition(lambda self: self.world.draws and self.world.driver.outcome is None)
-    def draw(self) -> None:
-        self.world.draw()
+    def draw(self, most: int) -> None:
+        self.world.draw(most)
 
     @rule()
     @precondition(lambda self: self.world.timers)

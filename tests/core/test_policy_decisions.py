@@ -12,9 +12,7 @@ from engine.errors import ConfigError, PolicyError
 from engine.events import GroupAborted, GroupFailed, ReplicaLost, ReplicaPaused, WeightsInstalled, WeightsStaged
 from engine.ids import Version
 from engine.policies import registry
-from engine.schedule.codec import decode_event, encode_event
 from engine.schedule.frames import Header
-from engine.schedule.packing import CodecError, pack
 from engine.schedule.reader import read
 from engine.schedule.recorder import MemoryRecorder
 from engine.schedule.recovery import recover
@@ -95,17 +93,6 @@ def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
     assert run.view.group(0) is not None and group.unfinished == 2
     run.tell(GroupFailed(**place, attempt=2, cause="data", reason="x"))
     assert group.unfinished == 0
-
-
-def test_an_older_record_says_nothing_of_unfinished_trajectories() -> None:
-    event = GroupAborted(
-        group=1, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=3
-    )
-    assert decode_event(encode_event(event)) == event
-    older = decode_event(pack([4, 1, 1, 0, 1, 4, 0, 0]))
-    assert isinstance(older, GroupAborted) and older.unfinished == 0
-    with pytest.raises(CodecError, match="GroupAborted has 8 fields, not 6"):
-        decode_event(pack([4, 1, 1, 0, 1, 4, 0]))
 
 
 # whole batches

@@ -99,8 +99,8 @@ def test_a_run_that_is_over_waits_for_nothing() -> None:
 
 
 def test_a_time_that_is_not_known_is_left_out() -> None:
-    wait = Wait(what="draws 4 prompts", by="the data source", since=None, ends="PromptsDrawn")
-    assert wait.sentence(12.0) == "the data source: draws 4 prompts (until PromptsDrawn)"
+    wait = Wait(what="draws 4 prompts", by="the data source", since=None, ends="PromptsDrawn or DrawFailed")
+    assert wait.sentence(12.0) == "the data source: draws 4 prompts (until PromptsDrawn or DrawFailed)"
 
 
 def test_a_stuck_run_is_told_as_who_waits_for_what() -> None:

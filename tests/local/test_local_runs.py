@@ -12,7 +12,7 @@ import pytest
 
 import engine.local
 from engine.errors import ConfigError, DataFailure, RunFailed
-from engine.events import GroupFailed, GroupGenerated, ReplicaLost
+from engine.events import DrawFailed, GroupFailed, GroupGenerated, ReplicaLost
 from engine.hosts.prompts import CountedPrompts
 from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, Generated, GroupWork
@@ -181,6 +181,43 @@ def test_a_run_whose_trainer_always_fails_says_so() -> None:
 
     with pytest.raises(RunFailed, match=r"train step 0 failed 5 times, at last: RuntimeError: the GPU fell off"):
         run(trainer=Broken())
+
+
+class Sometimes(CountedPrompts):
+    """Of 30 prompts; each third answer is `odd`."""
+
+    def __init__(self, odd: Any) -> None:
+        super().__init__(30, lambda group: Prompt(row=group, text="?"))
+        self.odd = odd
+        self.calls = 0
+
+    def draw(self, first: int, count: int) -> tuple[int, bool]:
+        self.calls += 1
+        if self.calls % 3 == 2:
+            return self.odd  # type: ignore[no-any-return]
+        return super().draw(first, min(count, 2))
+
+
+@pytest.mark.parametrize("odd", [(99, False), (-3, False), (0, False), None])
+def test_a_data_source_that_fails_now_and_then_costs_no_prompt(odd: Any) -> None:
+    trainer = Counting()
+    source = Sometimes(odd)
+    result = run(prompts=source, trainer=trainer)
+    assert sorted(trainer.groups) == list(range(30)) and result.outcome == "finished"
+    assert len(events_of(result, DrawFailed)) == len(range(2, source.calls + 1, 3)) > 3
+    assert replay(read(result.record)).identical
+
+
+@pytest.mark.parametrize("odd", [(99, False), (-3, False), (0, False), OSError("no such file")])
+def test_a_data_source_that_always_fails_ends_the_run_by_name(odd: Any) -> None:
+    class Broken(Sometimes):
+        def draw(self, first: int, count: int) -> tuple[int, bool]:
+            if isinstance(odd, OSError):
+                raise odd
+            return odd  # type: ignore[no-any-return]
+
+    with pytest.raises(RunFailed, match=r"the data source failed 5 times in a row, at last: .*(Broken\.draw|no such)"):
+        run(prompts=Broken(odd))
 
 
 def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:

@@ -145,13 +145,13 @@ WRONG_EVENTS = {
     "bool for a tag": packed(True),
     "text for a tag": packed("RunStarted"),
     "field missing": packed(2, 0, 3),
-    "field too many": packed(2, 0, 3, True, 1),
-    "int for a bool": packed(2, 0, 3, 1),
+    "field too many": packed(2, 0, 3, True, 1, 1),
+    "int for a bool": packed(2, 0, 3, 1, 0),
     "bool for an int": packed(2, 0, True, True),
     "float for an int": packed(2, 0.0, 3, True),
     "int for a float": packed(3, 7, 1, 0, 1, 30, 2, 3, 4, 1, 1.0),
     "nan": packed(3, 7, 1, 0, 1, 30, 2, 3, 4, nan, 1.0),
-    "too large": packed(2, 2**63, 3, True),
+    "too large": packed(2, 2**63, 3, True, 0),
     "none": packed(2, None, 3, True),
     "long text": packed(20, "x" * (MAX_TEXT_BYTES + 1)),
     "not UTF-8": packed(20, "xx")[:-2] + b"\xff\xfe",
@@ -169,7 +169,7 @@ def test_wrong_bytes_are_no_event(data: bytes) -> None:
 def test_refusals_say_what_is_wrong() -> None:
     for name, said in {
         "unknown tag": "no event has the tag 999; a newer engine",
-        "field missing": "PromptsDrawn has 3 fields, not 2",
+        "field missing": "PromptsDrawn has 4 fields, not 2",
         "int for a bool": "PromptsDrawn.exhausted is a int, not a bool",
         "too large": "PromptsDrawn.first is beyond 64 bits",
     }.items():
