@@ -8,15 +8,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
 from engine.errors import DataFailure, EngineError
 from engine.events import Event, RowsFailed, RowsMeasured
+from engine.hosts.checks import reward_problem
 from engine.hosts.reasons import reason_of
+from engine.hosts.threads import contained
 from engine.ids import GroupId, ValidationId, Version
 from engine.roles import Generated, Generator, GroupWork
-from engine.trajectory import Prompt
+from engine.trajectory import Prompt, TrajectoryGroup
 from engine.user_code import awaited
 
 log = logging.getLogger(__name__)
@@ -141,6 +144,8 @@ class Measuring:
         rewards = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         self._require_version(order)
         measured = [reward for reward in rewards if reward is not None]
+        if not isfinite(sum(measured)):
+            raise EngineError(f"the rewards of held-out rows {rows[0]} to {rows[-1]} are too large to add up")
         return RowsMeasured(
             **_place(order), version=order.version, measured=len(measured),
             right=sum(reward >= RIGHT for reward in measured), reward=float(sum(measured)),
@@ -173,16 +178,21 @@ def _place(order: MeasureRows) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _reward(prompt: Prompt, outcome: Generated | BaseException) -> float | None:
+def _reward(prompt: Prompt, outcome: Any) -> float | None:
     """What a held-out prompt earned; None where it or its reward is at fault. Raises what is the replica's fault."""
     if isinstance(outcome, DataFailure):
         log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
         return None
     if isinstance(outcome, BaseException):
         raise outcome
+    if not isinstance(outcome, Generated) or not isinstance(outcome.group, TrajectoryGroup):
+        law = "generate() must return Generated(group=TrajectoryGroup(...))"
+        raise EngineError(f"held-out row {prompt.row}: {law}, not {type(outcome).__name__}")
     if outcome.aborted:
         raise EngineError(f"held-out row {prompt.row} was cut short")
     reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
-    if reward is None:
-        log.warning("held-out row %d cannot be measured: its response has no reward", prompt.row)
-    return reward
+    problem = contained(reward_problem, reward)
+    if problem or reward is None:
+        log.warning("held-out row %d cannot be measured: %s", prompt.row, problem)
+        return None
+    return float(reward)

@@ -1,6 +1,7 @@
 """Held-out rows on a replica: counted once, under the version that was asked for, and whose fault it is when not."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.errors import DataFailure, EngineError
 from engine.events import Event, ReplicaPaused, RowsFailed, RowsMeasured
 from engine.hosts.measuring import HeldOut, held_out_group
 from engine.local import SimpleGenerator, response
-from engine.roles import GroupWork
+from engine.roles import Generated, GroupWork
 from engine.trajectory import Prompt, Trajectory
 
 PROMPTS = [Prompt(row=row, text=f"{row} + 1") for row in range(6)]
@@ -110,14 +111,43 @@ def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
     play(scene)
 
 
-def test_a_response_without_a_reward_is_not_measured() -> None:
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, "high", 10**400])
+def test_a_response_without_a_finite_reward_is_not_measured(reward: Any) -> None:
     async def scene() -> None:
-        on = stage(Answering(reward=lambda row: None))
+        on = stage(Answering(reward=lambda row: reward))
         on.generator.let.set()
         on.host.carry_out(measure())
         await on.until(1)
         (event,) = news(on, RowsMeasured)
-        assert (event.measured, event.right) == (0, 0)
+        assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("wrong", ["text", None, Generated(group=None)])  # type: ignore[arg-type]
+def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> None:
+    class Odd(Answering):
+        async def generate(self, work: GroupWork) -> Any:
+            return wrong
+
+    async def scene() -> None:
+        on = stage(Odd())
+        on.host.carry_out(measure())
+        await on.until(1)
+        (event,) = news(on, RowsFailed)
+        assert "held-out row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
+
+    play(scene)
+
+
+def test_rewards_too_large_to_add_up_fail_the_chunk() -> None:
+    async def scene() -> None:
+        on = stage(Answering(reward=lambda row: 1e308))
+        on.generator.let.set()
+        on.host.carry_out(measure())
+        await on.until(1)
+        (event,) = news(on, RowsFailed)
+        assert "too large to add up" in event.reason
 
     play(scene)
 
