@@ -61,9 +61,11 @@ class ValidationScheduling:
 
     def advance(self) -> None:
         """Queue what is due, give the oldest run its replicas, end what cannot go on."""
-        if self.limits is None or not self.state.started or self.state.outcome is not None or self.state.live.draining:
+        if self.limits is None or not self.state.started or self.state.outcome is not None:
             return
         self._queue_due(self.limits)
+        if self.state.live.draining:
+            return  # what is queued now is owed when the run is resumed
         for run in list(self.books.runs.values()):
             self._take_replicas(run, self.limits)
             spent = self._why_it_cannot(run, self.limits)

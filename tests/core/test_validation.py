@@ -10,8 +10,10 @@ import pytest
 from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring
 from engine.errors import ConfigError, EngineError
 from engine.events import (
+    DrainRequested,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaPaused,
     RowsFailed,
     RowsMeasured,
     RunResumed,
@@ -412,6 +414,24 @@ def test_a_run_that_is_cut_off_twice_owes_its_validation_still() -> None:
     world.come_back(0)
     world.install(0)
     assert {order.version for order in world.out()} == {4}
+
+
+def test_a_version_that_is_published_while_a_run_drains_is_measured_once_it_is_resumed() -> None:
+    world = Measured(replace(ON_THE_WAY, every=2))
+    world.next_version()
+    world.finish(world.running()[0])
+    world.tell(DrainRequested(reason="maintenance"))
+    world.train()
+    world.publish()
+    for id in (0, 1):
+        replica = world.state.fleet.replicas[id]
+        world.tell(ReplicaPaused(replica=id, incarnation=replica.incarnation, attempt=replica.sync_attempt))
+    assert world.ordered(FinishRun)[-1].outcome == "stopped" and world.ends() == [("cancelled", 2)]
+    world.tell(RunResumed(steps=2, replicas=2, consumed=(), released=(), kept=True))
+    world.publish()
+    world.come_back(0)
+    world.install(0)
+    assert {order.version for order in world.out()} == {3}
 
 
 # replicas of its own
