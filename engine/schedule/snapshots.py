@@ -61,17 +61,19 @@ PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Valid
 """What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
 WIRING: dict[str, set[str]] = {
     "State": {
-        "limits", "_ahead", "groups", "_touched", "_sum", "_others", "_group_machine", "_step_machine",
+        "limits", "_ahead", "groups", "hashed", "attempts", "census", "_group_machine", "_step_machine",
         "_replica_machine", "_version_machine", "_pool_machine",
     },
     "Group": {"digest"},
     "Pools": {"_of_task", "_of_replica", "listed"},
-    "PoolLease": {"pool"},
-    "Fleet": {"_heap"},
+    "PoolLease": {"pool", "place_of"},
+    "Fleet": {*Fleet.__slots__} - {"replicas"},
+    "Replica": {"place", "touched"},
     "Validations": {"_fleet", "machine", "_disturb"},
     "Scheduler": {"_handlers"},
     "Decisions": {"policies", "_builtin", "_remembering", "_methods"},
     "PoolScheduling": {"_shared"},
+    "PaceScheduling": {"_first_slow", "_listed", "_paces", "_scanned"},
     "Orders": {"_commands", "_discards", "cause"},
 }  # fmt: skip
 """Fields that the constructor makes, or that follow from others; besides them what the scheduler and the modules of
@@ -147,10 +149,11 @@ def _restore_into(scheduler: Scheduler, fields: Plain, books: Sequence[Plain], r
     for module, values in zip(_deciding(scheduler), deciding, strict=True):
         _fill(module, values)
     scheduler.decisions.recall()
-    state._touched = [group for group in state.groups.values() if group.begun]
-    state._sum, state._others = 0, None
+    state.hashed.begin(group for group in state.groups.values() if group.begun)
     state.settle()
-    state.fleet.rebuild()
+    state.fleet.rebuild(state.groups)
+    state.census.rebuild()
+    state.attempts.rebuild(state.fleet, state.groups, timed=state.limits.group_timeout_s is not None)
 
 
 def watch(scheduler: Scheduler, observe: Observer | None) -> None:

@@ -193,6 +193,9 @@ def _of_the_rest(state: State, since: Since) -> Iterator[Wait]:
         limit = state.limits.group_timeout_s
         what = f"the longest attempt is parked once it has taken {limit:g} s" if limit else "it fires as an echo"
         yield Wait(what=what, by=f"timer {state.live.group_timer}", since=None, ends="TimerFired")
+    if state.live.fill_timer is not None:
+        what = "more groups are started than one event may start"
+        yield Wait(what=what, by=f"timer {state.live.fill_timer}", since=None, ends="TimerFired")
     if state.live.give_up_timer is not None:
         what = f"no replica is left, the run ends after {state.limits.give_up_s:g} s without one"
         yield Wait(what=what, by=f"timer {state.live.give_up_timer}", since=None, ends="ReplicaJoined or TimerFired")
