@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from engine.actors.books import RunBooks
 from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
 from engine.errors import ConfigError, RecordError, RunFinished
@@ -20,6 +19,7 @@ from engine.hosts.segments import clear
 from engine.ids import GroupId, StepId, Version
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
+from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.store import Torn
@@ -71,7 +71,7 @@ class Past:
         return self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
 
 
-def past_of(plan: Plan, books: RunBooks) -> Past:
+def past_of(plan: Plan, transitions: Transitions) -> Past:
     """Take up the run in a plan's directory that ended before its time.
 
     Raises: `RecordError` where its record or its trajectories cannot be gone on with or another process writes them,
@@ -83,12 +83,11 @@ def past_of(plan: Plan, books: RunBooks) -> Past:
     record = read(schedule)
     lock = RecordLock(schedule)
     try:
-        transitions = books.transitions
         rows = ReplayedRows(transitions)
         recovered = recover(
             record,
             transitions.changed,
-            books=books,
+            books=transitions,
             replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
         )
         outcome = recovered.scheduler.state.outcome
