@@ -28,8 +28,8 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
-    unsaved = state.checkpoint_pending
-    worked_on = state.stages.put_back() if event.kept else []
+    unsaved = state.checkpoint_ordered > min(state.kept.by_step, default=state.checkpoint_ordered)
+    worked_on = state.stages.put_back(state.groups.values()) if event.kept else []
     validation.begin_again(event.steps)
     state.orders.clear()
     _lose_replicas(event, state, rollout)

@@ -5,7 +5,10 @@ Kept by `states/state.py` as groups enter and leave; driven by `scheduling/stage
 order book alone. A group in an added state is parked to the ledger: it keeps its place and deadline and has no slot.
 """
 
+from collections.abc import Collection
+
 from engine.ids import GroupId
+from engine.states.group import Group
 from engine.states.limits import AddedState
 from engine.states.orders import OrderBook, stage_owner
 
@@ -67,14 +70,15 @@ class Stages:
         self.waiting -= 1
         return group
 
-    def put_back(self) -> list[GroupId]:
-        """Whatever is worked on waits again, before all that waited already; which groups those are. To be called
-        while the book still knows what that is."""
+    def put_back(self, groups: Collection[Group]) -> list[GroupId]:
+        """Whatever was worked on waits again, before all that waited already; which groups those are. A run that was
+        stopped has no orders any more, so that its `groups` say it."""
         put_back: list[GroupId] = []
         for stage in self.by_name.values():
-            worked_on = [order.id for order in self._orders.owned(stage.owner)]
-            for group in worked_on:
-                self._orders.withdraw("stage", group)
+            there = [group for group in groups if group.state == stage.name and group.id not in stage.waiting]
+            worked_on = [group.id for group in sorted(there, key=lambda group: group.entered)]
+            for id in worked_on:
+                self._orders.withdraw("stage", id)
             stage.waiting = {**dict.fromkeys(worked_on), **stage.waiting}
             self.waiting += len(worked_on)
             put_back += worked_on

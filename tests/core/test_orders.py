@@ -51,6 +51,7 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
 from tests.core.adversary import Adversary
+from tests.core.states_of_our_own import WEIGHING
 from tests.core.test_laws import any_policies, limits
 from tests.core.test_worlds import ROUGH
 
@@ -229,6 +230,25 @@ def test_a_run_that_is_resumed_has_no_order_of_before() -> None:
         world.crash(1, kept=kept)
         after = world.scheduler.state.orders
         assert all(order.number >= before.next_number for order in after.all())
+        world.complete()
+
+
+def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
+    """Its book is empty, so that the records say what that was."""
+    figures = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, checkpoint_every=2,
+        keeps_batches=True, added_states=(WEIGHING,),
+    )  # fmt: skip
+    for under_way in ("stage", "checkpoint"):
+        world = Adversary(figures, PolicySet.from_names({}), prompts=12, slots=4)
+        world.join(0)
+        while not world.scheduler.state.orders.open(under_way):
+            assert world.act()
+        ordered = [*world.scheduler.state.orders.open(under_way)]
+        world.deliver(StopRequested(reason="enough"))
+        assert len(world.scheduler.state.orders) == 0
+        world.crash(1, kept=True)
+        assert [*world.scheduler.state.orders.open(under_way)] == ordered
         world.complete()
 
 
