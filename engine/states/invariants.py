@@ -117,9 +117,10 @@ def check_all(state: State) -> None:
     require(set(state.ready) == {g.id for g in state.groups.values() if phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
-    check_stages(state)
     check_validations(state)
-    check_pools(state)
+    if state.outcome is None:  # the book is empty once the run is over
+        check_stages(state)
+        check_pools(state)
     check_fleet(state)
     require(state.hash == state.hashed.from_scratch(), "law 8: the state hash does not match the state")
     require(state.live.books_agree() and state.kept.books_agree(), "law 8: something changed in secret")
@@ -170,6 +171,20 @@ def check_orders(state: State) -> None:
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
     timers = {state.steps[state.steps_batched].timer, *state.live.timers} - {None}
     require(orders.open("timer").keys() == timers, "law 10: a timer is forgotten", timers=sorted(timers))
+    require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")
+    require(all(at > state.latest_version for at in orders.open("publish")), "law 10: a version is published twice")
+    require(not orders.open("retire").keys() & state.versions.keys(), "law 10: a version is dropped that is live")
+    require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
+    for order in orders.all():
+        lost = (
+            isinstance(order.owner, int)
+            and order.subject not in ("start", "stop")
+            and (
+                replicas[order.owner].state == "lost"
+                or replicas[order.owner].incarnation != getattr(order.command, "incarnation", None)
+            )
+        )
+        require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
     for replica in replicas.values():
         sync = orders.find("sync", replica.id)
         kind = IN_SYNC.get(replica.state, StageWeights if replica.staging is not None else None)
