@@ -112,7 +112,7 @@ ECHOES = [
 
 
 def answer(command: Command, event: type[Event], number: int) -> Event:
-    return sample(event, orders=(number,))  # type: ignore[no-any-return]
+    return sample(event, orders=(number,), number=number)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("kind", "event"), ANSWERS)
@@ -130,7 +130,7 @@ def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]
 def test_an_event_about_something_else_is_a_stale_echo(kind: type[Command], event: type[Event], name: str) -> None:
     book, command = OrderBook(), sample(kind, number=0)
     book.add(command, at=0.0)
-    said = sample(event)
+    said = sample(event, number=0)
     changed = replace(said, **{name: other(getattr(said, name))})
     assert not book.match(changed) or event in UNSOLICITED
     assert book.matched == () and len(book) == 1
