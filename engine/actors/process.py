@@ -44,6 +44,17 @@ class PackedPlan:
         return plan
 
 
+class RunLog(logging.FileHandler):
+    """The log of a process in the run's directory. Where that is gone what is logged goes to stderr: nothing may fail
+    because it could not be logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            print(self.format(record), file=sys.stderr)
+
+
 def prepare_process(name: str, run_dir: Path | None, threads: int | None = None) -> None:
     """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is."""
     if threads is not None:
@@ -54,7 +65,7 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None)
         return
     directory = run_dir / "logs"
     directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / f"{name}.log", delay=True)
+    handler = RunLog(directory / f"{name}.log", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("engine")
     logger.addHandler(handler)
