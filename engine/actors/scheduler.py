@@ -359,9 +359,9 @@ class SchedulerActor:
             if outermost:
                 self._executor.flush()
         except Exception as error:
-            log.exception("the run cannot go on")
             if not self._over.done():
                 self._over.set_exception(error)
+            log.exception("the run cannot go on")
         finally:
             self._draining = not outermost
 
