@@ -46,25 +46,9 @@ class PackedPlan:
         return plan
 
 
-<<<<<<< HEAD
 def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
     """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is.
     `private`: take from others what they may do in the run's directory, and with whatever this process writes."""
-=======
-class RunLog(logging.FileHandler):
-    """The log of a process in the run's directory. Where that is gone what is logged goes to stderr: nothing may fail
-    because it could not be logged."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:
-            print(self.format(record), file=sys.stderr)
-
-
-def prepare_process(name: str, run_dir: Path | None, threads: int | None = None) -> None:
-    """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is."""
->>>>>>> record
     if threads is not None:
         count = str(threads or os.cpu_count() or 1)
         os.environ.update(OMP_NUM_THREADS=count, MKL_NUM_THREADS=count)
@@ -76,13 +60,8 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None)
     if not private:
         os.umask(umask & UMASK)  # as it was, but that this user may always use what is made
     directory = run_dir / "logs"
-<<<<<<< HEAD
     make_directory(directory)
-    handler = _PrivateLog(directory / f"{name}.log", delay=True)
-=======
-    directory.mkdir(parents=True, exist_ok=True)
     handler = RunLog(directory / f"{name}.log", delay=True)
->>>>>>> record
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("engine")
     logger.addHandler(handler)
@@ -92,8 +71,15 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None)
         logger.warning("others may read what the run writes: %s", failure)
 
 
-class _PrivateLog(logging.FileHandler):
-    """A log that its user alone may read."""
+class RunLog(logging.FileHandler):
+    """The log of a process in the run's directory, which its user alone may read. Where that is gone what is logged goes
+    to stderr: nothing may fail because it could not be logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            print(self.format(record), file=sys.stderr)
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)
