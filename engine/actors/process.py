@@ -72,7 +72,7 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
 
 
 class RunLog(logging.FileHandler):
-    """The log of a process in the run's directory, which its user alone may read. Where that is gone what is logged goes
+    """The log of a process in the run's directory, for its user alone. Where that is gone what is logged goes
     to stderr: nothing may fail because it could not be logged."""
 
     def emit(self, record: logging.LogRecord) -> None:

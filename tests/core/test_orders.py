@@ -324,7 +324,8 @@ class Forgetful(World):
     def _draw(self, command: DrawPrompts) -> None:
         first = self.scheduler.state.ledger.drawn
         count = min(command.count, self.setting.prompts - first)
-        drawn = PromptsDrawn(first=first, count=count, exhausted=first + count == self.setting.prompts)
+        last = first + count == self.setting.prompts
+        drawn = PromptsDrawn(first=first, count=count, exhausted=last, number=command.number)
         self._after(0.0, self._in_this_life(lambda: self.driver.deliver(drawn)))
 
     def _set_timer(self, command: SetTimer) -> None:
