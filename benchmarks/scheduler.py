@@ -1,10 +1,12 @@
 """Groups per second of the scheduler alone, recording on, through their whole life; and bytes per live group.
 
     python benchmarks/scheduler.py [--live 1000 10000 100000 1000000]
+    python benchmarks/scheduler.py --replicas 10,100,1000,4000
 
 One core, no executor: events are made from the commands that come back, so what is timed is driver, scheduler,
-machines, ledger, laws
-and record. "live" groups are started and not consumed while one batch after another goes through.
+machines, ledger, laws and record. "live" groups are started and not consumed while one batch after another goes
+through. With `--replicas`, fleets of so many replicas with 16 slots each are compared instead: a batch is a quarter of
+the slots, and every replica takes new weights after every step, so that each group costs as many events in any fleet.
 """
 
 import argparse
@@ -16,13 +18,17 @@ import tracemalloc
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.commands import (
     Command,
     DrawPrompts,
     InstallWeights,
+    ParkGroup,
     PauseReplica,
     PublishWeights,
+    ResumeGroup,
+    SetTimer,
     StageWeights,
     StartGroup,
     TrainStep,
@@ -30,12 +36,14 @@ from engine.commands import (
 from engine.driver import Driver
 from engine.events import (
     Event,
+    GroupAborted,
     GroupGenerated,
     PromptsDrawn,
     ReplicaJoined,
     ReplicaPaused,
     RunStarted,
     StepTrained,
+    TimerFired,
     WeightsInstalled,
     WeightsPublished,
     WeightsStaged,
@@ -46,6 +54,12 @@ from engine.scheduler import Scheduler
 from engine.states.limits import Limits
 
 REPLICAS = 16
+SLOTS = 16
+"""Of each replica, where fleets are compared."""
+STALENESS = 3
+SLOW_EVERY = 10
+"""One replica of so many makes a third of the tokens of the others, where stragglers are looked for."""
+SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
 
 
 class Echo:
@@ -53,14 +67,27 @@ class Echo:
 
     def __init__(self) -> None:
         self.answers: deque[Event] = deque()
-        self.running: deque[StartGroup] = deque()
+        self.running: deque[StartGroup | ResumeGroup] = deque()
+        self.parked: set[tuple[int, int]] = set()
+        """Attempts of groups that were parked: nothing comes of them any more."""
         self.drawn = 0
 
     def execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
-                case StartGroup():
+                case StartGroup() | ResumeGroup():
                     self.running.append(command)
+                case ParkGroup():
+                    self.parked.add((command.group, command.attempt))
+                    self.answers.append(
+                        GroupAborted(
+                            group=command.group, attempt=command.attempt, replica=command.replica,
+                            incarnation=command.incarnation, tokens=0, oldest_version=-1, newest_version=-1,
+                            unfinished=0,
+                        )
+                    )  # fmt: skip
+                case SetTimer():
+                    self.answers.append(TimerFired(timer=command.timer))
                 case DrawPrompts():
                     drawn = {"first": self.drawn, "count": command.count, "number": command.number}
                     self.answers.append(PromptsDrawn(**drawn, exhausted=False))
@@ -81,6 +108,17 @@ def _address(command: StageWeights | PauseReplica | InstallWeights) -> dict[str,
     return {"replica": command.replica, "incarnation": command.incarnation, "attempt": command.attempt}
 
 
+class Steady:
+    """A clock on which every event takes as long."""
+
+    def __init__(self) -> None:
+        self.events = 0
+
+    def now(self) -> float:
+        self.events += 1
+        return self.events * 1e-3
+
+
 class Wall:
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -99,10 +137,14 @@ def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None
             continue
         start = echo.running.popleft()
         version = replicas[start.replica].version
+        if (start.group, start.attempt) in echo.parked:
+            echo.parked.remove((start.group, start.attempt))
+            continue
         driver.deliver(
             GroupGenerated(
                 group=start.group, attempt=start.attempt, replica=start.replica, incarnation=start.incarnation,
-                tokens=900, oldest_version=version, newest_version=version, live=8, reward_mean=0.5, reward_spread=1.0,
+                tokens=900 if start.replica % SLOW_EVERY else 300, oldest_version=version, newest_version=version,
+                live=8, reward_mean=0.5, reward_spread=1.0,
             )
         )  # fmt: skip
 
@@ -137,12 +179,97 @@ def measure(live: int, groups: int, directory: Path) -> tuple[float, float, floa
     return max(groups, batch) / elapsed, (driver.events_handled - events) / elapsed, size / started
 
 
+class Timed(Driver):
+    """Adds up the CPU time that events take, those of weight syncs apart, and keeps the longest."""
+
+    sync_s = 0.0
+    syncs = 0
+    longest_s = 0.0
+
+    def deliver(self, *events: Event) -> None:
+        begin = time.process_time()
+        super().deliver(*events)
+        took = time.process_time() - begin
+        self.longest_s = max(self.longest_s, took)
+        if isinstance(events[0], SYNC_EVENTS):
+            self.sync_s += took
+            self.syncs += 1
+
+
+class Figures(NamedTuple):
+    """Of one fleet. `first_ms` and `longest_ms`: the longest event while it fills, and after that."""
+
+    groups_per_s: float
+    sync_us: float
+    first_ms: float
+    longest_ms: float
+
+
+def measure_fleet(replicas: int, groups: int, directory: Path, straggler_factor: float | None = None) -> Figures:
+    """So many replicas, all slots busy, one batch after another with a weight sync behind each. All times are CPU
+    times: cores that others use as well leave the ratios alone."""
+    slots = replicas * SLOTS
+    batch = slots // (STALENESS + 1)
+    limits = Limits(
+        train_batch_size=batch, max_staleness_steps=STALENESS, max_concurrent_groups=slots,
+        straggler_factor=straggler_factor,
+    )  # fmt: skip
+    scheduler, echo = Scheduler(limits), Echo()
+    header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
+    recorder = Recorder(directory, header)
+    driver = Timed(scheduler, Steady(), recorder, echo)
+    for id in range(replicas):
+        driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=SLOTS, version=0))
+    driver.deliver(RunStarted())
+    drive(driver, echo, scheduler, 2 * batch)
+    first_s, driver.longest_s, driver.sync_s, driver.syncs = driver.longest_s, 0.0, 0.0, 0
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    begin = time.process_time()
+    timed = max(1, round(groups / batch)) * batch
+    drive(driver, echo, scheduler, timed)
+    elapsed = time.process_time() - begin
+    gc.enable()
+    gc.unfreeze()
+    recorder.close()
+    return Figures(timed / elapsed, 1e6 * driver.sync_s / driver.syncs, 1e3 * first_s, 1e3 * driver.longest_s)
+
+
+def compare_fleets(fleets: list[int], groups: int, runs: int) -> None:
+    """One row for each fleet, medians; ratios are to the first fleet in the same turn."""
+    kinds = (None, 2.0)
+    found: dict[tuple[int, float | None], list[Figures]] = {(n, kind): [] for n in fleets for kind in kinds}
+    for _ in range(runs):
+        for n, kind in found:
+            with tempfile.TemporaryDirectory() as directory:
+                found[n, kind].append(measure_fleet(n, groups, Path(directory) / "schedule", kind))
+    print(
+        "replicas      K      B | groups/s  ratio  us/sync event  longest ms (filling) |  stragglers: groups/s  ratio"
+    )
+    for n in fleets:
+        row = f"{n:>8} {n * SLOTS:>6} {n * SLOTS // (STALENESS + 1):>6} |"
+        for kind in kinds:
+            own, first = found[n, kind], found[fleets[0], kind]
+            rate, sync, filling, longest = (statistics.median(column) for column in zip(*own, strict=True))
+            ratio = statistics.median(a.groups_per_s / b.groups_per_s for a, b in zip(own, first, strict=True))
+            if kind is None:
+                row += f" {rate:>8.0f} {ratio:>6.2f} {sync:>14.1f} {longest:>11.1f} ({filling:>7.1f}) |"
+            else:
+                row += f" {rate:>20.0f} {ratio:>6.2f}"
+        print(row, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--live", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000])
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--replicas", help="compare fleets of so many replicas, for example 10,100,1000,4000")
     args = parser.parse_args()
+    if args.replicas:
+        compare_fleets([int(n) for n in args.replicas.split(",")], args.groups, args.runs)
+        return
     base = None
     print("live groups   groups/s   events/s  us/group  cost ratio  bytes/group")
     for live in args.live:

@@ -57,9 +57,12 @@ def write_private(path: Path, text: str) -> None:
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:
     """Make a directory for this user alone. Those above it are made as the umask has it, and one that is there keeps
     its mode. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.mkdir(path, DIRECTORY_MODE)
+        try:
+            os.mkdir(path, DIRECTORY_MODE)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.mkdir(path, DIRECTORY_MODE)
     except FileExistsError:
         if not exist_ok or not path.is_dir():
             raise

@@ -12,6 +12,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 HIDDEN = "***"
 LONGEST = 200
 """Characters of a value in a message."""
+_SEARCHED = 20 * LONGEST
+_BEGINNING = 40
 _DEEPEST = 8
 """Levels of nested values in a message."""
 
@@ -145,8 +147,10 @@ def _hides(field: str, value: Any) -> bool:
 
 
 def _shown_text(field: str, text: str) -> str:
-    """A text is shortened with room to spare before it is searched, since the search takes long in long ones."""
-    text = masked(shortened(text, 20 * LONGEST))
+    """Of a text that is too long to be searched for secrets only the first characters are shown."""
+    if len(text) > _SEARCHED:
+        return f"{masked(text[:_SEARCHED])[:_BEGINNING]}… ({len(text)} characters)"
+    text = masked(text)
     if field == "--set" and (given := text.partition("="))[1] and is_secret_name(given[0]):
         text = f"{given[0]}={HIDDEN}"
     return shortened(text)
@@ -179,7 +183,7 @@ def _pieces_of(field: str, value: Any, depth: int) -> Iterator[str]:
             option = flag is not None and is_secret_name(flag[1])
         yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
     else:
-        yield shortened(masked(shortened(repr(value), 20 * LONGEST)))
+        yield _shown_text("", repr(value))
 
 
 def _pieces(word: str) -> list[str]:

@@ -232,6 +232,8 @@ class Scheduler:
             self.attempts.on_timer()
         elif event.timer == live.give_up_timer:
             live.give_up_timer = None
+        elif event.timer == live.fill_timer:
+            live.fill_timer = None
         else:
             self.training.on_timer_fired(event)
 
@@ -338,17 +340,13 @@ class Scheduler:
         state = self.state
         if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out or state.stages.out:
             return None
-        if state.live.give_up_timer is not None:
+        if state.live.give_up_timer is not None or state.live.fill_timer is not None:
             return None
         if self.state.none_left:
             self._orders.end_run("failed", self.state.none_left)
             return None
-        replicas = state.fleet.rollouts()
-        under_way = any(
-            r.returns if r.state == "lost" else r.state != "ready" or r.staging is not None for r in replicas
-        )
-        step = state.steps.get(state.steps_batched)
-        if under_way or not state.fleet.alive or (step is not None and step.timer is not None):
+        census, step = state.census, state.steps.get(state.steps_batched)
+        if census.under_way or not census.rollouts.alive.total or (step is not None and step.timer is not None):
             return None
         return PolicyError(
             f"nothing is under way and the policies start nothing: {held_up(state)}; they saw {self.decisions.seen()}",

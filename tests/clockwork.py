@@ -124,6 +124,10 @@ class Clockwork:
                 self.after(self.training_s, fact.StepTrained(step=step, attempt=attempt))
             case order.PublishWeights(version=version, attempt=attempt):
                 self.after(self.publishing_s, fact.WeightsPublished(version=version, attempt=attempt))
+            case order.AbortGroup() | order.ResumeReplica() | order.StopMeasuring():
+                self.after(0.0, fact.OrderDone(orders=(command.number,)))
+            case order.DiscardGroups() | order.RetireWeights():
+                self.after(0.0, fact.OrderDone(orders=(command.number,)))
             case _:
                 pass
 

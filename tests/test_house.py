@@ -277,7 +277,7 @@ EVERYWHERE: list[tuple[Rule, str, str]] = [
     (heavy_packages_stay_home, "engine/driver.py", "import ray.util"),
     (heavy_packages_stay_home, "engine/tasks/rewards.py", "from torch.nn import Linear"),
     (heavy_packages_stay_home, "engine/rollout/torch.py", "import vllm"),
-    (sizes_are_kept, "engine/driver.py", "x = 1\n" * 401),
+    (sizes_are_kept, "engine/driver.py", "x = 1\n" * 701),
     (sizes_are_kept, "engine/driver.py", "def f():\n" + "    x = 1\n" * 70),
     (nothing_sleeps, "engine/driver.py", "import time\ntime.sleep(1)"),
     (nothing_sleeps, "engine/driver.py", "import asyncio as loops\nloops.sleep(1)"),

@@ -4,9 +4,12 @@ The twin of `local.executor` and of the simulation's world. Runs in the schedule
 can answer by itself (prompts, timers, orders to who is gone) it delivers at once.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from engine.actors.failures import failure_reason
 from engine.actors.fleet import Fleet
 from engine.actors.wire import Order
 from engine.commands import (
@@ -30,11 +33,14 @@ from engine.commands import (
 )
 from engine.events import Event, GroupFailed, PromptsDrawn
 from engine.hosts.clock import Timers
+from engine.hosts.done import DoneOrders
 from engine.hosts.measuring import held_out_group
 from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
 from engine.ids import GroupId
+
+log = logging.getLogger(__name__)
 
 TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
 
@@ -66,6 +72,10 @@ class RayExecutor:
         self._finish = finish
         self._drawn = drawn
         self._discards: list[GroupId] = []
+        self._discard_orders: list[int] = []
+        self._done = DoneOrders(deliver)
+        self._answers: set[asyncio.Task[None]] = set()
+        """Calls to the stores that are not answered yet."""
         self._timers = Timers(deliver)
         self.calls = 0
         """Calls to actors made for commands."""
@@ -97,15 +107,32 @@ class RayExecutor:
         """Make the calls that the commands so far ask for. To be called at the end of every drain."""
         self.calls += self._fleet.flush()
         if self._discards:
-            self._trajectories.discard.remote(self._discards)
+            self._expect(self._trajectories.discard.remote(self._discards), self._discard_orders)
             self.calls += 1
             if self._gateway is not None:
                 self._gateway.discard.remote(self._discards)
                 self.calls += 1
-            self._discards = []
+            self._discards, self._discard_orders = [], []
 
     def close(self) -> None:
         self._timers.close()
+        for answer in self._answers:
+            answer.cancel()
+
+    def _expect(self, call: Awaitable[object], numbers: list[int]) -> None:
+        """Orders to a store are done when the call is answered."""
+        answer = asyncio.get_running_loop().create_task(self._answer(call, numbers))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+
+    async def _answer(self, call: Awaitable[object], numbers: list[int]) -> None:
+        """A store that is gone leaves its orders open; whoever watches it says what follows."""
+        try:
+            await call
+        except Exception as error:
+            log.warning("orders %s to a store came to nothing: %s", numbers, failure_reason(error))
+        else:
+            self._done.add(*numbers)
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
@@ -127,6 +154,7 @@ class RayExecutor:
     def _discard(self, command: DiscardGroups) -> None:
         self._fleet.discard(command)
         self._discards.extend(command.groups)
+        self._discard_orders.append(command.number)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         """The replica stops, and so do the agents of held-out rows, if there are any."""
@@ -143,5 +171,5 @@ class RayExecutor:
         self._deliver(drawn)
 
     def _retire(self, command: RetireWeights) -> None:
-        self._weights.retire.remote(command.version)
+        self._expect(self._weights.retire.remote(command.version), [command.number])
         self.calls += 1

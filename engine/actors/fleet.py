@@ -7,7 +7,7 @@ over with `recover`.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -27,6 +27,8 @@ from engine.commands import Command, DiscardGroups, StartReplica, StopReplica
 from engine.events import Event, ReplicaLost, StopRequested
 from engine.hosts.reasons import clean
 from engine.ids import Incarnation, ReplicaId, StepId
+from engine.states.orders import TRAINER, OrderBook
+from engine.states.orders import Order as OpenOrder
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +45,14 @@ class Fleet:
         given: Given,
         deliver: Callable[[Event], None],
         give_up: Callable[[str], None],
+        orders: OrderBook,
         gateway: Any = None,
         lived: Mapping[ReplicaId, Incarnation] | None = None,
         living: Living | None = None,
     ) -> None:
-        """`lived`: the last life of each replica in an earlier life of the run. `living`: actors of an earlier process
-        of the scheduler, for `recover`. `give_up` ends the run, for the reason it is told."""
+        """`orders`: the order book of the run. `lived`: the last life of each replica in an earlier life of the run.
+        `living`: actors of an earlier process of the scheduler, for `recover`. `give_up` ends the run, for the reason
+        it is told."""
         self._plan = plan
         self._gateway = gateway
         self._given = given
@@ -68,8 +72,8 @@ class Fleet:
         self._steps_at_loss: dict[ReplicaId, StepId] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.trainer = TrainerLink(plan, given, deliver, self.spawn, living)
-        self._workers = Workers(plan, given, deliver, self.spawn, living)
+        self.trainer = TrainerLink(plan, given, orders, deliver, self.spawn, living)
+        self._workers = Workers(plan, given, orders, deliver, self.spawn, living)
 
     async def open(self, restore: Restore | None = None) -> None:
         """Start every actor and wait until each is ready, but for replicas for which the cluster has no room as it is;
@@ -174,12 +178,13 @@ class Fleet:
         """End what is done on groups that are forgotten now."""
         self._workers.discard(command)
 
-    def answered(self, source: str, event: Event) -> None:
-        """To be told of every event of an actor, before the scheduler is."""
-        if source == "trainer":
-            self.trainer.answered(event)
-        else:
-            self._workers.answered(source, event)
+    def answered(self, event: Event, orders: Sequence[OpenOrder]) -> None:
+        """To be told of every event, with the orders that it answers, before what it leads to is carried out."""
+        for order in orders:
+            if order.owner == TRAINER:
+                self.trainer.answered(event, order.command)
+            else:
+                self._workers.answered(order.owner, event)
 
     def flush(self) -> int:
         """Send what was ordered, one call per actor; how many calls."""

@@ -1,9 +1,10 @@
-"""An actor as seen from the scheduler: what it was ordered and has not answered, through all its lives.
+"""An actor as seen from the scheduler, through all its lives. What it was ordered and has not answered is in the order
+book.
 
 Base of `trainer_link.TrainerLink` and `worker_link.WorkerLink`, which say what follows when it dies.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypedDict
 
 import ray
@@ -15,6 +16,7 @@ from engine.actors.wire import Order, pack_orders
 from engine.commands import Command
 from engine.events import Event
 from engine.ids import Incarnation
+from engine.states.orders import Order as OpenOrder
 
 
 class LinkOptions(TypedDict):
@@ -25,13 +27,14 @@ class LinkOptions(TypedDict):
     pulse: Pulse
     start: Callable[[Incarnation], Any]
     failure: Callable[[Any, str], Event]
+    owned: Callable[[], list[OpenOrder]]
     deliver: Callable[[Event], None]
     spawn: Callable[[Coroutine[Any, Any, None]], object]
 
 
 class Link:
-    """`start` makes the actor of a life, `failure` the event of an order that came to nothing. `living`: the actors are
-    there already, and the one called `source` is taken over."""
+    """`start` makes the actor of a life, `failure` the event of an order that came to nothing; `owned` gives the open
+    orders that the actor has. `living`: the actors are there already, and the one called `source` is taken over."""
 
     def __init__(
         self,
@@ -41,18 +44,19 @@ class Link:
         pulse: Pulse,
         start: Callable[[Incarnation], Any],
         failure: Callable[[Any, str], Event],
+        owned: Callable[[], list[OpenOrder]],
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._start = start
         self._failure = failure
+        self._owned = owned
         self._deliver = deliver
         self._spawn = spawn
         self._incarnation = 0
         self._gone: str | None = None
         """Why there is none any more."""
         self._closed = False
-        self._pending: list[Command] = []
         self._orders: list[Order] = []
         self._sequence = 0
         self._pulse = pulse
@@ -89,7 +93,6 @@ class Link:
         if self._gone is not None:
             self._deliver(self._failure(command, self._gone))
             return
-        self._pending.append(command)
         self._orders.append(Order(command))
 
     def flush(self) -> int:
@@ -99,6 +102,12 @@ class Link:
         self.actor.carry_out.remote(self._sequence, pack_orders(self._orders))
         self._orders = []
         return 1
+
+    def fail(self, lost: Sequence[OpenOrder], answer: Callable[[Command], Event]) -> None:
+        """Answer the orders of a life that is over, as far as they are still open: one answer may end several."""
+        for order in lost:
+            if order.number in {one.number for one in self._owned()}:
+                self._deliver(answer(order.command))
 
     def close(self) -> None:
         self._closed = True

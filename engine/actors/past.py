@@ -9,7 +9,6 @@ place.
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.actors.books import RunBooks
 from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.stored_groups import INITIAL, missing_groups, way_back
@@ -20,6 +19,7 @@ from engine.hosts.segments import put_store_aside
 from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
+from engine.metrics.transitions import Transitions
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.regular import require_regular
@@ -73,7 +73,7 @@ class Past:
         return self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
 
 
-def past_of(plan: Plan, books: RunBooks) -> Past:
+def past_of(plan: Plan, transitions: Transitions) -> Past:
     """Take up the run in a plan's directory that ended before its time.
 
     Raises: `RecordError` where its record or its trajectories cannot be gone on with or another process writes them,
@@ -85,12 +85,11 @@ def past_of(plan: Plan, books: RunBooks) -> Past:
     record = read(schedule, missing_end=plan.force_from is not None)
     lock = RecordLock(schedule)
     try:
-        transitions = books.transitions
         rows = ReplayedRows(transitions)
         recovered = recover(
             record,
             transitions.changed,
-            books=books,
+            books=transitions,
             replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
         )
         outcome = recovered.scheduler.state.outcome

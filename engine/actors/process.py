@@ -61,7 +61,7 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
         os.umask(umask & UMASK)  # as it was, but that this user may always use what is made
     directory = run_dir / "logs"
     make_directory(directory)
-    handler = _PrivateLog(directory / f"{name}.log", delay=True)
+    handler = RunLog(directory / f"{name}.log", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("engine")
     logger.addHandler(handler)
@@ -71,8 +71,15 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
         logger.warning("others may read what the run writes: %s", failure)
 
 
-class _PrivateLog(logging.FileHandler):
-    """A log that its user alone may read."""
+class RunLog(logging.FileHandler):
+    """The log of a process in the run's directory, for its user alone. Where that is gone what is logged goes
+    to stderr: nothing may fail because it could not be logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            print(self.format(record), file=sys.stderr)
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from engine.actors.books import RunBooks
 from engine.actors.control import Control
 from engine.actors.endpoint import Endpoint, leave_no_word
 from engine.actors.executor import RayExecutor
@@ -45,6 +44,7 @@ from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
 from engine.metrics.collector import RunMetrics
 from engine.metrics.sinks import open_books
+from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
 from engine.scheduler import Scheduler
 
@@ -74,7 +74,7 @@ class SchedulerActor:
         self._control: Control | None = None
         self._gateway: Any = None
         self._past: Past | None = None
-        self._books = RunBooks()
+        self._transitions = Transitions()
         self._relaunch = ""
         """Why the run is to be started again from its record, if so."""
         context = ray.get_runtime_context()
@@ -91,7 +91,7 @@ class SchedulerActor:
         prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
         if plan.resume and plan.run_dir is not None:
-            self._past = await asyncio.to_thread(contained, past_of, plan, self._books)
+            self._past = await asyncio.to_thread(contained, past_of, plan, self._transitions)
         past = self._past
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
@@ -128,16 +128,18 @@ class SchedulerActor:
         plan = self._plan
         policies = PolicySet.from_names(plan.policies)
         recovered = None if earlier is None else earlier.recovered.scheduler
-        self._scheduler = recovered or Scheduler(plan.limits, policies, observe=self._books.transitions.changed)
+        self._scheduler = recovered or Scheduler(plan.limits, policies, observe=self._transitions.changed)
         journal = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
         rows = None if earlier is None else earlier.rows
-        self._metrics = RunMetrics(self._scheduler, self._books.transitions, journal, rows)
+        self._metrics = RunMetrics(self._scheduler, self._transitions, journal, rows)
         self._recorder = recorder_of(plan, policies, earlier)
         self._clock = self._new_clock(earlier)
         self._over = asyncio.get_running_loop().create_future()
         given = (self._packed, self._self, self._trajectories, self._weights)
         lived = {replica.id: replica.incarnation for replica in self._scheduler.state.fleet.replicas.values()}
-        self._fleet = Fleet(plan, given, self._deliver, self._lose_run, self._gateway, lived, living)
+        self._fleet = Fleet(
+            plan, given, self._deliver, self._lose_run, self._scheduler.state.orders, self._gateway, lived, living
+        )
         self._executor = RayExecutor(
             fleet=self._fleet,
             prompts=self._prompts,
@@ -152,7 +154,7 @@ class SchedulerActor:
         before = 0 if earlier is None else earlier.recovered.events
         self._driver = Driver(
             self._scheduler, self._clock, self._recorder, self._executor, self._observe, before,
-            0 if plan.run_dir is None else plan.snapshot_every, self._books,
+            0 if plan.run_dir is None else plan.snapshot_every, self._transitions,
         )  # fmt: skip
         if plan.metrics_port is not None:
             now, port = (lambda: self._clock.now()), plan.metrics_port
@@ -180,7 +182,7 @@ class SchedulerActor:
             log.warning("the scheduler's process has ended and been started again")
             await self._load()
             assert self._plan.run_dir is not None
-            survived = await asyncio.to_thread(contained, survived_of, self._plan.run_dir, self._books)
+            survived = await asyncio.to_thread(contained, survived_of, self._plan.run_dir, self._transitions)
             if survived.ended:
                 await self._stay_ended(survived)
             else:
@@ -200,7 +202,7 @@ class SchedulerActor:
         survived.lock.release()
         await asyncio.to_thread(end_living, self._packed.launch)
         leave_no_word(self._plan)
-        self._metrics = metrics_at_end(survived, self._books.transitions)
+        self._metrics = metrics_at_end(survived, self._transitions)
         self._failure, self._ended = survived.failure, True
         self._leaving.set()
 
@@ -272,9 +274,6 @@ class SchedulerActor:
             self._metrics.report(step, said)
             self._fleet.trainer.reported(step, said)
         batch = unpack_events(events)
-        if not source.startswith("rollout-"):
-            for event in batch:
-                self._fleet.answered(source, event)
         for first in range(0, len(batch), SLICE):
             self._deliver(*batch[first : first + SLICE])
             took = time.perf_counter() - arrived
@@ -360,9 +359,9 @@ class SchedulerActor:
             if outermost:
                 self._executor.flush()
         except Exception as error:
-            log.exception("the run cannot go on")
             if not self._over.done():
                 self._over.set_exception(error)
+            log.exception("the run cannot go on")
         finally:
             self._draining = not outermost
 
@@ -383,7 +382,7 @@ class SchedulerActor:
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         self._metrics.observe(event, commands)
-        self._books.orders.take(event, commands)
+        self._fleet.answered(event, self._scheduler.state.orders.matched)
         self._watchers.soon()
 
     async def _until_over(self) -> None:

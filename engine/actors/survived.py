@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from engine.actors.books import RunBooks
 from engine.actors.failures import failure_reason
 from engine.actors.lasting import Living, find_living
 from engine.actors.plan import Plan, Redo, Restore
@@ -26,7 +25,7 @@ from engine.metrics.journal import keep_rows
 from engine.metrics.status import Status
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.schedule import After, Handled, Recovered, read, recover
+from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.states.state import State
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Survived:
-    """`orders`: those that the record shows as given and not answered. `lock` is on the record, for the recorder that
+    """`orders`: those that are open, to be given again. `lock` is on the record, for the recorder that
     goes on with it."""
 
     recovered: Recovered
@@ -88,18 +87,18 @@ class Survived:
         return dict.fromkeys(lives, (0, False, True)) | shown
 
 
-def survived_of(run_dir: Path, books: RunBooks) -> Survived:
+def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
     """Read what is left of a run and take over its record. Raises: `RecordError`."""
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
-        under_way = ReplayedRows(books.transitions)
-
-        def replayed(frame: Handled, state: State) -> None:
-            books.orders.take(frame.event, frame.commands)
-            under_way.watch(frame.event, frame.commands, state)
-
-        recovered = recover(record, books.transitions, books, replayed)
+        under_way = ReplayedRows(transitions)
+        recovered = recover(
+            record,
+            transitions,
+            transitions,
+            replayed=lambda frame, state: under_way.watch(frame.event, frame.commands, state),
+        )
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
@@ -115,15 +114,16 @@ def survived_of(run_dir: Path, books: RunBooks) -> Survived:
         redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
     )
     later = {step: count for step, count in updates.items() if step >= first}
-    return Survived(recovered, lock, books.orders.left(recovered.at), restore, later, under_way.rows)
+    orders = state.orders.reissued(recovered.at)
+    return Survived(recovered, lock, orders, restore, later, under_way.rows)
 
 
 def status_at_end(run_dir: Path) -> Status:
     """Of a run that has finished, as its record shows it. Raises: `RecordError`."""
-    books = RunBooks()
-    survived = survived_of(run_dir, books)
+    transitions = Transitions()
+    survived = survived_of(run_dir, transitions)
     survived.lock.release()
-    return metrics_at_end(survived, books.transitions).status()
+    return metrics_at_end(survived, transitions).status()
 
 
 def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:

@@ -1,4 +1,4 @@
-"""The trainer as seen from the scheduler: what it was ordered and has not answered, and what follows when it dies.
+"""The trainer as seen from the scheduler: from where a new one goes on when it dies.
 
 Used by `fleet.Fleet`. A new trainer takes over where nothing is lost by it: from the newest checkpoint that is what was
 written, or the initial weights, by training the steps since then again from their batches; or from published weights
@@ -22,10 +22,9 @@ from engine.actors.placement import beside_the_run
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.process import PackedPlan
 from engine.actors.trainer import TrainerActor
-from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.commands import Command, PublishWeights, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import (
-    BatchScored,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -37,6 +36,7 @@ from engine.events import (
 from engine.hosts.checkpoints import damaged_of, list_checkpoints, put_aside
 from engine.hosts.figures import count_in
 from engine.ids import Incarnation, StepId
+from engine.states.orders import TRAINER, OrderBook
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class TrainerLink(Link):
         self,
         plan: Plan,
         given: Given,
+        orders: OrderBook,
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         living: Living | None = None,
@@ -71,7 +72,7 @@ class TrainerLink(Link):
         """Train steps in the newest checkpoint."""
         super().__init__(
             source="trainer", living=living, pulse=Pulse.of(plan), start=self._actor_of, failure=failure_of,
-            deliver=deliver, spawn=spawn,
+            owned=lambda: orders.owned(TRAINER), deliver=deliver, spawn=spawn,
         )  # fmt: skip
 
     def _actor_of(self, incarnation: Incarnation) -> Any:
@@ -104,14 +105,8 @@ class TrainerLink(Link):
         self._steps, self._contained, self._updates_before = restore.reaches, restore.steps, restore.optimizer_steps
         self._trained = {redo.step: redo for redo in restore.redo}
 
-    def answered(self, event: Event) -> None:
-        """To be told of every event of the trainer, before the scheduler is."""
-        for command in self._pending:
-            if answers(event, command):
-                self._pending.remove(command)
-                break
-        else:
-            return
+    def answered(self, event: Event, command: Command) -> None:
+        """To be told of every event that answers an order of the trainer, with that order."""
         if isinstance(event, StepTrained):
             self._steps, self._deaths = event.step + 1, 0
             if self._plan.limits.keeps_batches and isinstance(command, TrainStep):
@@ -139,10 +134,10 @@ class TrainerLink(Link):
         self._kill()
         newest = await self._given[3].newest.remote()
         damaged = await asyncio.to_thread(damaged_of, [path for _, path in self._beginnings() if path is not None])
-        pending, self._pending, self._orders = self._pending, [], []
-        for command in pending:
-            if isinstance(command, PublishWeights) and command.version <= newest:
-                self._steps_published = command.steps
+        lost_orders, self._orders = self._owned(), []
+        for order in lost_orders:
+            if isinstance(order.command, PublishWeights) and order.command.version <= newest:
+                self._steps_published = order.command.steps
         restore = self._restore(damaged)
         self._deaths += 1
         if restore is None or self._deaths > self._plan.trainer_restarts:
@@ -156,9 +151,12 @@ class TrainerLink(Link):
                 put_aside(path)
             self._begin()
             self._spawn(self._reopen(self.actor, restore))
-        for command in pending:
+
+        def answer(command: Command) -> Event:
             saved = isinstance(command, PublishWeights) and command.version <= newest
-            self._deliver(published(command) if saved else failure_of(command, self._gone or lost))
+            return published(command) if saved else failure_of(command, self._gone or lost)
+
+        self.fail(lost_orders, answer)
 
     def _let_go(self, steps: StepId) -> None:
         """A checkpoint contains so many steps."""
@@ -198,28 +196,6 @@ class TrainerLink(Link):
 
     def _optimizer_steps(self, *, before: StepId) -> int:
         return self._updates_before + sum(updates for step, updates in self._updates.items() if step < before)
-
-
-def answers(event: Event, command: Command) -> bool:
-    """Whether an event is what an order to the trainer was waiting for."""
-    if isinstance(command, ScoreBatch | TrainStep):
-        if isinstance(event, BatchScored):
-            return isinstance(command, ScoreBatch) and (event.step, event.attempt, event.task) == (
-                command.step,
-                command.attempt,
-                command.task,
-            )
-        if isinstance(event, StepTrained) and not isinstance(command, TrainStep):
-            return False
-        return isinstance(event, StepTrained | StepFailed) and (event.step, event.attempt) == (
-            command.step,
-            command.attempt,
-        )
-    if isinstance(command, PublishWeights):
-        return isinstance(event, WeightsPublished | PublishFailed) and event.attempt == command.attempt
-    if isinstance(command, SaveCheckpoint):
-        return isinstance(event, CheckpointSaved | CheckpointFailed) and event.steps == command.steps
-    return False
 
 
 def published(command: Any) -> Event:

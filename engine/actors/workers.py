@@ -4,7 +4,7 @@ Used by `fleet.Fleet`; each is a `WorkerLink`.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import Living, lasting
 from engine.actors.plan import Plan
 from engine.actors.scorer import ScorerActor
-from engine.actors.trainer_link import Given, answers, failure_of
+from engine.actors.trainer_link import Given, failure_of
 from engine.actors.worker_link import WorkerLink
 from engine.commands import Command, DiscardGroups, EnterState, ScoreBatch
-from engine.events import Event, StateFailed, StateLeft
+from engine.events import Event, StateFailed
 from engine.ids import Incarnation
+from engine.states.orders import Order, OrderBook, Owner, stage_owner
 
 
 class Workers:
@@ -29,12 +30,14 @@ class Workers:
         self,
         plan: Plan,
         given: Given,
+        orders: OrderBook,
         deliver: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         living: Living | None = None,
     ) -> None:
         self._links: dict[str, WorkerLink] = {}
         self._of_task: dict[str, WorkerLink] = {}
+        self._of_owner: dict[Owner, WorkerLink] = {}
         shared: dict[str, Any] = {"restarts": plan.worker_restarts, "deliver": deliver, "spawn": spawn}
         shared |= {"living": living, "pulse": Pulse.of(plan)}
         for number, tasks in enumerate(plan.limits.scorers()):
@@ -42,20 +45,23 @@ class Workers:
                 source=f"scorer-{number}",
                 what=f"the scorer of {' and '.join(tasks)}",
                 start=partial(_scorer, plan, given, number),
-                answers=answers,
                 failure=failure_of,
+                owned=partial(_owned, orders, owners := [orders.scorer(task) for task in tasks]),
                 **shared,
             )
             self._of_task.update(dict.fromkeys(tasks, link))
+            self._of_owner.update(dict.fromkeys(owners, link))
         if plan.limits.added_states:
-            self._links[SOURCE] = WorkerLink(
+            owners = [stage_owner(state.name) for state in plan.limits.added_states]
+            link = self._links[SOURCE] = WorkerLink(
                 source=SOURCE,
                 what="the process of the added states",
                 start=partial(_added_states, given),
-                answers=_leaves,
                 failure=_state_failed,
+                owned=partial(_owned, orders, owners),
                 **shared,
             )
+            self._of_owner.update(dict.fromkeys(owners, link))
 
     async def open(self) -> None:
         """Raises what the user's factories raise."""
@@ -89,10 +95,10 @@ class Workers:
     def flush(self) -> int:
         return sum(link.flush() for link in self._links.values())
 
-    def answered(self, source: str, event: Event) -> None:
-        """To be told of every event of a worker, before the scheduler is."""
-        if source in self._links:
-            self._links[source].answered(event)
+    def answered(self, owner: Owner, event: Event) -> None:
+        """To be told of every event that answers an order of a worker."""
+        if owner in self._of_owner:
+            self._of_owner[owner].answered(event)
 
     def close(self) -> None:
         for link in self._links.values():
@@ -113,12 +119,8 @@ def _added_states(given: Given, incarnation: Incarnation) -> Any:
     return ray.remote(AddedStatesActor).options(**options).remote(packed, incarnation, scheduler, trajectories)
 
 
-def _leaves(event: Event, command: Command) -> bool:
-    return (
-        isinstance(command, EnterState)
-        and isinstance(event, StateLeft | StateFailed)
-        and (event.group, event.attempt, event.state) == (command.group, command.attempt, command.state)
-    )
+def _owned(orders: OrderBook, owners: Sequence[Owner]) -> list[Order]:
+    return [order for owner in owners for order in orders.owned(owner)]
 
 
 def _state_failed(command: EnterState, reason: str) -> Event:

@@ -67,6 +67,8 @@ class Measuring:
         self._spawn = spawn
         self._running: dict[asyncio.Task[None], Measurement] = {}
         self._newest: ValidationId = -1
+        self._newest_stop = -1
+        """Number of the newest order to stop."""
         self._attempts: dict[int, int] = {}
         """Of the newest validation's chunks, so that a repeated order is known as one."""
 
@@ -90,7 +92,11 @@ class Measuring:
         measurement.task.add_done_callback(lambda task: self._running.pop(task, None))
 
     def stop(self, order: StopMeasuring) -> None:
-        """End what runs for a validation; nothing is reported."""
+        """End what runs for a validation; its rows are not reported. A repeat changes nothing: what was begun after the
+        first is wanted."""
+        if order.number <= self._newest_stop:
+            return
+        self._newest_stop = order.number
         for measurement in self._running.values():
             if measurement.order.validation == order.validation:
                 self._stop(measurement)

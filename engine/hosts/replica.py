@@ -25,13 +25,14 @@ from engine.commands import (
     TruncateGroup,
 )
 from engine.errors import DataFailure, EngineError
-from engine.events import Event, GroupFailed, ReplicaJoined, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
+from engine.events import Event, GroupFailed, OrderDone, ReplicaJoined
 from engine.hosts.attempt import PARK_S, Attempt
 from engine.hosts.checks import Versions, check_generated
+from engine.hosts.done import DoneOrders
 from engine.hosts.measuring import HeldOut, Measuring
 from engine.hosts.reasons import clean, reason_of
+from engine.hosts.replica_weights import ReplicaWeights
 from engine.hosts.reports import aborted_event, generated_event, prefix_event
-from engine.hosts.sleeping import Sleeping
 from engine.hosts.threads import contained
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.weights import Weights
@@ -44,9 +45,6 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_ATTEMPTS = 16_384
 """Groups whose last attempt is kept in mind, so that a repeated order is known as one."""
-
-
-SyncCommand = StageWeights | PauseReplica | InstallWeights | ResumeReplica
 
 
 class ReplicaHost:
@@ -76,39 +74,39 @@ class ReplicaHost:
         self.generator = generator
         self.samples = samples
         self.prefix_every_tokens = prefix_every_tokens
-        self.version: Version = 0
         self._rewarded = rewarded
         self._trajectories = trajectories
-        self._weights = weights
         self._emit = emit
         self._broken = broken
         self._running: dict[GroupId, Attempt] = {}
         self._attempts: OrderedDict[GroupId, int] = OrderedDict()
-        self._pause_mode: str | None = None
-        self._sleeping = Sleeping(generator)
-        self._last_sync: asyncio.Task[None] | None = None
-        self._sync_attempts: dict[type[Command], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._who = {"replica": replica, "incarnation": incarnation}
         self._measuring = Measuring(held_out, version=lambda: self.version, emit=emit, spawn=self._spawn)
+        self._done = DoneOrders(self._report_done)
+        self._weights = ReplicaWeights(
+            who=self._who, generator=generator, weights=weights, measuring=self._measuring,
+            running=lambda: [attempt.task for attempt in self._running.values()],
+            emit=emit, done=self._done, broken=broken, spawn=self._spawn,
+        )  # fmt: skip
         self._carry: dict[type[Command], Callable[[Any, Prompt | None], None]] = {
             StartGroup: self._start,
             ResumeGroup: self._start,
             AbortGroup: lambda command, _: self._abort(command),
             ParkGroup: lambda command, _: self._park(command),
             TruncateGroup: lambda command, _: self._truncate(command),
-            StageWeights: lambda command, _: self._in_order(command, self._stage),
-            PauseReplica: lambda command, _: self._in_order(command, self._pause),
-            InstallWeights: lambda command, _: self._in_order(command, self._install),
-            ResumeReplica: lambda command, _: self._in_order(command, self._resume),
-            MeasureRows: lambda command, _: self._measuring.measure(command, self._last_sync),
-            StopMeasuring: lambda command, _: self._measuring.stop(command),
+            StageWeights: lambda command, _: self._weights.stage(command),
+            PauseReplica: lambda command, _: self._weights.pause(command),
+            InstallWeights: lambda command, _: self._weights.install(command),
+            ResumeReplica: lambda command, _: self._weights.resume(command),
+            MeasureRows: lambda command, _: self._measuring.measure(command, self._weights.last),
+            StopMeasuring: lambda command, _: self._stop_measuring(command),
         }
 
     def join(self, slots: int, version: Version = 0) -> None:
         """Report that the replica is up, with the weights of `version`."""
-        self.version = version
+        self._weights.version = version
         self._emit(ReplicaJoined(slots=slots, version=version, **self._who))
         if isinstance(self.generator, Fallible):
             self._spawn(self._listen(self.generator))
@@ -135,6 +133,11 @@ class ReplicaHost:
             await awaited(self.generator.close)
         except Exception:
             log.exception("closing the generator of replica %d failed", self.replica)
+
+    @property
+    def version(self) -> Version:
+        """The weights that the replica samples from."""
+        return self._weights.version
 
     @property
     def running(self) -> int:
@@ -190,7 +193,7 @@ class ReplicaHost:
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
         behind = kept is not None and kept[1] > self.version  # stored by a replica that died before it could say so
-        if behind or attempt.park or self._pause_mode in ("abort", "wait", "sleep"):
+        if behind or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
@@ -257,16 +260,30 @@ class ReplicaHost:
 
     def _abort(self, command: AbortGroup) -> None:
         attempt = self._running.get(command.group)
-        if attempt is not None and attempt.number <= command.attempt:
-            self._stop(attempt)
-        elif attempt is None:
+        if attempt is None:
             # It ended here while the order was on its way: what it left behind is nobody's.
-            self._spawn(self._logged(self._trajectories.discard([command.group], command.attempt), "discarding"))
+            self._spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
+        elif attempt.number <= command.attempt:
+            attempt.unwanted = True
+            self._spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
+        else:
+            self._done.add(command.number)
+
+    async def _forget(self, command: AbortGroup) -> None:
+        await self._logged(self._trajectories.discard([command.group], command.attempt), "discarding")
 
     def _stop(self, attempt: Attempt) -> None:
         """End an attempt whose outcome nobody wants."""
         attempt.unwanted = True
         self._spawn(self._end(attempt))
+
+    def _stop_measuring(self, command: StopMeasuring) -> None:
+        self._measuring.stop(command)
+        self._spawn(self._done.add_after(self._measuring.ended, [command.number]))
+
+    def _report_done(self, event: OrderDone) -> None:
+        if not self._closed:
+            self._emit(event)
 
     async def _end(self, attempt: Attempt) -> None:
         if attempt.begun:
@@ -294,64 +311,6 @@ class ReplicaHost:
         if attempt.begun:
             self._spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
 
-    # weights
-
-    async def _stage(self, command: StageWeights) -> None:
-        try:
-            await awaited(self.generator.stage, command.version, await self._weights.get(command.version))
-        except Exception as error:
-            self._sync_failed(command, "staging", error)
-        else:
-            self._emit(WeightsStaged(attempt=command.attempt, version=command.version, **self._who))
-
-    async def _pause(self, command: PauseReplica) -> None:
-        self._pause_mode = command.mode
-        await self._measuring.ended()
-        sleeps = command.mode == "sleep"
-        try:
-            await awaited(self.generator.pause, "abort" if sleeps else command.mode)
-        except Exception as error:
-            self._sync_failed(command, "pausing", error)
-            return
-        if command.mode != "keep":
-            running = [attempt.task for attempt in self._running.values()]
-            if running:
-                await asyncio.wait(running)
-        if sleeps:
-            try:
-                await self._sleeping.begin()
-            except Exception as error:
-                self._sync_failed(command, "falling asleep", error)
-                return
-        self._emit(ReplicaPaused(attempt=command.attempt, **self._who))
-
-    async def _install(self, command: InstallWeights) -> None:
-        try:
-            if command.version < self.version:
-                raise EngineError(f"version {command.version} is older than {self.version}, which is installed")
-            await self._sleeping.end()
-            if command.version > self.version:
-                await awaited(self.generator.install, command.version)
-        except Exception as error:
-            self._sync_failed(command, "installing", error)
-        else:
-            self.version = command.version
-            self._emit(WeightsInstalled(attempt=command.attempt, version=command.version, **self._who))
-
-    async def _resume(self, command: ResumeReplica) -> None:
-        self._pause_mode = None
-        try:
-            await self._sleeping.end()
-            await awaited(self.generator.resume)
-        except Exception as error:
-            log.exception("replica %d cannot be resumed", self.replica)
-            self._broken(f"resuming failed: {reason_of(error)}")
-
-    def _sync_failed(self, command: StageWeights | PauseReplica | InstallWeights, doing: str, error: Exception) -> None:
-        log.warning("%s version %d on replica %d failed", doing, command.version, self.replica, exc_info=error)
-        reason = f"{doing} failed: {reason_of(error)}"
-        self._emit(SyncFailed(attempt=command.attempt, version=command.version, reason=reason, **self._who))
-
     # tasks
 
     async def _listen(self, generator: Fallible) -> None:
@@ -370,20 +329,6 @@ class ReplicaHost:
         if error is not None and not self._closed:
             log.error("a task of replica %d failed", self.replica, exc_info=error)
             self._broken(f"a task of its host failed: {reason_of(error)}")
-
-    def _in_order(self, command: SyncCommand, carry_out: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Carry out after every earlier command about weights has ended; a repeat changes nothing."""
-        if self._sync_attempts.get(type(command), 0) >= command.attempt:
-            return
-        self._sync_attempts[type(command)] = command.attempt
-        before = self._last_sync
-
-        async def turn() -> None:
-            if before is not None and not before.done():
-                await asyncio.wait([before])
-            await carry_out(command)
-
-        self._last_sync = self._spawn(turn())
 
     async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
         """For calls that no event answers: a failure is logged, and what they were for ends by itself."""

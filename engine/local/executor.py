@@ -27,7 +27,7 @@ from engine.commands import (
     TrainStep,
 )
 from engine.driver import Driver
-from engine.events import Event, GroupFailed, PromptsDrawn, ReplicaLost
+from engine.events import Event, GroupFailed, OrderDone, PromptsDrawn, ReplicaLost
 from engine.hosts.added import AddedStatesHost, Work
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import HeldOut
@@ -147,6 +147,9 @@ class LocalExecutor:
     def execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             self._carry_out(command)
+        done = tuple(one.number for one in commands if isinstance(one, DiscardGroups | RetireWeights))
+        if done:
+            self.deliver(OrderDone(orders=done))
 
     async def close(self) -> None:
         """End whatever still runs; nothing is reported any more."""

@@ -18,9 +18,4 @@ class NewestWeights:
     """The replica with the newest weights, then the least loaded: fresher tokens, uneven load during a rolling sync."""
 
     def choose(self, view: View, oldest: Version, group: GroupId) -> ReplicaId | None:
-        fit = [r for r in view.replicas() if r.state == "ready" and r.running < r.slots and r.version >= oldest]
-        return (
-            min(fit, key=lambda r: (r.id == view.failed_on(group), -r.version, r.running / r.slots, r.id)).id
-            if fit
-            else None
-        )
+        return view.newest_weights(oldest, avoid=view.failed_on(group))

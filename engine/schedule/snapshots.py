@@ -61,14 +61,15 @@ PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Valid
 """What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
 WIRING: dict[str, set[str]] = {
     "State": {
-        "limits", "_ahead", "_phases", "_leave", "_enter", "groups", "_touched", "_sum", "_others", "_group_machine",
+        "limits", "_ahead", "_phases", "_leave", "_enter", "groups", "hashed", "attempts", "census", "_group_machine",
         "_step_machine",
         "_replica_machine", "_version_machine", "_pool_machine",
     },
     "Group": {"digest"},
     "Pools": {"_of_task", "_of_replica", "listed"},
-    "PoolLease": {"pool"},
-    "Fleet": {"_heap"},
+    "PoolLease": {"pool", "place_of"},
+    "Fleet": {*Fleet.__slots__} - {"replicas"},
+    "Replica": {"place", "touched"},
     "Stages": {"_orders"},
     "Stage": {"_orders", "owner"},
     "Validations": {"_fleet", "_orders", "machine", "_disturb"},
@@ -139,10 +140,11 @@ def _restore_into(scheduler: Scheduler, fields: Plain, said: Plain, rows: Sequen
         state.groups[group.id] = group
     _fill(state, said)
     scheduler.decisions.recall()
-    state._touched = [group for group in state.groups.values() if group.begun]
-    state._sum, state._others = 0, None
+    state.hashed.begin(group for group in state.groups.values() if group.begun)
     state.settle()
-    state.fleet.rebuild()
+    state.fleet.rebuild(state.groups)
+    state.census.rebuild()
+    state.attempts.rebuild(state.fleet, state.groups, timed=state.limits.group_timeout_s is not None)
 
 
 def watch(scheduler: Scheduler, observe: Observer | None) -> None:

@@ -5,9 +5,11 @@ that will have taken too long first, and looked at when it fires.
 """
 
 from engine.commands import CancelTimer, ParkGroup, SetTimer
+from engine.ids import ReplicaId
 from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.training import TIMER_SLACK_S
+from engine.states.group import Group
 from engine.states.replica import Replica
 from engine.states.state import State
 
@@ -27,9 +29,12 @@ class AttemptTiming:
 
     def watch(self) -> None:
         """Set the timer, while a group runs and it is not set."""
-        state, timeout = self.state, self.state.limits.group_timeout_s
-        due = [at for replica in state.fleet.replicas.values() if (at := self._due(replica)) is not None]
-        if due and timeout is not None:
+        state = self.state
+        timeout = state.limits.group_timeout_s
+        if timeout is None:
+            return
+        due = [group.seated_at + timeout + (PARKING_S if group.parking else 0.0) for group in state.attempts.first()]
+        if due:
             timer = state.live.group_timer = state.new_timer()
             # A group that is being parked is due later than an attempt that begins while it is.
             delay = min(max(0.0, min(due) - state.now), max(timeout, SHORTEST_LOOK_S))
@@ -43,6 +48,7 @@ class AttemptTiming:
                 group = state.groups[id]
                 group.seated_at = group.seated_at or state.now
                 state.touch(group)
+        state.attempts.rebuild(state.fleet, state.groups, timed=state.limits.group_timeout_s is not None)
         timer, state.live.group_timer = state.live.group_timer, None
         if timer is not None:
             self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
@@ -53,14 +59,16 @@ class AttemptTiming:
         state.live.group_timer = None
         if timeout is None:
             return
-        for replica in list(state.fleet.replicas.values()):
+        parked = []
+        for replica in self._late(timeout):
             for id in list(replica.groups):
                 group = state.groups[id]
-                late_s = state.now - group.seated_at - timeout + TIMER_SLACK_S
+                late_s = self._late_s(group, timeout)
                 if late_s < 0:
                     continue
                 if not group.parking:
                     group.parking = True
+                    parked.append(group)
                     state.touch(group)
                     self.orders.add(
                         ParkGroup(group=id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
@@ -70,13 +78,19 @@ class AttemptTiming:
                     reason = f"it is hung: group {id} was to be parked, and was not within {PARKING_S:g} s"
                     self.rollout.stop_replica(replica, reason)
                     break
+        state.attempts.park(group for group in parked if group.parking)
 
-    def _due(self, replica: Replica) -> float | None:
-        """When something on a replica will have taken too long. Its groups need not be in the order of their times:
-        where attempts were timed for another reason before, those that began earlier count from later (`begin`)."""
-        timeout, groups = self.state.limits.group_timeout_s, self.state.groups
-        if timeout is None:
-            return None
-        running = (groups[id] for id in replica.groups)
-        due = (group.seated_at + timeout + (PARKING_S if group.parking else 0.0) for group in running)
-        return min(due, default=None)
+    def _late(self, timeout: float) -> list[Replica]:
+        """The replicas on which something is late, in their order."""
+        attempts = self.state.attempts
+        found: dict[ReplicaId, None] = {}
+        for groups, more_s in ((attempts.running, 0.0), (attempts.parking, PARKING_S)):
+            for group in groups.values():
+                if self._late_s(group, timeout) < more_s:
+                    break  # those that follow began later
+                found[group.replica] = None
+        return sorted((self.state.fleet.replicas[id] for id in found), key=lambda replica: replica.place)
+
+    def _late_s(self, group: Group, timeout: float) -> float:
+        """How long a group has run beyond what it may."""
+        return self.state.now - group.seated_at - timeout + TIMER_SLACK_S

@@ -13,9 +13,6 @@ from engine.scheduling.sync import SyncScheduling
 from engine.states.replica import Replica
 from engine.states.state import State
 
-AT_REST = ("drained", "asleep", "lost", "joining")
-"""Nothing runs on a replica in one of these states."""
-
 
 class LeavingScheduling:
     """Drains replicas, one or all."""
@@ -41,7 +38,7 @@ class LeavingScheduling:
         replica = self.state.fleet.replicas[event.replica]
         self.live.moved = True
         if not self._taken_away(replica):
-            self.live.leaving[replica.id] = (event.reason, True)
+            self.state.fleet.let_leave(replica, event.reason, True)
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
         """Those of the highest ids leave, those that are missing are started."""
@@ -51,7 +48,7 @@ class LeavingScheduling:
             if replica.id >= wanted:
                 self.let_go(replica)
             elif replica.id in self.live.leaving and not self._taken_away(replica):
-                del self.live.leaving[replica.id]
+                state.fleet.let_stay(replica)
         for id in range(wanted):
             there = state.fleet.replicas.get(id) or self.sync.first_seen(id)
             if there.returns or there.state not in ("lost", "joining"):
@@ -64,7 +61,7 @@ class LeavingScheduling:
         """There are to be fewer replicas: this one is not wanted any more. One that is taken away leaves all the same,
         however many are wanted until then."""
         if (replica.state != "lost" or replica.returns) and not self._taken_away(replica):
-            self.live.leaving[replica.id] = (f"{self.live.wanted} replicas are wanted", False)
+            self.state.fleet.let_leave(replica, f"{self.live.wanted} replicas are wanted", False)
 
     def _taken_away(self, replica: Replica) -> bool:
         return self.live.leaving.get(replica.id, ("", False))[1]
@@ -77,7 +74,7 @@ class LeavingScheduling:
 
     def advance(self) -> None:
         """Bring to rest who is to leave, and let go who has come to rest."""
-        for replica in list(self.state.fleet.replicas.values()):
+        for replica in self.state.census.take_unexamined():
             if replica.id in self.live.leaving:
                 self._let_leave(replica)
                 continue
@@ -92,7 +89,7 @@ class LeavingScheduling:
         reason, returns = self.live.leaving[replica.id]
         returns = returns and not self._unwanted(replica)
         if replica.state == "lost" and (returns or not replica.returns):
-            del self.live.leaving[replica.id]  # it left by itself
+            self.state.fleet.let_stay(replica)  # it left by itself
         elif replica.state in ("lost", "joining"):
             self._stop(replica, reason, returns=returns)  # it is on its way
         elif replica.state not in ("drained", "asleep"):
@@ -102,7 +99,7 @@ class LeavingScheduling:
 
     def _stop(self, replica: Replica, reason: str, *, returns: bool) -> None:
         """Nothing runs there: it need not be there any more."""
-        del self.live.leaving[replica.id]
+        self.state.fleet.let_stay(replica)
         replica.returns = returns
         if replica.state != "lost":
             self.rollout.lose_replica(replica, reason)
@@ -138,8 +135,4 @@ class LeavingScheduling:
     def at_rest(self) -> bool:
         """Nothing runs anywhere, and no batch is under way."""
         state = self.state
-        return (
-            not state.formed_steps
-            and not state.publishing
-            and all(replica.state in AT_REST for replica in state.fleet.replicas.values())
-        )
+        return not state.formed_steps and not state.publishing and not state.census.restless

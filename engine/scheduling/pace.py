@@ -6,9 +6,10 @@ as it has slots; but once a faster one has nothing else to do, that takes over w
 no attempt; the group goes on from its prefixes.
 """
 
-from statistics import median
+from bisect import bisect_left, bisect_right, insort
 
 from engine.commands import ParkGroup
+from engine.ids import ReplicaId, Version
 from engine.scheduling.orders import Orders
 from engine.states.group import Group
 from engine.states.replica import Replica
@@ -18,6 +19,12 @@ SAMPLES = 4
 """Groups a replica must have generated in this life before its pace counts."""
 WEIGHT = 0.2
 """Of the newest group in a replica's pace, which forgets older ones."""
+Pace = tuple[float, ReplicaId]
+"""Seconds that a token takes, and where."""
+MOST_ID = 2**63
+"""Above every id of a replica."""
+NOBODY: Pace = (float("inf"), MOST_ID)
+"""Above every pace."""
 
 
 class PaceScheduling:
@@ -26,6 +33,14 @@ class PaceScheduling:
     def __init__(self, state: State, orders: Orders) -> None:
         self.state = state
         self.orders = orders
+        self._paces: list[Pace] = []
+        """Of the replicas whose pace counts, in order."""
+        self._listed: dict[ReplicaId, Pace] = {}
+        """The same by replica."""
+        self._first_slow = NOBODY
+        """The lowest pace that is slow."""
+        self._scanned: tuple[int, Version] | None = None
+        """When nothing that could be moved was left: see `Fleet.seats_on_slow`; and the newest idle version."""
 
     def generated(self, group: Group, replica: Replica) -> None:
         """To be told of a group before it leaves its slot."""
@@ -39,16 +54,48 @@ class PaceScheduling:
         self._judge()
 
     def _judge(self) -> None:
-        """Which replicas are slower than the median of all the others allows."""
-        factor = self.state.limits.straggler_factor
-        replicas = self.state.fleet.rollouts()
-        known = [r for r in replicas if r.state != "lost" and r.paced >= SAMPLES]
-        for replica in replicas:
-            replica.slow = False
-        for replica in known:
-            others = [other.pace for other in known if other is not replica]
-            replica.slow = factor is not None and bool(others) and replica.pace > factor * median(others)
-        self.state.live.slow = any(replica.slow for replica in known)
+        """Which replicas are slower than the median of all the others allows. Paces are kept in their order, so that
+        only replicas that changed, and those that the median has passed, are looked at."""
+        state, paces = self.state, self._paces
+        changed = state.census.take_unjudged()
+        for replica in changed:
+            self._list(replica)
+        before, first = self._first_slow, self._find_first_slow()
+        self._first_slow = paces[first] if first < len(paces) else NOBODY
+        for replica in changed:
+            known = self._listed.get(replica.id)
+            state.fleet.mark_slow(replica, known is not None and known >= self._first_slow)
+        passed = sorted((bisect_left(paces, before), first))
+        for pace in paces[slice(*passed)]:
+            state.fleet.mark_slow(state.fleet.replicas[pace[1]], pace >= self._first_slow)
+        state.live.slow = first < len(paces)
+
+    def _list(self, replica: Replica) -> None:
+        """Put the pace of a replica in its place among the others, if it counts."""
+        pace = (replica.pace, replica.id)
+        counts = replica.state != "lost" and replica.paced >= SAMPLES and not replica.validator
+        known = self._listed.get(replica.id)
+        if counts and known == pace:
+            return
+        if known is not None:
+            del self._paces[bisect_left(self._paces, known)], self._listed[replica.id]
+        if counts:
+            insort(self._paces, pace)
+            self._listed[replica.id] = pace
+
+    def _find_first_slow(self) -> int:
+        """From which place on replicas are slow. For those above the middle the median of all the others is the same;
+        the one in the middle has its own, and none below it can be slow."""
+        factor, paces, others = self.state.limits.straggler_factor, self._paces, len(self._paces) - 1
+        if factor is None or others < 1:
+            return len(paces)
+        middle = others // 2
+        if others % 2:
+            return bisect_right(paces, (factor * paces[middle][0], MOST_ID))
+        below, here, above = (pace for pace, _ in paces[middle - 1 : middle + 2])
+        if here > factor * ((below + above) / 2):
+            return middle
+        return max(middle + 1, bisect_right(paces, (factor * ((below + here) / 2), MOST_ID)))
 
     def advance(self) -> None:
         """Where a fast replica has slots that nothing else wants: park what a slow one has, the earliest deadline
@@ -57,24 +104,24 @@ class PaceScheduling:
         wanted = state.waiting and state.capacity
         if wanted or state.live.draining or state.limits.straggler_factor is None:
             return
-        fast = [r for r in state.fleet.open() if not r.slow and r.id not in state.live.leaving]
-        free = sum(replica.free_slots for replica in fast) - state.ledger.parked - self._moving()
+        fleet = state.fleet
+        free = fleet.idle_slots - state.ledger.parked - fleet.moving
         if free <= 0:
             return
-        newest = max(replica.version for replica in fast)
-        slow = [r for r in state.fleet.rollouts() if r.slow and r.state == "ready" and r.id not in state.live.leaving]
-        groups = [state.groups[id] for replica in slow for id in replica.groups]
+        newest = max(fleet.idle_at)
+        if self._scanned == (fleet.seats_on_slow, newest):
+            return  # whatever can be moved is on its way
+        slow = [replica for id in fleet.slow if (replica := fleet.replicas[id]).state == "ready"]
+        groups = [state.groups[id] for r in slow if r.id not in state.live.leaving for id in r.groups]
         movable = [g for g in groups if not (g.moving or g.parking or g.moved) and g.resumes_from <= newest]
+        if len(movable) <= free:
+            self._scanned = (fleet.seats_on_slow, newest)
         for group in sorted(movable, key=lambda g: (g.deadline, g.id))[:free]:
-            replica = state.fleet.replicas[group.replica]
+            replica = fleet.replicas[group.replica]
             group.moving = True
+            fleet.note_moving(replica, 1)
             state.touch(group)
             self.orders.add(
                 ParkGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
                           cause=self.orders.cause)
             )  # fmt: skip
-
-    def _moving(self) -> int:
-        """Groups that are on their way from a slow replica."""
-        groups = self.state.groups
-        return sum(groups[id].moving for r in self.state.fleet.rollouts() if r.slow for id in r.groups)

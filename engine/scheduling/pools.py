@@ -15,10 +15,6 @@ from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.step import Step
 
-OUT_OF_THE_WAY = ("asleep", "lost")
-"""Replicas in these states use nothing of their pool."""
-NOT_SYNCED = ("lost", "draining", "drained")
-"""Replicas in these states get no weights."""
 TRAIN = "train"
 
 
@@ -47,11 +43,14 @@ class PoolScheduling:
         """Rollout has a shared pool unless a formed step needs it; a replica that joins meanwhile sleeps as well."""
         if not lease.task and not self._needed(lease):
             self.state.lease(lease, ROLLOUT)
-        lease.wanted = lease.task == ROLLOUT and any(
+        wanted = lease.task == ROLLOUT and any(
             self.pools.of(task) is lease and self._inputs_exist(step, task)
             for step in self.state.formed_steps
             for task in self._tasks_left(step)
         )
+        if lease.wanted and not wanted:
+            self.state.validations.look_again(lease.place_of)
+        lease.wanted = wanted
         if lease.task != ROLLOUT:
             self._send_all_to_sleep(lease)
         elif not lease.wanted and not self.state.live.draining:
@@ -106,10 +105,8 @@ class PoolScheduling:
     def _synced(self) -> bool:
         """Whether training need not wait for replicas to have the newest weights."""
         state = self.state
-        exempt = (*NOT_SYNCED, "asleep") if state.live.draining else NOT_SYNCED
-        return not state.limits.train_after_sync or all(
-            replica.version == state.latest_version or replica.state in exempt or replica.held >= 0
-            for replica in state.fleet.rollouts()
+        return not state.limits.train_after_sync or not state.census.behind(
+            state.latest_version, asleep=not state.live.draining
         )
 
     def _make_room(self, lease: PoolLease) -> bool:
@@ -117,16 +114,11 @@ class PoolScheduling:
         if not lease.shared:
             return True
         self._send_all_to_sleep(lease)
-        if any(replica.state not in OUT_OF_THE_WAY for replica in self._replicas(lease)):
+        if self.state.census.is_occupied(lease):
             return False
         if lease.task:
             self.state.give_back(lease)
         return True
-
-    def _replicas(self, lease: PoolLease) -> list[Replica]:
-        """Those of its replicas that were ever seen."""
-        replicas = self.state.fleet.replicas
-        return [replicas[id] for id in lease.replicas if id in replicas]
 
     # ordering
 
@@ -145,9 +137,8 @@ class PoolScheduling:
 
     def _send_all_to_sleep(self, lease: PoolLease) -> None:
         """All that can be; held-out rows are measured to their end first, and an install under way is finished."""
-        for replica in self._replicas(lease):
-            if replica.state == "ready" and not replica.chunks:
-                self.send_to_sleep(replica)
+        for replica in self.state.census.awake(lease):
+            self.send_to_sleep(replica)
 
     def send_to_sleep(self, replica: Replica) -> None:
         """Park what runs there. What was being staged is staged again while it sleeps, under another attempt."""
@@ -158,13 +149,11 @@ class PoolScheduling:
 
     def _wake(self, lease: PoolLease) -> None:
         """Wake who sleeps: with the version it is behind by once that is staged, else as it is."""
-        for replica in self._replicas(lease):
-            if replica.state != "asleep":
-                continue
+        for replica in self.state.census.wakeable(lease):
             target = self.state.target_of(replica)
             if replica.version >= target:
                 self.state.fire_replica(replica, "wake")
                 self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
-            elif replica.staged == target:
+            else:
                 self.state.fire_replica(replica, "install")
                 self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=target))

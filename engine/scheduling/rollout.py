@@ -8,7 +8,7 @@ only through
 from math import isfinite
 from typing import Any
 
-from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, StartGroup, StopReplica
+from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, SetTimer, StartGroup, StopReplica
 from engine.events import (
     NO_VERSION,
     DrawFailed,
@@ -33,6 +33,11 @@ from engine.states.view import View, view_group
 
 REASON_LENGTH = 1000
 """Characters of a reason that go into the record."""
+MOST_STARTS = 256
+"""Groups that one event starts or resumes at most; where more could run, a timer that fires at once starts the rest, so
+that no event takes long."""
+MOST_DRAWN = 4096
+"""Prompts that are asked for at once."""
 
 
 class RolloutScheduling:
@@ -249,23 +254,29 @@ class RolloutScheduling:
         state = self.state
         if not state.started or state.outcome is not None or state.live.draining:
             return
+        left = MOST_STARTS
         if state.ledger.parked:
-            self._resume()
+            left = self._resume(left)
         if state.waiting:
-            self._admit()
+            self._admit(left)
         if not state.exhausted and not state.asked:
             self._draw()
 
-    def _resume(self) -> None:
+    def _resume(self, most: int) -> int:
+        """Resume so many groups at most; how many more could be started then."""
         state = self.state
         while state.ledger.running < state.limits.max_concurrent_groups:
             newest = state.fleet.newest_open_version()
             group = state.next_parked(newest) if newest >= 0 else None
             if group is None:
-                return
+                return most
+            if not most:
+                self._go_on_at_once()
+                return 0
             replica = self._dispatch(group, group.resumes_from)
             if replica is None:
-                return
+                return most
+            most -= 1
             state.fire_group(group, "resume")
             state.seat(group, replica)
             order = {
@@ -279,16 +290,31 @@ class RolloutScheduling:
                 self.orders.add(ResumeGroup(**order, truncate=group.truncate, cause=self.orders.cause))
             else:
                 self.orders.add(StartGroup(**order, cause=self.orders.cause))
+        return most
 
-    def _admit(self) -> None:
+    def _go_on_at_once(self) -> None:
+        """The rest of what could run is started by another event, which comes at once."""
+        state = self.state
+        if state.live.fill_timer is None:
+            timer = state.live.fill_timer = state.new_timer()
+            self.orders.add(SetTimer(timer=timer, delay_s=0.0, cause=self.orders.cause))
+
+    def _admit(self, most: int) -> None:
+        """Start so many new groups at most."""
         state = self.state
         limits = state.limits
         legal = min(state.capacity, len(state.waiting))
         if legal <= 0:
             return
+        if not most:
+            self._go_on_at_once()
+            return
         law = f"it must be an integer from 0 to {legal}"
         count = self.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
-        for _ in range(count):
+        for started in range(count):
+            if started == most:
+                self._go_on_at_once()
+                return
             oldest = self._oldest_admissible()
             group = state.groups[state.waiting[0]]
             replica = None if oldest is None else self._dispatch(group, oldest)
@@ -341,7 +367,7 @@ class RolloutScheduling:
         waiting = len(state.waiting)
         if waiting > room:
             return
-        want = room + limits.train_batch_size - waiting
+        want = min(MOST_DRAWN, room + limits.train_batch_size - waiting)
         if limits.max_steps is not None:
             most = limits.max_steps * limits.train_batch_size + state.surplus_left
             want = min(want, most - state.held - waiting)

@@ -18,12 +18,12 @@ from engine.ids import ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
+from engine.states.census import IN_SYNC
 from engine.states.invariants import require
 from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.view import View
 
-IN_SYNC = ("pausing", "installing")
 EMPTYING = ("yielding", "draining")
 """Paused for something else than new weights."""
 
@@ -64,12 +64,13 @@ class SyncScheduling:
         replica.count_taken()
         replica.version = event.version
         replica.sync_attempt = replica.sync_failures = 0
-        replica.returns = replica.slow = False
+        replica.returns = False
+        state.fleet.mark_slow(replica, False)
         replica.pace, replica.paced = 0.0, 0
         state.fire_replica(replica, "join")
         wanted = state.live.wanted
         if wanted is not None and replica.id >= wanted and not replica.validator:
-            state.live.leaving[replica.id] = (f"{wanted} replicas are wanted", False)
+            state.fleet.let_leave(replica, f"{wanted} replicas are wanted", False)
 
     def on_replica_lost(self, event: ReplicaLost) -> None:
         replica = self.state.fleet.replicas.get(event.replica)
@@ -85,7 +86,7 @@ class SyncScheduling:
     def note_none_left(self, lost: Replica, reason: str) -> None:
         """To be called after a replica is gone: the last one is waited for, for a while, or ends the run."""
         state = self.state
-        if lost.validator or any(r.state != "lost" or r.returns for r in state.fleet.rollouts()):
+        if lost.validator or state.census.rollouts_left:
             return
         self.state.none_left = f"no replica is left; the last was lost because: {reason}"
         if state.limits.give_up_s and state.live.give_up_timer is None:
@@ -100,8 +101,7 @@ class SyncScheduling:
             self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
 
     def first_seen(self, id: ReplicaId) -> Replica:
-        replica = self.state.fleet.replicas[id] = Replica(id, validator=self.state.limits.validates_only(id))
-        return replica
+        return self.state.fleet.add(id, validator=self.state.limits.validates_only(id))
 
     # one replica's way to a version
 
@@ -151,12 +151,10 @@ class SyncScheduling:
         if version is None or replica.validator or state.validations.closing:
             return  # only validations want it there, and they keep count themselves
         version.refused += 1
-        if version.refused >= state.limits.infrastructure_attempts and all(
-            r.version < event.version for r in state.fleet.rollouts()
-        ):
-            self.orders.end_run(
-                "failed", f"{reason}; {version.refused} replicas were given up for it and none has taken it"
-            )
+        taken = max(state.census.rollouts.seen.by, default=-1) >= event.version
+        if version.refused >= state.limits.infrastructure_attempts and not taken:
+            spent = f"{reason}; {version.refused} replicas were given up for it and none has taken it"
+            self.orders.end_run("failed", spent)
 
     # orders
 
@@ -168,22 +166,13 @@ class SyncScheduling:
             return
         if latest not in state.versions:  # retired by a resume: another is on its way
             return
-        behind = [
-            (r, target)
-            for r in state.fleet.replicas.values()
-            if r.state not in ("lost", "draining", "drained", "joining")
-            and r.id not in state.live.leaving
-            and r.version < (target := latest if r.held < 0 and not r.validator else state.target_of(r))
-        ]
-        for replica, target in behind:
-            if replica.state in ("ready", "asleep") and replica.staging is None and replica.staged != target:
-                self._stage(replica, target)
-        if behind:
-            self._pause(behind)
+        for replica in state.census.unstaged():
+            self._stage(replica, state.target_of(replica))
+        self._pause()
         version = state.versions[latest]
         if version.state != "live":
-            rollouts = [r for r in state.fleet.rollouts() if r.state != "lost"]
-            if rollouts and all(r.version == latest for r in rollouts):
+            alive = state.census.rollouts.alive
+            if alive.total and alive.by.get(latest) == alive.total:
                 state.fire_version(version, "live")
         if len(state.versions) > 1:
             self._retire(latest)
@@ -197,24 +186,20 @@ class SyncScheduling:
         replica.sync_attempt += 1
         self.orders.add(StageWeights(**replica.address(self.orders.cause), version=version))
 
-    def _pause(self, behind: list[tuple[Replica, Version]]) -> None:
-        ready = [r for r, target in behind if r.state == "ready" and r.staged == target]
-        for replica in [r for r in ready if r.validator]:  # nothing runs there that an order could spare
+    def _pause(self) -> None:
+        census = self.state.census
+        for replica in census.staged_validators():  # nothing runs there that an order could spare
             self._pause_one(replica)
-        staged = [r.id for r in ready if not r.validator]
+        staged, busy = census.staged(), census.busy
         if not staged:
             return
-        busy = sum(1 for r, _ in behind if r.state in IN_SYNC and not r.validator)
-        law = f"it must be some of {staged}, and not none while no replica is in a sync"
-        chosen = self.decisions.ask(
-            "sync",
-            (tuple(staged), busy),
-            (tuple,),
-            lambda ids: (
-                law if any(id not in staged for id in ids) or len(set(ids)) < len(ids) or not (ids or busy) else ""
-            ),
-        )
-        for id in chosen:
+
+        def unlawful(ids: tuple[ReplicaId, ...]) -> str:
+            if all(map(census.is_staged, ids)) and len(set(ids)) == len(ids) and (ids or busy):
+                return ""
+            return f"it must be some of {list(staged)}, and not none while no replica is in a sync"
+
+        for id in self.decisions.ask("sync", (staged, busy), (tuple,), unlawful):
             self._pause_one(self.state.fleet.replicas[id])
 
     def _pause_one(self, replica: Replica) -> None:
@@ -225,8 +210,8 @@ class SyncScheduling:
 
     def _retire(self, latest: Version) -> None:
         state = self.state
-        wanted = {v for r in state.fleet.replicas.values() for v in (r.staging, r.staged)}
-        wanted |= {run.version for run in state.validations.runs.values()}
-        for id in [id for id in state.versions if id < latest and id not in wanted]:
-            state.fire_version(state.versions[id], "retire")
-            self.orders.add(RetireWeights(version=id, number=self.orders.number, cause=self.orders.cause))
+        validated = {run.version for run in state.validations.runs.values()}
+        for id in [id for id in state.versions if id < latest and id not in validated]:
+            if not state.census.is_wanted(id):
+                state.fire_version(state.versions[id], "retire")
+                self.orders.add(RetireWeights(version=id, number=self.orders.number, cause=self.orders.cause))

@@ -95,7 +95,7 @@ class TrainingScheduling:
         groups = [state.groups[id] for id in chosen]
         staleness = tuple(state.staleness(group, step.id) for group in groups)
         check_batch(state, step.id, staleness, chosen)
-        step.groups, step.staleness = chosen, staleness
+        step.take(chosen, staleness)
         for group in groups:
             state.fire_group(group, "batch")
         if step.timer is not None:

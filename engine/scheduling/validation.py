@@ -81,17 +81,20 @@ class ValidationScheduling:
         run = self.books.served
         if run is None:
             return
-        for id in run.replicas:
-            replica = self.state.fleet.replicas[id]
-            pool = self.state.pools.of_replica(id)
+        for replica in self.books.with_room(run):
+            if not run.waiting:
+                return
+            pool = self.state.pools.of_replica(replica.id)
             wanted = pool is not None and pool.wanted
-            if replica.state != "ready" or replica.version != run.version or wanted:
-                continue
-            while run.waiting and replica.free_for_chunks > 0:
-                if run.state == "queued":
-                    run.started_at = self.state.now
-                    self.books.fire(run, "start")
-                self._order(run, self.books.send(run, replica), replica)
+            if replica.state == "ready" and replica.version == run.version and not wanted:
+                while run.waiting and replica.free_for_chunks > 0:
+                    if run.state == "queued":
+                        run.started_at = self.state.now
+                        self.books.fire(run, "start")
+                    self._order(run, self.books.send(run, replica), replica)
+                if replica.free_for_chunks > 0:
+                    return
+            self.books.no_room(replica)
 
     def close(self) -> None:
         """No newer version will come: measure the last one, if it was not yet, with every replica there is."""
@@ -153,33 +156,29 @@ class ValidationScheduling:
         """Hold as many replicas as it may have: those that have its version already, then those that can get it."""
         if not run.waiting:
             return
-        gone = ("lost", "draining", "drained", "joining")
-        kind = [r for r in self._kind(limits) if r.state not in gone and r.id not in self.state.live.leaving]
-        most = len(kind) if limits.own or self.books.closing else limits.replicas
-        if len(run.replicas) >= most:
+        census = self.state.census
+        kind = census.kind(validators=limits.own)
+        most = kind.present.total if limits.own or self.books.closing else limits.replicas
+        if len(run.replicas) >= most or min(kind.unheld.by, default=run.version + 1) > run.version:
             return
-        fit = [r for r in kind if r.held < 0 and r.heading <= run.version]
+        there = (r for r in self.state.fleet.replicas.values() if r.validator == limits.own and r.held < 0)
+        fit = [r for r in there if census.is_present(r) and r.heading <= run.version]
         fit.sort(key=lambda r: (r.version != run.version, r.heading != run.version, r.id))
         for replica in fit[: most - len(run.replicas)]:
             self.books.hold(run, replica)
-
-    def _kind(self, limits: ValidationLimits) -> list[Replica]:
-        """The replicas that may validate."""
-        return [r for r in self.state.fleet.replicas.values() if r.validator == limits.own]
 
     def _why_it_cannot(self, run: Validation, limits: ValidationLimits) -> str:
         """Why a run has to be given up; empty where it has not."""
         attempts = self.state.limits.infrastructure_attempts
         if run.refused >= attempts:
             return f"{run.refused} replicas could not be brought to version {run.version}"
-        worst = max(run.chunks[index].failures for index in run.waiting) if run.waiting else 0
-        if worst >= attempts:
-            return f"{worst} attempts at the same rows failed, at last: {run.reason or self.state.last_failure}"
+        if run.worst >= attempts:
+            return f"{run.worst} attempts at the same rows failed, at last: {run.reason or self.state.last_failure}"
         if run.replicas or not run.waiting:
             return ""
-        kind = self._kind(limits)
-        coming = any(r.returns if r.state == "lost" else r.version <= run.version for r in kind)
-        if coming or len(kind) < (limits.replicas if limits.own else 1):
+        kind = self.state.census.kind(validators=limits.own)
+        coming = kind.coming.total or min(kind.alive.by, default=run.version + 1) <= run.version
+        if coming or kind.seen.total < (limits.replicas if limits.own else 1):
             return ""
         return f"no replica is left that could have version {run.version}"
 
@@ -187,8 +186,8 @@ class ValidationScheduling:
         """Whether the run keeps every replica from a newer version, and is not to."""
         if limits.own or limits.conflict != "cancel" or run.version == self.state.latest_version:
             return False
-        rollouts = [r for r in self.state.fleet.rollouts() if r.state != "lost" or r.returns]
-        return bool(rollouts) and all(r.held == run.id for r in rollouts)
+        left = self.state.census.rollouts_left
+        return 0 < left == len(run.replicas)
 
     # telling
 

@@ -37,6 +37,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    OrderDone,
     PrefixStored,
     PublishFailed,
     ReplicaPaused,
@@ -137,6 +138,8 @@ class SimReplica:
         self.work: deque[StageWeights | PauseReplica | InstallWeights] = deque()
         """Sync orders not yet carried out, one after another."""
         self._seen: dict[GroupId, int] = {}
+        self._stopped = -1
+        """Number of the newest order to stop measuring."""
         self._seen_chunks: dict[tuple[ValidationId, int], int] = {}
         self._synced: set[tuple[int, int]] = set()
 
@@ -148,6 +151,7 @@ class SimReplica:
             case AbortGroup():
                 if self._runs(command.group, command.attempt):
                     del self.groups[command.group]
+                self.emit(OrderDone(orders=(command.number,)))
             case ParkGroup():
                 if self._runs(command.group, command.attempt):
                     self._cut(command.group)
@@ -160,13 +164,17 @@ class SimReplica:
                 if (command.attempt, command.tag) not in self._synced:
                     self._synced.add((command.attempt, command.tag))
                     self.frozen = False
+                self.emit(OrderDone(orders=(command.number,)))
             case MeasureRows():
                 chunk = (command.validation, command.chunk)
                 if self._seen_chunks.get(chunk, 0) < command.attempt:
                     self._seen_chunks[chunk] = command.attempt
                     self.measuring[chunk] = command
             case StopMeasuring():
-                self.measuring = {c: rows for c, rows in self.measuring.items() if c[0] != command.validation}
+                if self._stopped < command.number:
+                    self._stopped = command.number
+                    self.measuring = {c: rows for c, rows in self.measuring.items() if c[0] != command.validation}
+                self.emit(OrderDone(orders=(command.number,)))
             case _:
                 raise TypeError(f"a replica cannot {type(command).__name__}")
 

@@ -31,7 +31,7 @@ from engine.commands import (
 )
 from engine.driver import Driver
 from engine.errors import EngineError
-from engine.events import Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
+from engine.events import Event, OrderDone, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
 from engine.ids import GroupId, ReplicaId
 from engine.policies import DEFAULTS, PolicySet
 from engine.ports import Recorder
@@ -41,6 +41,8 @@ from engine.simulation.judge import Finding, Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
 
+STORES = -1000
+"""The channel on which both stores answer."""
 ROUNDING = 1e-6
 """Of a token: sums of durations fall short of it by their rounding."""
 
@@ -203,6 +205,7 @@ class World:
     # executor
 
     def execute(self, commands: Sequence[Command]) -> None:
+        done = tuple(one.number for one in commands if isinstance(one, DiscardGroups | RetireWeights))
         for command in commands:
             match command:
                 case DrawPrompts():
@@ -225,6 +228,8 @@ class World:
                     pass
                 case _:
                     self._order_replica(command)
+        if done:
+            self._send(STORES, OrderDone(orders=done))
 
     def _draw(self, command: DrawPrompts) -> None:
         count = min(command.count, self.setting.prompts - self._drawn)

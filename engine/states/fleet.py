@@ -1,12 +1,17 @@
 """The replicas and who of them is least loaded.
 
-Kept by `states/state.py`; asked by dispatch policies once per start. The heap holds (load, id) of replicas that can
-take a group; outdated entries are skipped when they surface, so that a change costs O(log replicas).
+Kept by `states/state.py`; asked by dispatch policies once per start. Replicas that can take a group lie in one heap for
+each weights version, of (load, id); outdated entries are skipped when they surface, so that a change costs O(log
+replicas). Versions that such replicas have are few: replicas follow the newest.
 """
 
+from collections.abc import Mapping
 from heapq import heappop, heappush
+from operator import itemgetter
 
-from engine.ids import ReplicaId, Version
+from engine.ids import GroupId, ReplicaId, Version
+from engine.states.group import Group
+from engine.states.live import Live
 from engine.states.replica import Replica
 
 
@@ -15,26 +20,145 @@ def load_of(replica: Replica) -> float:
     return (len(replica.groups) + replica.taken) / replica.slots
 
 
+class _Open:
+    """The replicas at one version that can take a group."""
+
+    __slots__ = ("heap", "replicas")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, ReplicaId]] = []
+        self.replicas: dict[ReplicaId, None] = {}
+
+
 class Fleet:
     """Every replica ever seen, lost ones included."""
 
-    __slots__ = ("_heap", "replicas")
+    __slots__ = (
+        "_idle", "_live", "_moving", "_open", "_open_at", "idle_at", "idle_slots", "moving", "order", "replicas",
+        "room", "seats_on_slow", "slow", "touched",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, live: Live) -> None:
+        self._live = live
         self.replicas: dict[ReplicaId, Replica] = {}
-        self._heap: list[tuple[float, ReplicaId]] = []
+        self.order: list[ReplicaId] = []
+        """Ids in the order first seen: a replica's `place` is its index here."""
+        self.touched: dict[ReplicaId, None] = {}
+        """Replicas of which a field changed since `Census` last looked."""
+        self.room: dict[ReplicaId, None] = {}
+        """Replicas that a validation holds and that may have a free slot for it."""
+        self.idle_slots = 0
+        """Free slots of replicas that can take a group, are not slow and do not leave."""
+        self.idle_at: dict[Version, int] = {}
+        """How many such replicas there are at each version."""
+        self.slow: dict[ReplicaId, None] = {}
+        """Replicas that are slower than the others by more than may be."""
+        self.moving = 0
+        """Groups on their way from slow replicas to faster ones."""
+        self.seats_on_slow = 0
+        """Counts what may have given a slow replica a group that can be moved."""
+        self._moving: dict[ReplicaId, int] = {}
+        self._idle: dict[ReplicaId, tuple[Version, int]] = {}
+        self._open: dict[Version, _Open] = {}
+        self._open_at: dict[ReplicaId, Version] = {}
+
+    def add(self, id: ReplicaId, *, validator: bool) -> Replica:
+        """A replica that was never seen before."""
+        replica = self.replicas[id] = Replica(id, validator=validator, place=len(self.order), touched=self.touched)
+        self.order.append(id)
+        return replica
 
     def changed(self, replica: Replica) -> None:
         """To be called after every change of a replica's state or load."""
-        busy = len(replica.groups) + replica.taken
-        if replica.state == "ready" and busy < replica.slots:
-            heappush(self._heap, (busy / replica.slots, replica.id))
-            if len(self._heap) > 64 + 8 * len(self.replicas):
-                self.rebuild()
+        id, version = replica.id, replica.version
+        free = replica.slots - replica.taken - len(replica.groups) if replica.state == "ready" else 0
+        before = self._open_at.get(id)
+        if free > 0:
+            if before != version:
+                self._close(id, before)
+                self._open.setdefault(version, _Open()).replicas[id] = None
+                self._open_at[id] = version
+            at = self._open[version]
+            heappush(at.heap, (load_of(replica), id))
+            if len(at.heap) > 64 + 8 * len(at.replicas):
+                at.heap = sorted((load_of(self.replicas[one]), one) for one in at.replicas)
+        elif before is not None:
+            self._close(id, before)
+        if replica.held >= 0:
+            self.room[id] = None
+        self._count_idle(replica, free)
 
-    def rebuild(self) -> None:
-        """Make the heap anew from the replicas as they are."""
-        self._heap = sorted({(load_of(r), r.id) for r in self.open()})
+    def mark_slow(self, replica: Replica, slow: bool) -> None:
+        """A replica is slower than the others by more than may be, or is not any more."""
+        if replica.slow == slow:
+            return
+        replica.slow = slow
+        moving = self._moving.get(replica.id, 0)
+        self.moving += moving if slow else -moving
+        if slow:
+            self.slow[replica.id] = None
+        else:
+            del self.slow[replica.id]
+        self.seats_on_slow += 1
+        self.changed(replica)
+
+    def let_leave(self, replica: Replica, reason: str, returns: bool) -> None:
+        """A replica is to leave as soon as it can. `returns`: another life of it may come."""
+        self._note_leaving(replica, (reason, returns))
+
+    def let_stay(self, replica: Replica) -> None:
+        """A replica need not leave any more, or has left."""
+        self._note_leaving(replica, None)
+
+    def _note_leaving(self, replica: Replica, entry: tuple[str, bool] | None) -> None:
+        self._live.note_leaving(replica.id, entry)
+        self.touched[replica.id] = None
+        self.seats_on_slow += replica.slow
+        self.changed(replica)
+
+    def note_moving(self, replica: Replica, count: int) -> None:
+        """So many more groups of a replica are to be moved; fewer, where it is negative."""
+        self._moving[replica.id] = self._moving.get(replica.id, 0) + count
+        if replica.slow:
+            self.moving += count
+
+    def _close(self, id: ReplicaId, version: Version | None) -> None:
+        """A replica cannot take a group any more, at that version."""
+        if version is None:
+            return
+        at = self._open[version]
+        del at.replicas[id], self._open_at[id]
+        if not at.replicas:
+            del self._open[version]
+
+    def _count_idle(self, replica: Replica, free: int) -> None:
+        idle = free if not replica.slow and replica.id not in self._live.leaving else 0
+        version, before = self._idle.get(replica.id, (-1, 0))
+        if idle == before and version == replica.version:
+            return
+        self.idle_slots += idle - before
+        if before:
+            self.idle_at[version] -= 1
+            if not self.idle_at[version]:
+                del self.idle_at[version]
+        if idle:
+            self.idle_at[replica.version] = self.idle_at.get(replica.version, 0) + 1
+        self._idle[replica.id] = (replica.version, idle)
+
+    def rebuild(self, groups: Mapping[GroupId, Group]) -> None:
+        """Make everything that follows from the replicas anew."""
+        self.order = list(self.replicas)
+        self.idle_slots = self.moving = 0
+        self.touched.clear()
+        for book in (self.room, self.slow, self.idle_at, self._idle, self._open, self._open_at, self._moving):
+            book.clear()
+        for place, replica in enumerate(self.replicas.values()):
+            replica.watch(self.touched, replica.id)
+            replica.place = place
+            if replica.slow:
+                self.slow[replica.id] = None
+            self.note_moving(replica, sum(groups[id].moving for id in replica.groups))
+            self.changed(replica)
 
     def open(self) -> list[Replica]:
         """Replicas that can take a group now, in the order they first joined."""
@@ -43,17 +167,34 @@ class Fleet:
     def least_loaded(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
         """The replica with the smallest share of busy slots (then the smallest id) among those at version `oldest` or
         newer; `avoid` only if no other will do."""
-        heap = self._heap
+        found = [self._best(at, avoid) for version, at in self._open.items() if version >= oldest]
+        return self.replicas[min(found)[2]] if found else None
+
+    def newest(self, oldest: Version = 0, avoid: ReplicaId = -1) -> Replica | None:
+        """The replica with the newest weights, then the least loaded, among those at version `oldest` or newer;
+        `avoid` only if no other will do."""
+        versions = sorted((version for version in self._open if version >= oldest), reverse=True)
+        found = [self._best(self._open[version], avoid) for version in versions]
+        return self.replicas[min(found, key=itemgetter(0))[2]] if found else None
+
+    def _best(self, at: _Open, avoid: ReplicaId) -> tuple[bool, float, ReplicaId]:
+        """The least loaded replica at one version, as (whether it is the one to avoid, its load, its id)."""
+        heap, avoided = at.heap, None
         while heap:
             load, id = heap[0]
-            replica = self.replicas[id]
-            if replica.state == "ready" and (len(replica.groups) + replica.taken) / replica.slots == load < 1:
-                if replica.version >= oldest and id != avoid:
-                    return replica
-                fit = [r for r in self.open() if r.version >= oldest]
-                return min(fit, key=lambda r: (r.id == avoid, load_of(r), r.id)) if fit else None
-            heappop(heap)
-        return None
+            if id not in at.replicas or load_of(self.replicas[id]) != load:
+                heappop(heap)
+            elif id == avoid:
+                avoided = heappop(heap)
+            else:
+                break
+        best = (False, *heap[0]) if heap else None
+        if avoided is not None:
+            heappush(heap, avoided)
+        if best is None:
+            assert avoided is not None  # whoever can take a group is in the heap
+            best = (True, *avoided)
+        return best
 
     def rollouts(self) -> list[Replica]:
         """Replicas that groups run on, lost ones included: all but those that only validate."""
@@ -65,4 +206,4 @@ class Fleet:
 
     def newest_open_version(self) -> Version:
         """Newest version among replicas that can take a group; -1 when none can."""
-        return max((r.version for r in self.open()), default=-1)
+        return max(self._open, default=-1)

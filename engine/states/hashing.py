@@ -1,12 +1,16 @@
-"""What the state hash is made of beside the groups: the counters, and the few other records.
+"""What the state hash is made of: the counters, the groups and the replicas, each record's part kept as it changes, and
+the few other records.
 
-Called by `state.py`, whose `hash` adds the groups' part, kept as they change.
+Called by `state.py`. An event costs what it touches, however many groups and replicas there are.
 """
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from engine.states.digest import digest
+from engine.states.census import digest_replicas
+from engine.states.digest import MASK, digest
+from engine.states.group import Group
 
 if TYPE_CHECKING:
     from engine.states.state import State
@@ -35,11 +39,10 @@ def digest_figures(state: "State", others: int) -> int:
 
 
 def digest_records(state: "State") -> int:
-    """Of steps, replicas, versions and validations, in their order."""
+    """Of steps, versions and validations, in their order: a few records, each of a few numbers."""
     records: list[Record] = [
         *state.steps.values(),
         *(state.pools.leases if state.pools.listed else ()),
-        *state.fleet.replicas.values(),
         *state.versions.values(),
         state.validations,
         state.kept,
@@ -47,3 +50,51 @@ def digest_records(state: "State") -> int:
         *state.validations.runs.values(),
     ]
     return digest(tuple(chain.from_iterable(record.identity() for record in records)))
+
+
+class StateHash:
+    """64 bits of the whole state, brought up to date after every event with what the event touched."""
+
+    __slots__ = ("_others", "_state", "_sum", "_touched")
+
+    def __init__(self, state: "State") -> None:
+        self._state = state
+        self.begin(())
+
+    def begin(self, groups: Iterable[Group]) -> None:
+        """Make it anew; these groups have a part in it."""
+        self._touched = list(groups)
+        self._sum = 0
+        self._others: int | None = None
+
+    def touch(self, group: Group) -> None:
+        """A field of a group changed."""
+        self._touched.append(group)
+
+    def disturb(self) -> None:
+        """A step, version, validation or something else that there are few of may have changed."""
+        self._others = None
+
+    def settle(self) -> None:
+        """Take in the groups that this event touched."""
+        live = self._state.groups
+        for group in self._touched:
+            new = digest(group.identity(), group.figures()) if group.id in live and group.begun else 0
+            self._sum += new - group.digest
+            group.digest = new
+        self._touched.clear()
+
+    def value(self) -> int:
+        if self._others is None:
+            self._others = digest_records(self._state)
+        return self._total(self._sum + self._state.census.digests + self._state.orders.digest, self._others)
+
+    def from_scratch(self) -> int:
+        """The same figure from the records alone; differs from `value` only by a defect."""
+        state = self._state
+        groups = sum(digest(g.identity(), g.figures()) for g in state.groups.values() if g.begun)
+        kept = groups + digest_replicas(state) + state.orders.digest_from_scratch()
+        return self._total(kept, digest_records(state))
+
+    def _total(self, kept: int, others: int) -> int:
+        return (kept + digest_figures(self._state, others) + self._state.policy_books) & MASK

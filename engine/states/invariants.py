@@ -6,10 +6,12 @@ the records and runs in tests and simulation. Checks of a decision stand where t
 `scheduling/`, and call the functions here.
 """
 
+from collections import Counter
 from typing import Any
 
 from engine.commands import InstallWeights, PauseReplica, StageWeights
 from engine.errors import InvariantViolated
+from engine.states.census import EVERY_FIGURE, Census
 from engine.states.digest import MASK
 from engine.states.group import phase_of
 from engine.states.machine import Phase
@@ -115,10 +117,37 @@ def check_all(state: State) -> None:
     require(set(state.ready) == {g.id for g in state.groups.values() if phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
-    check_stages(state)
     check_validations(state)
-    check_pools(state)
-    require(state.hash == state.hash_from_scratch(), "law 8: the state hash does not match the state")
+    if state.outcome is None:  # the book is empty once the run is over
+        check_stages(state)
+        check_pools(state)
+    check_fleet(state)
+    require(state.hash == state.hashed.from_scratch(), "law 8: the state hash does not match the state")
+    require(state.live.books_agree() and state.kept.books_agree(), "law 8: something changed in secret")
+
+
+def check_fleet(state: State) -> None:
+    """What is kept of the replicas is what a walk over them finds."""
+    census, fleet = state.census, state.fleet
+    kept = [figure(census) for figure in EVERY_FIGURE]
+    again = Census(state)
+    again.rebuild()
+    for figure, known in zip(EVERY_FIGURE, kept, strict=True):
+        require(figure(again) == known, "the census and the replicas differ", kept=known, found=figure(again))
+    open = fleet.open()
+    newest = max((r.version for r in open), default=-1)
+    require(fleet.newest_open_version() == newest, "law 3: an open replica is forgotten", newest=newest)
+    idle = [r for r in open if not r.slow and r.id not in state.live.leaving]
+    slots = sum(r.free_slots for r in idle)
+    require(fleet.idle_slots == slots, "idle slots are miscounted", kept=fleet.idle_slots, found=slots)
+    require(set(fleet.idle_at) == {r.version for r in idle}, "idle replicas are miscounted", kept=fleet.idle_at)
+    slow = [r for r in fleet.replicas.values() if r.slow]
+    moving = sum(state.groups[id].moving for r in slow for id in r.groups)
+    require(set(fleet.slow) == {r.id for r in slow}, "slow replicas and their list differ", kept=list(fleet.slow))
+    require(fleet.moving == moving, "groups that move are miscounted", kept=fleet.moving, found=moving)
+    timed = {**state.attempts.running, **state.attempts.parking}
+    running = {id for r in fleet.replicas.values() for id in r.groups} if state.limits.group_timeout_s else set()
+    require(set(timed) == running, "law 7: a timed attempt is forgotten, or one that is over is not", timed=list(timed))
 
 
 IN_SYNC = {
@@ -140,8 +169,22 @@ def check_orders(state: State) -> None:
     require(orders.open("rows").keys() == rows, "law 10: rows are measured that were not ordered, or are not")
     training = [step.id for step in state.formed_steps if step.state == "training"]
     require(list(orders.open("train")) == training, "law 10: a step is trained unordered, or is not", steps=training)
-    timers = {state.steps[state.steps_batched].timer, state.live.group_timer, state.live.give_up_timer} - {None}
+    timers = {state.steps[state.steps_batched].timer, *state.live.timers} - {None}
     require(orders.open("timer").keys() == timers, "law 10: a timer is forgotten", timers=sorted(timers))
+    require(all(step in state.steps for step, _ in orders.open("score")), "law 10: a step that is over is scored")
+    require(all(at > state.latest_version for at in orders.open("publish")), "law 10: a version is published twice")
+    require(not orders.open("retire").keys() & state.versions.keys(), "law 10: a version is dropped that is live")
+    require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
+    for order in orders.all():
+        lost = (
+            isinstance(order.owner, int)
+            and order.subject not in ("start", "stop")
+            and (
+                replicas[order.owner].state == "lost"
+                or replicas[order.owner].incarnation != getattr(order.command, "incarnation", None)
+            )
+        )
+        require(not lost, "law 10: a replica that is lost has an order", order=order.number, replica=order.owner)
     for replica in replicas.values():
         sync = orders.find("sync", replica.id)
         kind = IN_SYNC.get(replica.state, StageWeights if replica.staging is not None else None)
@@ -211,6 +254,9 @@ def check_validations(state: State) -> None:
                 require(replicas[chunk.replica].version == run.version, "rows are measured under another version")
                 out.setdefault(chunk.replica, {})[chunk.index] = None
         require(run.left == sum(not c.done for c in run.chunks), "a validation's books differ", validation=run.id)
+        failed = Counter(run.chunks[index].failures for index in run.waiting if run.chunks[index].failures)
+        require(run.waiting_failed == failed, "failed chunks of a validation are miscounted", validation=run.id)
+        require(run.held_books == run.fresh_held_books(), "law 8: a replica is held in secret", validation=run.id)
         require(run.books == sum(c.fresh_digest() for c in run.chunks) & MASK, "law 8: a chunk changed in secret")
         for id in run.replicas:
             require(id not in held, "two validations hold a replica", replica=id)

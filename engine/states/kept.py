@@ -5,21 +5,24 @@ since its checkpoint.
 """
 
 from engine.ids import GroupId, StepId
-from engine.states.digest import digest
+from engine.states.digest import MASK, digest
 
 
 class KeptBatches:
     """The groups of each such step, in the order of the steps."""
 
-    __slots__ = ("_digests", "by_step")
+    __slots__ = ("_digests", "books", "by_step")
 
     def __init__(self) -> None:
         self.by_step: dict[StepId, tuple[GroupId, ...]] = {}
         self._digests: dict[StepId, int] = {}
+        self.books = 0
+        """What they add to the state hash."""
 
     def keep(self, step: StepId, groups: tuple[GroupId, ...]) -> None:
         self.by_step[step] = groups
-        self._digests[step] = digest(groups)
+        self._digests[step] = digest((step, *groups))
+        self.books = (self.books + self._digests[step]) & MASK
 
     def let_go(self, steps: StepId) -> list[GroupId]:
         """A checkpoint contains so many steps: the groups that need not be kept for them any more."""
@@ -27,13 +30,18 @@ class KeptBatches:
         groups: list[GroupId] = []
         for step in covered:
             groups += self.by_step.pop(step)
-            del self._digests[step]
+            self.books = (self.books - self._digests.pop(step)) & MASK
         return groups
 
     def clear(self) -> None:
         self.by_step.clear()
         self._digests.clear()
+        self.books = 0
 
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of; nothing where nothing is kept."""
-        return tuple(number for step in self._digests for number in (step, self._digests[step] >> 1))
+        return (self.books >> 1,) if self.by_step else ()
+
+    def books_agree(self) -> bool:
+        """Whether the books agree with the batches."""
+        return self.books == sum(digest((step, *groups)) for step, groups in self.by_step.items()) & MASK

@@ -23,12 +23,13 @@ ROLLOUT = "rollout"
 class PoolLease:
     """Who has a pool now."""
 
-    __slots__ = ("id", "pool", "replicas", "shared", "state", "step", "task", "wanted")
+    __slots__ = ("id", "place_of", "pool", "replicas", "shared", "state", "step", "task", "wanted")
 
     def __init__(self, id: int, pool: Pool) -> None:
         self.id = id
         self.pool = pool
         self.replicas: tuple[ReplicaId, ...] = pool.replicas
+        self.place_of = {replica: place for place, replica in enumerate(pool.replicas)}
         self.shared = pool.shared
         """Replicas stand here as well: they sleep while a task of the trainer has the pool."""
         self.state: str = POOL.initial

@@ -1,6 +1,8 @@
 """The replica: one rollout engine, its weights and its slots. Driven by `scheduling/sync.py` and
 `scheduling/rollout.py`."""
 
+from typing import Any
+
 from engine.ids import EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
 from engine.states.machine import Table, transitions
 
@@ -40,12 +42,26 @@ class Replica:
     """What the scheduler knows of one replica."""
 
     __slots__ = (
-        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "pace", "paced", "returns",
-        "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "validator", "version",
+        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "pace", "paced", "place",
+        "returns", "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "touched",
+        "validator", "version",
     )  # fmt: skip
 
-    def __init__(self, id: ReplicaId, *, validator: bool = False) -> None:
+    touched: dict[ReplicaId, None]
+    """Where every change of a field is noted."""
+
+    def __init__(
+        self,
+        id: ReplicaId,
+        *,
+        validator: bool = False,
+        place: int = 0,
+        touched: dict[ReplicaId, None] | None = None,
+    ) -> None:
+        self.watch({} if touched is None else touched, id)
         self.id = id
+        self.place = place
+        """How many replicas were seen before it: its place in every order of replicas."""
         self.validator = validator
         """It does nothing but validate: no group ever runs on it."""
         self.state: str = REPLICA.initial
@@ -79,6 +95,17 @@ class Replica:
         """The validation that keeps it at its version; -1: none."""
         self.chunks: dict[int, None] = {}
         """Of that validation, being measured here, each in a slot; a dict for its order."""
+
+    def watch(self, touched: dict[ReplicaId, None], id: ReplicaId) -> None:
+        """Note every change of a field in `touched` from now on. The fleet's books and the state hash are brought up to
+        date from there, so that no caller has to tell them and an event costs the same however many replicas it leaves
+        alone."""
+        object.__setattr__(self, "id", id)
+        object.__setattr__(self, "touched", touched)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        self.touched[self.id] = None
 
     @property
     def free_slots(self) -> int:

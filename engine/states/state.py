@@ -12,11 +12,12 @@ from typing import Any
 from engine.commands import FinishRun
 from engine.events import NO_VERSION
 from engine.ids import GroupId, StepId, TimerId, Version
-from engine.states.digest import MASK, digest
+from engine.states.attempts import Attempts
+from engine.states.census import Census
 from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import Group, group_table
-from engine.states.hashing import digest_figures, digest_records
+from engine.states.hashing import StateHash
 from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
@@ -43,6 +44,7 @@ class State:
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
         self._ahead, self._timed = limits.ahead, limits.timed
+        self.hashed = StateHash(self)
         self.groups: dict[GroupId, Group] = {}
         """Live groups: those that no step has trained on and that were not released."""
         self.waiting: deque[GroupId] = deque()
@@ -57,9 +59,10 @@ class State:
         """Those whose batch is formed and that are not finished, and the one that comes next."""
         self.next_step(0)
         self.stages = Stages(self.limits.added_states, self.orders)
-        self.fleet = Fleet()
-        self.kept = KeptBatches()
         self.live = Live(limits)
+        self.fleet = Fleet(self.live)
+        self.attempts = Attempts()
+        self.kept = KeptBatches()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
@@ -116,9 +119,7 @@ class State:
         self.disturbed = True
         """Something other than a group may have changed since the weights were last looked after."""
         self.validations = Validations(self.fleet, self.orders, SharedMachine(VALIDATION, observe), self.disturb)
-        self._touched: list[Group] = []
-        self._sum = 0
-        self._others: int | None = None
+        self.census = Census(self)
         self.versions[0] = WeightsVersion(0, 0)
         self.steps_in[0] = 0
         self.fire_version(self.versions[0], "live")
@@ -137,7 +138,7 @@ class State:
         before = group.state
         self._group_machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
-        self._touched.append(group)
+        self.hashed.touch(group)
         self.ledger.move(source, target)
         self.deadlines.move(group.deadline, source, target)
         leave, enter = self._leave.get(source), self._enter.get(target)
@@ -218,8 +219,7 @@ class State:
         self.steps_batched = self.steps_trained = steps
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
         self.retire_all()
-        self._sum = 0
-        self._touched = [group for group in self.groups.values() if group.attempt]
+        self.hashed.begin(group for group in self.groups.values() if group.attempt)
 
     def retire_all(self) -> None:
         """The weights of every version are gone."""
@@ -233,6 +233,7 @@ class State:
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0
         self.last_failure = self.none_left = ""
         self.live.rest_is_over()
+        self.census.rebuild()
 
     def seat(self, group: Group, replica: Replica) -> None:
         """Give a group a slot, after its trigger was fired."""
@@ -240,7 +241,11 @@ class State:
         group.replica = replica.id
         if self._timed:
             group.seated_at, group.seated_tokens = self.now, group.tokens
+            if self.limits.group_timeout_s is not None:
+                self.attempts.begin(group)
         replica.groups[group.id] = None
+        if replica.slow:
+            self.fleet.seats_on_slow += 1
         self.fleet.changed(replica)
 
     def unseat(self, group: Group) -> None:
@@ -248,6 +253,9 @@ class State:
         replica = self.fleet.replicas[group.replica]
         del replica.groups[group.id]
         group.replica = -1
+        self.attempts.end(group)
+        if group.moving:
+            self.fleet.note_moving(replica, -1)
         if group.seated_at:
             group.seated_at, group.parking, group.moving = 0.0, False, False
         self.fleet.changed(replica)
@@ -299,6 +307,8 @@ class State:
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
         self._replica_machine.fire(replica, trigger)
+        if replica.slow:
+            self.fleet.seats_on_slow += 1
         self.disturb()
         self.fleet.changed(replica)
 
@@ -409,31 +419,19 @@ class State:
     def disturb(self) -> None:
         """A step, replica, version or validation may have changed."""
         self.disturbed = True
-        self._others = None
+        self.hashed.disturb()
 
     def touch(self, group: Group) -> None:
         """A field of a group changed without a trigger."""
-        self._touched.append(group)
+        self.hashed.touch(group)
 
     # the state hash
 
     def settle(self) -> None:
         """Bring the hash up to date with the groups touched by this event."""
-        for group in self._touched:
-            new = digest(group.identity(), group.figures()) if group.id in self.groups and group.begun else 0
-            self._sum += new - group.digest
-            group.digest = new
-        self._touched.clear()
+        self.hashed.settle()
 
     @property
     def hash(self) -> int:
-        """64 bits of the whole state: a sum over live groups, kept as they change, and the few other records."""
-        if self._others is None:
-            self._others = digest_records(self)
-        return (self._sum + digest_figures(self, self._others) + self.orders.digest + self.policy_books) & MASK
-
-    def hash_from_scratch(self) -> int:
-        """The same figure from the records alone; differs from `hash` only by a defect."""
-        groups = sum(digest(g.identity(), g.figures()) for g in self.groups.values() if g.begun)
-        others = digest_figures(self, digest_records(self))
-        return (groups + others + self.orders.digest_from_scratch() + self.policy_books) & MASK
+        """64 bits of the whole state."""
+        return self.hashed.value()

@@ -1,6 +1,7 @@
 """The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/training.py`."""
 
 from engine.ids import GroupId, StepId, TimerId
+from engine.states.digest import digest
 from engine.states.machine import Table, transitions
 
 STEP = Table(
@@ -23,7 +24,8 @@ class Step:
     """One train step and its batch, which never changes once formed."""
 
     __slots__ = (
-        "acts", "attempt", "done", "failures", "groups", "id", "pooled", "short", "staleness", "state", "timer",
+        "acts", "attempt", "batch_digest", "done", "failures", "groups", "id", "pooled", "short", "staleness",
+        "state", "timer",
     )  # fmt: skip
 
     def __init__(self, id: StepId, *, pooled: bool = False) -> None:
@@ -43,12 +45,19 @@ class Step:
         """How often the deadline policy has acted for this step."""
         self.short = False
         """The deadline policy lets this step take fewer groups than a full batch."""
+        self.batch_digest = 0
+        """What its batch adds to the state hash."""
+
+    def take(self, groups: tuple[GroupId, ...], staleness: tuple[int, ...]) -> None:
+        """Form the batch."""
+        self.groups, self.staleness = groups, staleness
+        self.batch_digest = digest((*groups, *staleness)) >> 1
 
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
         return (
-            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, len(self.done), *self.groups,
-            *self.staleness, -1 if self.timer is None else self.timer, self.acts, self.short,
+            self.id, STATE_NUMBER[self.state], self.attempt, self.failures, len(self.done), len(self.groups),
+            self.batch_digest, -1 if self.timer is None else self.timer, self.acts, self.short,
             *((-1, *self.done) if self.pooled else ()),
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ A run never sees two versions: it holds its replicas at its own, and those alone
 holds which replica and which chunk is out where, so that no caller can forget one of these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 from engine.ids import ReplicaId, StepId, ValidationId, Version
@@ -52,8 +52,8 @@ class Validation:
     """One version to be measured on every held-out row, each counted once."""
 
     __slots__ = (
-        "books", "chunks", "ended_at", "id", "left", "measured", "queued_at", "reason", "refused", "replicas",
-        "reward", "right", "rows", "started_at", "state", "steps", "version", "waiting",
+        "books", "chunks", "ended_at", "held", "held_books", "id", "left", "measured", "queued_at", "reason", "refused",
+        "replicas", "reward", "right", "rows", "started_at", "state", "steps", "version", "waiting", "waiting_failed",
     )  # fmt: skip
 
     def __init__(self, id: ValidationId, version: Version, steps: StepId, rows: int, size: int, at: float) -> None:
@@ -66,10 +66,16 @@ class Validation:
         self.chunks = [Chunk(i, first, min(size, rows - first)) for i, first in enumerate(range(0, rows, size))]
         self.waiting = [chunk.index for chunk in self.chunks]
         """A heap: chunks to be sent out, the first rows first."""
+        self.waiting_failed: dict[int, int] = {}
+        """How many of them have failed so many times, where that is above 0."""
         self.left = len(self.chunks)
         """Chunks that are not done."""
-        self.replicas: dict[ReplicaId, None] = {}
-        """Held at its version, in the order they were taken; a dict for its order."""
+        self.replicas: dict[ReplicaId, int] = {}
+        """Held at its version, in the order they were taken, each with its number in it."""
+        self.held = 0
+        """Replicas that were ever taken."""
+        self.held_books = 0
+        """What those held add to the state hash."""
         self.refused = 0
         """Lives of replicas given up because they could not be brought to its version."""
         self.measured = 0
@@ -84,10 +90,33 @@ class Validation:
         self.books = sum(chunk.digest for chunk in self.chunks) & MASK
         """What its chunks add to the state hash."""
 
+    def fresh_held_books(self) -> int:
+        return sum(digest(held) for held in self.replicas.items()) & MASK
+
     @property
     def out(self) -> int:
         """Chunks being measured."""
         return self.left - len(self.waiting)
+
+    @property
+    def worst(self) -> int:
+        """Attempts that failed at the same rows: most of those that wait."""
+        return max(self.waiting_failed, default=0)
+
+    def put_back(self, chunk: Chunk) -> None:
+        """A chunk waits again."""
+        heappush(self.waiting, chunk.index)
+        if chunk.failures:
+            self.waiting_failed[chunk.failures] = self.waiting_failed.get(chunk.failures, 0) + 1
+
+    def take(self) -> Chunk:
+        """The first chunk that waits does not any more."""
+        chunk = self.chunks[heappop(self.waiting)]
+        if chunk.failures:
+            self.waiting_failed[chunk.failures] -= 1
+            if not self.waiting_failed[chunk.failures]:
+                del self.waiting_failed[chunk.failures]
+        return chunk
 
     @property
     def accuracy(self) -> float | None:
@@ -103,7 +132,7 @@ class Validation:
         times = digest((), (self.reward, self.queued_at, self.started_at))
         return (
             self.id, STATE_NUMBER[self.state], self.version, self.steps, self.rows, self.left, self.refused,
-            self.measured, self.right, len(self.replicas), *self.replicas, times >> 1, self.books >> 1,
+            self.measured, self.right, len(self.replicas), self.held_books >> 1, times >> 1, self.books >> 1,
         )  # fmt: skip
 
 
@@ -159,8 +188,11 @@ class Validations:
 
     def hold(self, run: Validation, replica: Replica) -> None:
         """Keep a replica at the run's version until the run ends."""
-        run.replicas[replica.id] = None
+        run.replicas[replica.id] = run.held
+        run.held_books = (run.held_books + digest((replica.id, run.held))) & MASK
+        run.held += 1
         replica.held = run.id
+        self._fleet.room[replica.id] = None
         self._changed()
 
     def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
@@ -169,9 +201,10 @@ class Validations:
             chunk = run.chunks[index]
             chunk.failures += failed
             self._unseat(run, chunk)
-            heappush(run.waiting, index)
-        del run.replicas[replica.id]
+            run.put_back(chunk)
+        run.held_books = (run.held_books - digest((replica.id, run.replicas.pop(replica.id)))) & MASK
         replica.held = -1
+        self._fleet.room.pop(replica.id, None)
         self._changed()
 
     def lose(self, replica: Replica) -> None:
@@ -182,7 +215,7 @@ class Validations:
 
     def send(self, run: Validation, replica: Replica) -> Chunk:
         """Give the next chunk that waits a slot."""
-        chunk = run.chunks[heappop(run.waiting)]
+        chunk = run.take()
         chunk.attempt += 1
         chunk.replica = replica.id
         replica.chunks[chunk.index] = None
@@ -195,8 +228,24 @@ class Validations:
         """An attempt failed: the chunk waits again."""
         chunk.failures += 1
         self._unseat(run, chunk)
-        heappush(run.waiting, chunk.index)
+        run.put_back(chunk)
         self._changed()
+
+    def with_room(self, run: Validation) -> list[Replica]:
+        """The replicas a run holds that may have a free slot, in the order they were taken; `no_room` takes out those
+        that were found to have none."""
+        room = sorted((id for id in self._fleet.room if id in run.replicas), key=run.replicas.__getitem__)
+        return [self._fleet.replicas[id] for id in room]
+
+    def no_room(self, replica: Replica) -> None:
+        """A replica has no slot for a chunk, until it changes."""
+        self._fleet.room.pop(replica.id, None)
+
+    def look_again(self, replicas: Iterable[ReplicaId]) -> None:
+        """Those of these replicas that are held may have a free slot after all."""
+        run = self.served
+        if run is not None:
+            self._fleet.room.update((id, None) for id in replicas if id in run.replicas)
 
     def count(self, run: Validation, chunk: Chunk, measured: int, right: int, reward: float) -> None:
         """A chunk is done: its rows are counted, once."""

@@ -182,6 +182,8 @@ def _fires(like: list[Order], state: State) -> str:
         return f"step {step.id} waits for stragglers, then the deadline policy acts"
     if timer == state.live.group_timer:
         return f"the longest attempt is parked once it has taken {state.limits.group_timeout_s:g} s"
+    if timer == state.live.fill_timer:
+        return "more groups start than one event may start"
     return f"no replica is left, the run ends after {state.limits.give_up_s:g} s without one"
 
 

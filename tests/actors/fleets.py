@@ -15,6 +15,7 @@ from engine.actors.process import PackedPlan
 from engine.actors.replica_link import ReplicaLink
 from engine.events import Event
 from engine.ids import Incarnation, ReplicaId
+from engine.states.orders import OrderBook
 
 Lives = list[tuple[ReplicaId, Incarnation]]
 
@@ -28,11 +29,12 @@ class FleetOfHandles(Fleet):
         deliver: Callable[[Event], None],
         living: Living,
         make: Callable[[int, int], Any],
+        orders: OrderBook | None = None,
         **others: Any,
     ) -> None:
         store = SimpleNamespace(alive=SimpleNamespace(remote=asyncio.Event().wait))
         given = (PackedPlan.of(plan), None, store, store)
-        super().__init__(plan, given, deliver, pytest.fail, living=living, **others)
+        super().__init__(plan, given, deliver, pytest.fail, orders or OrderBook(), living=living, **others)
         self.started: Lives = []
         self._make = make
 

@@ -193,5 +193,5 @@ def check_record(run_dir: Path) -> Any:
     assert report.identical, str(report)
     assert report.torn is None
     assert report.rejected == ()
-    assert scheduler.state.hash == scheduler.state.hash_from_scratch()
+    assert scheduler.state.hash == scheduler.state.hashed.from_scratch()
     return scheduler

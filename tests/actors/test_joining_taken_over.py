@@ -13,12 +13,12 @@ import ray
 from fleets import FleetOfHandles, Lives, nothing, settled
 from ray_plans import plan
 
-from engine.actors.books import RunBooks
 from engine.actors.lasting import Living
 from engine.actors.survived import Survived, survived_of
 from engine.actors.wire import Order
 from engine.commands import StartGroup, StartReplica, StopReplica
 from engine.events import Event, ReplicaJoined, ReplicaLost, ReplicasWanted, RunStarted, stamp
+from engine.metrics.transitions import Transitions
 from engine.schedule import Header, Recorder
 from engine.scheduler import Scheduler
 
@@ -74,7 +74,10 @@ class Scene:
             actors["rollout-1", life] = self.second
         lived = {one.id: one.incarnation for one in self.survived.recovered.scheduler.state.fleet.replicas.values()}
         living = Living(actors=actors, first=100)
-        self.fleet = FleetOfHandles(made, self.events.append, living, lambda replica, life: self.second, lived=lived)
+        orders = self.survived.recovered.scheduler.state.orders
+        self.fleet = FleetOfHandles(
+            made, self.events.append, living, lambda replica, life: self.second, orders=orders, lived=lived
+        )
 
     def take_over(self) -> None:
         """As the scheduler actor does it."""
@@ -106,7 +109,7 @@ def recorded(run_dir: Path, events: tuple[Event, ...]) -> Survived:
         stamp(event, number, float(number))
         recorder.write(event, scheduler.handle(event), scheduler.state_hash)
     recorder.close()
-    survived = survived_of(run_dir, RunBooks())
+    survived = survived_of(run_dir, Transitions())
     survived.lock.release()
     return survived
 

@@ -13,6 +13,7 @@ from engine.actors.lasting import Living
 from engine.actors.process import PackedPlan
 from engine.commands import StartReplica
 from engine.events import Event, ReplicaLost
+from engine.states.orders import OrderBook
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
 
@@ -35,7 +36,7 @@ def test_the_loss_of_a_life_that_may_have_joined_is_told_of_that_life(tmp_path: 
         told: asyncio.Queue[Event] = asyncio.Queue()
         replicas = {0: (ENDED, False, True)}
         given = (PackedPlan.of(made), None, None, None)
-        fleet = Fleet(made, given, told.put_nowait, pytest.fail, lived={0: ENDED}, living=living)
+        fleet = Fleet(made, given, told.put_nowait, pytest.fail, OrderBook(), lived={0: ENDED}, living=living)
         fleet.take_up(replicas)
         fleet.start_replica(StartReplica(replica=0, cause=0))
         try:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from ray_plans import Mortal, plan, restore_mortal
 
-from engine.actors.books import RunBooks
 from engine.actors.past import Past, past_of
 from engine.actors.plan import Plan
 from engine.errors import ConfigError, RecordError, RunDamaged
@@ -17,6 +16,7 @@ from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import pack_group
 from engine.local import response
+from engine.metrics.transitions import Transitions
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -77,7 +77,7 @@ class Scene:
         store.close()
 
     def past(self, **changes: object) -> Past:
-        past = past_of(replace(self.plan, **changes), RunBooks())  # type: ignore[arg-type]
+        past = past_of(replace(self.plan, **changes), Transitions())  # type: ignore[arg-type]
         past.lock.release()
         return past
 
@@ -236,14 +236,14 @@ def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -
     made = world(added_states=(WEIGHING, CHECKING))
     while not made.scheduler.state.stages.out:
         assert made.act()
-    (group,) = [id for stage in made.scheduler.state.stages.by_name.values() for id in stage.working]
+    (group,) = made.scheduler.state.orders.open("stage")
     run_dir = tmp_path / "run"
     (run_dir / "schedule").mkdir(parents=True)
     (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
     store = DurableStore(run_dir / "trajectories")
     store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
     store.close()
-    past = past_of(plan(run_dir), RunBooks())
+    past = past_of(plan(run_dir), Transitions())
     past.lock.release()
     assert past.missing is not None and group not in past.missing
 

@@ -1,13 +1,16 @@
 """What an actor's process does first."""
 
 import gc
+import logging
+import shutil
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.actors.process import collect_rarely
+from engine.actors.process import collect_rarely, prepare_process
 
 
 class Ring:
@@ -41,3 +44,15 @@ def test_a_large_state_is_not_looked_through_while_it_grows_and_cycles_still_go(
     del ring
     state += [[number] for number in range(1_200_000)]
     assert dead() is None, "garbage in cycles is found all the same"
+
+
+def test_a_log_whose_directory_was_deleted_is_written_to_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("engine")
+    for name, value in (("handlers", []), ("level", logger.level), ("propagate", True)):
+        monkeypatch.setattr(logger, name, value)
+    prepare_process("scheduler", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    logging.getLogger("engine.driver").warning("the run cannot go on")
+    assert "the run cannot go on" in capsys.readouterr().err

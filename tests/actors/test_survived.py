@@ -6,16 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.actors.books import RunBooks
 from engine.actors.lasting import Living
 from engine.actors.survived import let_take_over, survived_of
-from engine.commands import Command
 from engine.errors import EngineError
-from engine.events import Event
-from engine.schedule import Handled, Header, Recorder, read
-from engine.schedule.open_orders import OpenOrders
+from engine.metrics.transitions import Transitions
+from engine.schedule import Header, Recorder
 from engine.schedule.reader import Record
-from engine.schedule.snapshots import watch
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 
@@ -53,41 +49,20 @@ def test_one_that_was_up_and_gives_no_sign_of_life_is_silent() -> None:
     assert set(silent) == {"rollout-0", "trainer"} and "no sign of life" in silent["trainer"]
 
 
-class CountingWorld(World):
-    """Its books are those of a scheduler actor."""
-
-    def __init__(self, setting: Setting, recorder: Recorder, snapshot_every: int) -> None:
-        self.books = RunBooks()
-        super().__init__(setting, None, recorder, check=False, snapshot_every=snapshot_every)
-        judged = self.judge.changed
-
-        def changed(*change: object) -> None:
-            judged(*change)
-            self.books.transitions.changed(*change)
-
-        watch(self.scheduler, changed)
-        self.driver.books = self.books
-
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        super()._observe(event, commands)
-        self.books.orders.take(event, commands)
-
-
-def test_open_orders_are_in_the_newest_snapshot_and_no_frame_before_it_is_read(
+def test_what_is_ordered_again_is_in_the_newest_snapshot_and_no_frame_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8, max_steps=12)
     recorder = Recorder(tmp_path / "schedule", Header(run="any", limits=limits.to_plain()))
-    world = CountingWorld(Setting(limits=limits, replicas=2, slots=4, prompts=48, seed=3), recorder, 40)
+    setting = Setting(limits=limits, replicas=2, slots=4, prompts=48, seed=3)
+    world = World(setting, None, recorder, check=False, snapshot_every=40)
+    world.driver.books = Transitions()
     with pytest.raises(EngineError):
         world.run(events=130)
     recorder.close()
-    whole = OpenOrders()
-    for frame in read(tmp_path / "schedule").frames():
-        assert isinstance(frame, Handled)
-        whole.take(frame.event, frame.commands)
+    state = world.scheduler.state
     monkeypatch.setattr(Record, "frames", None)
-    survived = survived_of(tmp_path, RunBooks())
+    survived = survived_of(tmp_path, Transitions())
     survived.lock.release()
     assert survived.recovered.began_at is not None and survived.recovered.began_at.position >= 80
-    assert survived.orders == whole.left(survived.recovered.at) != []
+    assert survived.orders == state.orders.reissued(state.now) != []

@@ -12,9 +12,10 @@ from ray_plans import Mortal, plan, restore_mortal
 from engine.actors.lasting import Living
 from engine.actors.plan import Redo, Restore
 from engine.actors.trainer_link import TrainerLink
-from engine.commands import TrainStep
-from engine.events import Event, StepFailed
+from engine.commands import SaveCheckpoint, TrainStep
+from engine.events import CheckpointSaved, Event, StepFailed
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
+from engine.states.orders import OrderBook
 
 OLDER, NEWEST, TRAINED = 2, 4, 6
 
@@ -45,11 +46,14 @@ def after_a_death(run_dir: Path, held: int) -> tuple[list[Restore], list[Event]]
             tasks.append(asyncio.get_running_loop().create_task(work))
 
         weights = SimpleNamespace(newest=SimpleNamespace(remote=lambda: asyncio.sleep(0, 0)))
-        link = TrainerLink(given, (None, None, None, weights), delivered.append, spawn, gone)  # type: ignore[arg-type]
+        orders = OrderBook()
+        link = TrainerLink(given, (None, None, None, weights), orders, delivered.append, spawn, gone)  # type: ignore[arg-type]
         link._start = lambda incarnation: life
         redo = tuple(Redo(step=step, groups=(step,), staleness=(0,)) for step in range(held, TRAINED))
         link.recover(Restore(steps=held, optimizer_steps=2 * held, redo=redo), dict.fromkeys(range(held, 6), 2), 0)
-        link.order(TrainStep(step=TRAINED, attempt=1, groups=(9,), staleness=(0,), cause=0))
+        order = TrainStep(step=TRAINED, attempt=1, groups=(9,), staleness=(0,), cause=0)
+        orders.add(order, at=0.0)
+        link.order(order)
         await tasks[0]
         await asyncio.sleep(0)
         for task in tasks[1:]:
@@ -90,3 +94,37 @@ def test_where_they_are_not_held_there_is_no_next_trainer_and_the_damaged_file_i
     file = checkpoint_path(tmp_path / "checkpoints", NEWEST) / "steps"
     assert f"{str(file)!r}: is not what was written" in failed.reason and "\n" not in failed.reason
     assert file.exists(), "it is the user's to see"
+
+
+def test_what_the_book_does_not_have_any_more_as_a_trainer_is_lost_is_not_failed(tmp_path: Path) -> None:
+    """Orders come and go while it is looked up what the next one can go on from."""
+    given = replace(plan(tmp_path), heartbeat_s=0.0)
+    orders, delivered = OrderBook(), list[Event]()
+    saved, late = SaveCheckpoint(steps=4, cause=0), TrainStep(step=4, attempt=1, groups=(9,), staleness=(0,), cause=0)
+
+    async def story() -> None:
+        asked, found = asyncio.Event(), asyncio.Event()
+
+        async def newest() -> int:
+            asked.set()
+            await found.wait()
+            return 0
+
+        weights = SimpleNamespace(newest=SimpleNamespace(remote=newest))
+        gone = Living(actors={}, first=1)
+        link = TrainerLink(given, (None, None, None, weights), orders, delivered.append, _close, gone)  # type: ignore[arg-type]
+        link._start = lambda incarnation: None
+        orders.add(saved, at=0.0)
+        replaced = asyncio.create_task(link._replace("out of memory"))
+        await asked.wait()
+        assert orders.match(CheckpointSaved(steps=4))
+        orders.add(late, at=1.0)
+        found.set()
+        await replaced
+
+    asyncio.run(story())
+    assert [type(event) for event in delivered] == [StepFailed]
+
+
+def _close(work: Coroutine[Any, Any, None]) -> None:
+    work.close()

@@ -26,7 +26,16 @@ from engine.commands import (
     TrainStep,
 )
 from engine.driver import Driver
-from engine.events import DrawFailed, Event, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
+from engine.events import (
+    DrawFailed,
+    Event,
+    OrderDone,
+    PromptsDrawn,
+    ReplicaJoined,
+    ReplicaLost,
+    RunStarted,
+    TimerFired,
+)
 from engine.policies import PolicySet
 from engine.schedule.frames import Header
 from engine.schedule.reader import Record, read
@@ -69,6 +78,8 @@ class Adversary:
         self.timers: list[SetTimer] = []
         self.judged: list[EnterState] = []
         """Work of added states under way; it may end in any order."""
+        self.done: list[int] = []
+        """Orders that only had to arrive and did; who says so may say it late, in any order, together or one by one."""
         self.past: list[Event] = []
         """What may be said again."""
         self.history: list[Event] = []
@@ -85,7 +96,13 @@ class Adversary:
         check_all(self.scheduler.state)
 
     def _post(self, source: int) -> Callable[[Event], None]:
-        return lambda event: self.up.setdefault(source, deque()).append(event)
+        def post(event: Event) -> None:
+            if isinstance(event, OrderDone):
+                self.done += event.orders
+            else:
+                self.up.setdefault(source, deque()).append(event)
+
+        return post
 
     def deliver(self, event: Event) -> None:
         self.time += 1.0
@@ -114,9 +131,12 @@ class Adversary:
                         self.dead.append(command.replica)
                 case DiscardGroups():
                     self.store.discard(command.groups)
+                    self.done.append(command.number)
                 case EnterState():
                     self.judged.append(command)
-                case FinishRun() | RetireWeights():
+                case RetireWeights():
+                    self.done.append(command.number)
+                case FinishRun():
                     pass
                 case _:
                     self.down.setdefault(command.replica, deque()).append(command)
@@ -173,6 +193,7 @@ class Adversary:
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
+        self.done.clear()
         if kept:
             state = self.scheduler.state
             stored = [g for g in state.groups.values() if g.state == "generated" or (g.kept and g.state == "aborted")]
@@ -218,6 +239,12 @@ class Adversary:
 
     def fire(self) -> None:
         self.deliver(TimerFired(timer=self.timers.pop(0).timer))
+
+    def say_done(self, first: int, count: int) -> None:
+        """Some of the orders that arrived are told of, from any of them on; the last comes first."""
+        first %= len(self.done)
+        told, self.done[first : first + count] = self.done[first : first + count], []
+        self.deliver(OrderDone(orders=tuple(reversed(told))))
 
     def leave(self, index: int, cause: str = "") -> None:
         """The work of an added state ends, or fails for `cause`."""
@@ -281,6 +308,9 @@ class Adversary:
             acted = True
         if self.judged:
             self.leave(0)
+            acted = True
+        if self.done:
+            self.say_done(0, len(self.done))
             acted = True
         if self.draws and self.driver.outcome is None:
             self.draw()

@@ -343,7 +343,7 @@ def test_the_heap_of_replicas_stays_small():
         run.publish()
         run.install(0)
         run.install(1)
-    assert len(run.state.fleet._heap) <= 64 + 8 * 2
+    assert sum(len(at.heap) for at in run.state.fleet._open.values()) <= 64 + 8 * 2
 
 
 def test_scoring_begins_anew_when_a_step_failed():

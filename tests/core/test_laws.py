@@ -169,6 +169,11 @@ class AnyOrder(RuleBasedStateMachine):
         working = self.world.working()
         working[choice % len(working)].do(succeed)
 
+    @rule(choice=ANY, count=st.integers(1, 3))
+    @precondition(lambda self: self.world.done)
+    def say_done(self, choice: int, count: int) -> None:
+        self.world.say_done(choice, count)
+
     @rule(most=st.sampled_from([0, 1, 2, 99, 99]))
     @precondition(lambda self: self.world.draws and self.world.driver.outcome is None)
     def draw(self, most: int) -> None:

@@ -405,9 +405,9 @@ def test_what_policies_go_by_is_in_the_state_hash(registered: None) -> None:
     run.publish()
     run.install(pause=False)
     run.abort(2)
-    seen = {run.state.hash_from_scratch()}
+    seen = {run.state.hashed.from_scratch()}
     run.state.step_reward = 0.875
-    seen.add(run.state.hash_from_scratch())
+    seen.add(run.state.hashed.from_scratch())
     run.state.groups[2].resume_key = (-1.0,)
-    seen.add(run.state.hash_from_scratch())
+    seen.add(run.state.hashed.from_scratch())
     assert len(seen) == 3

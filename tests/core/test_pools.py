@@ -315,11 +315,11 @@ def test_validations_that_fail_do_not_hold_up_training() -> None:
 
 def nobody_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolScheduling, "_send_all_to_sleep", lambda self, lease: None)
-    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "lost", "ready"))
+    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "lost", "ready"))
 
 
 def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.pools.OUT_OF_THE_WAY", ("asleep", "lost", "yielding"))
+    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "lost", "yielding"))
 
 
 def nobody_wakes(monkeypatch: pytest.MonkeyPatch) -> None:

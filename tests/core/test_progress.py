@@ -280,9 +280,9 @@ def test_a_group_that_the_filter_keeps_begins_the_count_anew() -> None:
     for _ in range(99):
         run.finish(run.running()[-1], spread=0.0)
     assert not run.ordered(FinishRun)
-    seen = run.state.hash_from_scratch()
+    seen = run.state.hashed.from_scratch()
     run.state.filtered_in_a_row -= 1
-    assert run.state.hash_from_scratch() != seen != before
+    assert run.state.hashed.from_scratch() != seen != before
 
 
 def test_many_workers_may_have_more_groups_filtered_in_a_row() -> None:

@@ -160,7 +160,7 @@ def test_another_version_is_never_measured_in_its_place() -> None:
         assert "version 0, not 1" in news(on, RowsFailed)[0].reason
         on.host.carry_out(measure(1))
         await on.settle()
-        on.host.version = 1  # as if an install had come in between
+        on.host._weights.version = 1  # as if an install had come in between
         on.generator.let.set()
         await on.until(2)
         assert "version 1, not 0" in news(on, RowsFailed)[1].reason
@@ -183,7 +183,7 @@ def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
             StageWeights(version=1, attempt=1, **WHO),
             PauseReplica(version=1, mode="keep", attempt=1, **WHO),
             InstallWeights(version=1, attempt=1, **WHO),
-            ResumeReplica(attempt=1, **WHO),
+            ResumeReplica(attempt=1, number=0, **WHO),
             measure(version=1),
         ):
             on.host.carry_out(order)
@@ -204,7 +204,7 @@ def test_what_is_stopped_reports_nothing_and_samples_nothing_once_the_replica_is
         on.host.carry_out(measure(1, 3, 3))
         await on.settle()
         assert len(on.generator.works) == 6
-        on.host.carry_out(StopMeasuring(validation=2, **WHO))
+        on.host.carry_out(StopMeasuring(validation=2, number=0, **WHO))
         on.host.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
         await on.until(1)
         assert [type(e) for e in on.events] == [ReplicaPaused]

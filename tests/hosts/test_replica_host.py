@@ -28,6 +28,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    OrderDone,
     PrefixStored,
     ReplicaJoined,
     ReplicaPaused,
@@ -59,6 +60,9 @@ class Stage:
     ) -> None:
         self.generator = generator
         self.events: list[Event] = []
+        """All but `OrderDone`."""
+        self.done: list[tuple[int, ...]] = []
+        """The orders of each `OrderDone`."""
         self.broken: list[str] = []
         self.trajectories = LocalTrajectories()
         self.weights = LocalWeights()
@@ -77,8 +81,11 @@ class Stage:
         )
 
     def _emit(self, event: Event) -> None:
-        self.events.append(event)
-        self._news.set()
+        if isinstance(event, OrderDone):
+            self.done.append(event.orders)
+        else:
+            self.events.append(event)
+            self._news.set()
 
     def start(self, group: int = 0, attempt: int = 1) -> None:
         self.host.carry_out(StartGroup(group=group, attempt=attempt, **WHO), PROMPT)
@@ -108,7 +115,7 @@ class Stage:
         self.host.carry_out(StageWeights(version=version, attempt=attempt, **WHO))
         self.pause(mode, version, attempt)
         self.host.carry_out(InstallWeights(version=version, attempt=attempt, **WHO))
-        self.host.carry_out(ResumeReplica(attempt=attempt, **WHO))
+        self.host.carry_out(ResumeReplica(attempt=attempt, number=0, **WHO))
         await self.until(before + 3)
         await self.settle()
 
@@ -166,11 +173,11 @@ def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_
         for again in (StageWeights(version=1, attempt=1, **WHO), InstallWeights(version=1, attempt=1, **WHO)):
             stage.host.carry_out(again)
         stage.pause("keep")
-        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
         stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        stage.host.carry_out(AbortGroup(group=1, attempt=1, **WHO))
-        stage.host.carry_out(AbortGroup(group=1, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
         stage.generator.tick(6)
         await stage.settle()
         stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
@@ -276,7 +283,7 @@ def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
         await stage.settle()
         stage.generator.tick(1)
         await stage.settle()
-        stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
         gate.set()
         await stage.settle()
@@ -337,7 +344,7 @@ def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
         stage.generator.tick(2)
         stage.pause("abort")
         await stage.until(2)
-        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         stage.resume(attempt=2)
         assert (await stage.until(3))[2].cause == "infrastructure"
         stage.resume(attempt=3)
@@ -413,7 +420,7 @@ def test_an_aborted_group_is_never_heard_of_again() -> None:
         stage.start(0)
         stage.start(1)
         await stage.settle()
-        stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
         stage.generator.tick(3)
         await stage.until(1)
@@ -421,7 +428,7 @@ def test_an_aborted_group_is_never_heard_of_again() -> None:
         assert [e.group for e in stage.events] == [1]
         assert stage.trajectories.store.stats().groups == 1
         # It ended while the order was on its way: what it left is forgotten.
-        stage.host.carry_out(AbortGroup(group=1, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
         await stage.settle()
         assert stage.trajectories.store.stats().groups == 0
 
@@ -470,7 +477,7 @@ def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere()
         stage = Stage(TokenGenerator(length=3))
         newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
         await stage.trajectories.put(newer, attempt=2)
-        stage.host.carry_out(AbortGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
         assert stage.trajectories.store.partial(0) is newer
 
@@ -646,7 +653,7 @@ def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: i
         assert isinstance(failed, SyncFailed)
         assert (failed.version, failed.attempt) == (1, 1)
         assert f"RuntimeError: {call} broke" in failed.reason
-        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         stage.start()
         await stage.settle()
         generator.tick(2)
@@ -673,7 +680,7 @@ def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
 
     async def scene() -> None:
         stage = Stage(Frozen())
-        stage.host.carry_out(ResumeReplica(attempt=1, **WHO))
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         await stage.settle()
         assert stage.broken == ["resuming failed: RuntimeError: stuck"]
 

@@ -32,7 +32,7 @@ class Sleepy(TokenGenerator):
 
 
 def resumed(attempt: int = 1) -> ResumeReplica:
-    return ResumeReplica(attempt=attempt, **WHO)
+    return ResumeReplica(attempt=attempt, number=0, **WHO)
 
 
 def test_groups_are_parked_before_the_replica_sleeps() -> None:

@@ -48,6 +48,9 @@ def translate(name: str, said: dict[str, Any], paired: "Paired") -> list[Plain]:
 
         order = paired.new_of("StartGroup", "ResumeGroup", group=said["group"], attempt=said["attempt"])
     """
+    if name == "PromptsDrawn":  # the order's number came later: an old echo is told by what was drawn before it
+        order = paired.open_draw(said["first"], said["count"])
+        return [(name, {**said, "number": -1 if order is None else order})]
     return [(name, said)]
 
 
@@ -68,6 +71,8 @@ class Paired:
 
     def __init__(self) -> None:
         self._pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
+        self._drawn = 0
+        """Prompts drawn so far."""
 
     def add(self, old: list[Plain], new: list[Plain]) -> None:
         """The first of a class goes with the first of that class, and so on."""
@@ -77,6 +82,14 @@ class Paired:
         for name, was in old:
             if left[name]:
                 self._pairs[name].append((was, left[name].pop()))
+
+    def open_draw(self, first: int, count: int) -> int | None:
+        """The number of the newest order for prompts, if these are the prompts that it asked for."""
+        if not self._pairs["DrawPrompts"] or first != self._drawn:
+            return None
+        self._drawn += count
+        number: int = self._pairs["DrawPrompts"][-1][1]["number"]
+        return number
 
     def new_of(self, *names: str, **said: Any) -> dict[str, Any] | None:
         """The fields of the new command of the last old one of these classes that said this."""

@@ -1,0 +1,351 @@
+"""How many replicas are in which situation, and which of them something can be done about: kept as they change.
+
+Kept for `states/state.py`; asked by `scheduling/` in place of a walk over the fleet, so that an event costs the same
+with four thousand replicas as with ten. Everything here follows from the replicas and from what they work towards; what
+changed since the last question (`Fleet.touched`) is taken in with the next one. Never decides anything.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from engine.ids import ReplicaId, Version
+from engine.states.digest import digest
+from engine.states.pool import PoolLease
+from engine.states.replica import Replica
+
+if TYPE_CHECKING:
+    from engine.states.state import State
+
+GONE = ("lost", "draining", "drained", "joining")
+"""Replicas in these states get no weights and serve no validation."""
+NOT_SYNCED = ("lost", "draining", "drained")
+"""Training does not wait for replicas in these states."""
+IN_SYNC = ("pausing", "installing")
+AT_REST = ("drained", "asleep", "lost", "joining")
+"""Nothing runs on a replica in one of these states."""
+OUT_OF_THE_WAY = ("asleep", "lost")
+"""Replicas in these states use nothing of their pool."""
+
+
+class Tally:
+    """How many replicas there are, in all and by a figure of theirs."""
+
+    __slots__ = ("by", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.by: dict[int, int] = {}
+
+    def add(self, key: int) -> None:
+        self.total += 1
+        self.by[key] = self.by.get(key, 0) + 1
+
+    def remove(self, key: int) -> None:
+        self.total -= 1
+        left = self.by[key] - 1
+        if left:
+            self.by[key] = left
+        else:
+            del self.by[key]
+
+
+class Kind:
+    """Replicas that generate, or those that only validate."""
+
+    __slots__ = ("alive", "coming", "present", "seen", "unheld")
+
+    def __init__(self) -> None:
+        self.seen = Tally()
+        """All, by version."""
+        self.alive = Tally()
+        """Those that are not lost, by version."""
+        self.coming = Tally()
+        """Those that are lost and of which another incarnation is on its way."""
+        self.present = Tally()
+        """Those that may serve a validation."""
+        self.unheld = Tally()
+        """Those of them that none holds, by the newest version they are about to have."""
+
+
+Standing = tuple[tuple[Tally, int], ...]
+"""Where a replica is counted, and under which figure."""
+
+
+class Census:
+    """Counts replicas and lists those that can be acted on. Figures are those of the replicas as they are now."""
+
+    def __init__(self, state: "State") -> None:
+        self._state = state
+        self._fleet = state.fleet
+        self.shared: list[PoolLease] = [lease for lease in state.pools.leases if lease.shared]
+        """Pools in which replicas and the trainer take turns."""
+        self._lease_of = {id: lease for lease in self.shared for id in lease.replicas}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._latest: Version = self._state.latest_version
+        self._standings: dict[ReplicaId, Standing] = {}
+        self._rollouts, self._validators = Kind(), Kind()
+        self._under_way, self._restless = Tally(), Tally()
+        self._to_sync, self._asleep, self._wanted, self._busy = Tally(), Tally(), Tally(), Tally()
+        self._in_the_way = {lease.id: Tally() for lease in self.shared}
+        self._unstaged: dict[ReplicaId, None] = {}
+        self._staged_validators: dict[ReplicaId, None] = {}
+        self._staged_places: list[int] = []
+        self._staged: tuple[ReplicaId, ...] | None = ()
+        self._awake: dict[int, dict[ReplicaId, None]] = {lease.id: {} for lease in self.shared}
+        self._wakeable: dict[int, dict[ReplicaId, None]] = {lease.id: {} for lease in self.shared}
+        self._unexamined: dict[ReplicaId, None] = {}
+        self._unjudged: dict[ReplicaId, None] = {}
+        self._examined_for: tuple[bool, bool, int | None] | None = None
+        self._unhashed: dict[ReplicaId, None] = {}
+        self._digests: dict[ReplicaId, int] = {}
+        self._sum = 0
+
+    def rebuild(self) -> None:
+        """Count all replicas anew."""
+        self._clear()
+        self._fleet.touched.update(dict.fromkeys(self._fleet.order))
+
+    # figures
+
+    @property
+    def rollouts(self) -> Kind:
+        self._refresh()
+        return self._rollouts
+
+    def kind(self, *, validators: bool) -> Kind:
+        self._refresh()
+        return self._validators if validators else self._rollouts
+
+    @property
+    def rollouts_left(self) -> int:
+        """Replicas that generate and are not lost for good."""
+        rollouts = self.rollouts
+        return rollouts.alive.total + rollouts.coming.total
+
+    @property
+    def under_way(self) -> int:
+        """Replicas that generate and of which an event is to come: they join, come back or are in a sync."""
+        self._refresh()
+        return self._under_way.total
+
+    @property
+    def restless(self) -> int:
+        """Replicas on which something may run."""
+        self._refresh()
+        return self._restless.total
+
+    @property
+    def busy(self) -> int:
+        """Replicas that generate and are in a sync."""
+        self._refresh()
+        return self._busy.total
+
+    def behind(self, latest: Version, *, asleep: bool) -> int:
+        """Replicas that generate, may be synced, are held by no validation and do not have that version; with those
+        `asleep` or without."""
+        self._refresh()
+        tallies = (self._to_sync, self._asleep) if asleep else (self._to_sync,)
+        return sum(tally.total - tally.by.get(latest, 0) for tally in tallies)
+
+    def is_wanted(self, version: Version) -> bool:
+        """Whether a replica stages a version or has it staged."""
+        self._refresh()
+        return version in self._wanted.by
+
+    def is_present(self, replica: Replica) -> bool:
+        """Whether a replica may serve a validation."""
+        return replica.state not in GONE and replica.id not in self._state.live.leaving
+
+    def is_occupied(self, lease: PoolLease) -> bool:
+        """Whether a replica uses something of the pool it shares with the trainer."""
+        self._refresh()
+        return self._in_the_way[lease.id].total > 0
+
+    # whom something can be done about
+
+    def unstaged(self) -> list[Replica]:
+        """Replicas that are behind what they work towards and stage nothing."""
+        self._refresh()
+        return self._in_order(self._unstaged)
+
+    def staged_validators(self) -> list[Replica]:
+        """Those that only validate, and have staged what they work towards."""
+        self._refresh()
+        return self._in_order(self._staged_validators)
+
+    def staged(self) -> tuple[ReplicaId, ...]:
+        """Those that generate, and have staged what they work towards."""
+        self._refresh()
+        if self._staged is None:
+            order = self._fleet.order
+            self._staged = tuple([order[place] for place in self._staged_places])
+        return self._staged
+
+    def is_staged(self, id: ReplicaId) -> bool:
+        """Whether a replica is one of `staged`."""
+        replica, places = self._fleet.replicas.get(id), self._staged_places
+        if replica is None:
+            return False
+        index = bisect_left(places, replica.place)
+        return index < len(places) and places[index] == replica.place
+
+    def awake(self, lease: PoolLease) -> list[Replica]:
+        """Replicas of a shared pool that can be sent to sleep, in the pool's order."""
+        self._refresh()
+        return self._in_order_of(lease, self._awake[lease.id])
+
+    def wakeable(self, lease: PoolLease) -> list[Replica]:
+        """Replicas of a shared pool that sleep and have, or have staged, what they work towards."""
+        self._refresh()
+        return self._in_order_of(lease, self._wakeable[lease.id])
+
+    def take_unexamined(self) -> list[Replica]:
+        """Replicas that may have to leave, or may stay after all, and were not examined since they changed."""
+        self._refresh()
+        live = self._state.live
+        examined_for = (live.moved, bool(live.draining), live.wanted)
+        if examined_for != self._examined_for:
+            self._examined_for = examined_for
+            self._unexamined.update(dict.fromkeys(self._fleet.order))
+        unexamined, self._unexamined = self._unexamined, {}
+        return self._in_order(unexamined)
+
+    def take_unjudged(self) -> list[Replica]:
+        """Replicas that changed since paces were last compared."""
+        self._refresh()
+        unjudged, self._unjudged = self._unjudged, {}
+        return self._in_order(unjudged)
+
+    def _in_order(self, ids: Iterable[ReplicaId]) -> list[Replica]:
+        replicas = [self._fleet.replicas[id] for id in ids]
+        replicas.sort(key=lambda replica: replica.place)
+        return replicas
+
+    def _in_order_of(self, lease: PoolLease, ids: Iterable[ReplicaId]) -> list[Replica]:
+        return [self._fleet.replicas[id] for id in sorted(ids, key=lease.place_of.__getitem__)]
+
+    # the state hash
+
+    @property
+    def digests(self) -> int:
+        """What replicas add to the state hash."""
+        self._refresh()
+        for id in self._unhashed:
+            new = digest(self._fleet.replicas[id].identity())
+            self._sum += new - self._digests.get(id, 0)
+            self._digests[id] = new
+        self._unhashed.clear()
+        return self._sum
+
+    # taking in what changed
+
+    def _refresh(self) -> None:
+        touched = self._fleet.touched
+        if self._latest != self._state.latest_version:
+            self._latest = self._state.latest_version
+            touched.update(dict.fromkeys(self._fleet.order))
+        if not touched:
+            return
+        for id in touched:
+            self._take_in(self._fleet.replicas[id])
+        self._unhashed.update(touched)
+        if self._state.live.moved:
+            self._unexamined.update(touched)
+        self._unjudged.update(touched)
+        touched.clear()
+
+    def _take_in(self, replica: Replica) -> None:
+        before, now = self._standings.get(replica.id, ()), self._standing(replica)
+        if before != now:
+            for tally, key in before:
+                tally.remove(key)
+            for tally, key in now:
+                tally.add(key)
+            self._standings[replica.id] = now
+        self._list(replica)
+
+    def _standing(self, replica: Replica) -> Standing:
+        kind = self._validators if replica.validator else self._rollouts
+        version = replica.version
+        found = [(kind.seen, version)]
+        for wanted in (replica.staging, replica.staged):
+            if wanted is not None:
+                found.append((self._wanted, wanted))
+        if replica.state != "lost":
+            found.append((kind.alive, version))
+        elif replica.returns:
+            found.append((kind.coming, version))
+        if replica.state not in AT_REST:
+            found.append((self._restless, version))
+        leaves = replica.id in self._state.live.leaving
+        if self.is_present(replica):
+            found.append((kind.present, version))
+            if replica.held < 0:
+                found.append((kind.unheld, replica.heading))
+        lease = self._lease_of.get(replica.id)
+        if lease is not None and replica.state not in OUT_OF_THE_WAY:
+            found.append((self._in_the_way[lease.id], version))
+        if replica.validator:
+            return tuple(found)
+        under_way = replica.state != "ready" or replica.staging is not None
+        if replica.returns if replica.state == "lost" else under_way:
+            found.append((self._under_way, version))
+        if replica.held < 0 and replica.state not in NOT_SYNCED:
+            found.append((self._asleep if replica.state == "asleep" else self._to_sync, version))
+        if replica.state in IN_SYNC and not leaves and version < self._state.target_of(replica):
+            found.append((self._busy, version))
+        return tuple(found)
+
+    def _list(self, replica: Replica) -> None:
+        """Put a replica into the lists it belongs to, and take it out of the others."""
+        id, state = replica.id, replica.state
+        target = self._state.target_of(replica)
+        syncs = replica.version < target and state in ("ready", "asleep") and id not in self._state.live.leaving
+        _put(self._unstaged, id, syncs and replica.staging is None and replica.staged != target)
+        staged = syncs and state == "ready" and replica.staged == target
+        _put(self._staged_validators, id, staged and replica.validator)
+        if not replica.validator:
+            self._list_staged(replica.place, staged)
+        lease = self._lease_of.get(id)
+        if lease is not None:
+            _put(self._awake[lease.id], id, state == "ready" and not replica.chunks)
+            ready = replica.version >= target or replica.staged == target
+            _put(self._wakeable[lease.id], id, state == "asleep" and ready)
+
+    def _list_staged(self, place: int, staged: bool) -> None:
+        places = self._staged_places
+        index = bisect_left(places, place)
+        there = index < len(places) and places[index] == place
+        if there == staged:
+            return
+        if staged:
+            places.insert(index, place)
+        else:
+            del places[index]
+        self._staged = None
+
+
+def _put(ids: dict[ReplicaId, None], id: ReplicaId, belongs: bool) -> None:
+    if belongs:
+        ids[id] = None
+    else:
+        ids.pop(id, None)
+
+
+def digest_replicas(state: "State") -> int:
+    """What replicas add to the state hash, from the records alone."""
+    return sum(digest(replica.identity()) for replica in state.fleet.replicas.values())
+
+
+Compare = Callable[[Census], object]
+"""A figure of a census."""
+EVERY_FIGURE: tuple[Compare, ...] = (
+    lambda c: [(t.total, t.by) for k in (c.rollouts, c.kind(validators=True)) for t in (k.seen, k.alive, k.coming)],
+    lambda c: [(t.total, t.by) for k in (c.rollouts, c.kind(validators=True)) for t in (k.present, k.unheld)],
+    lambda c: [c.under_way, c.restless, c.busy, c._wanted.by, c._to_sync.by, c._asleep.by],
+    lambda c: [c.unstaged(), c.staged_validators(), c.staged()],
+    lambda c: [(c.is_occupied(lease), c.awake(lease), c.wakeable(lease)) for lease in c.shared],
+)

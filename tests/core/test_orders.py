@@ -1,0 +1,423 @@
+"""Law 10, every order ends: the one table of orders and answers, row by row, and whole runs that it carries to the end,
+though the scheduler's process ends again and again and what it sent is lost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.commands import (
+    COMMANDS,
+    AbortGroup,
+    CancelTimer,
+    Command,
+    DiscardGroups,
+    DrawPrompts,
+    FinishRun,
+    ParkGroup,
+    ResumeReplica,
+    ScoreBatch,
+    SetTimer,
+    StartGroup,
+    StartReplica,
+)
+from engine.events import (
+    EVENTS,
+    BatchScored,
+    DrainRequested,
+    Event,
+    GroupGenerated,
+    OrderDone,
+    PromptsDrawn,
+    ReplicaLeaves,
+    ReplicasWanted,
+    RunResumed,
+    RunStarted,
+    SchedulerRecovered,
+    SettingChanged,
+    StepFailed,
+    StopRequested,
+    TimerFired,
+)
+from engine.policies import PolicySet
+from engine.schedule.frames import Header
+from engine.schedule.reader import read
+from engine.schedule.recorder import MemoryRecorder
+from engine.schedule.recovery import recover
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits, ValidationLimits
+from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
+from tests.core.adversary import Adversary
+from tests.core.states_of_our_own import WEIGHING
+from tests.core.test_laws import any_policies, limits
+from tests.core.test_worlds import ROUGH
+
+NEED_NO_ORDER = (
+    RunStarted, RunResumed, StopRequested, DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged,
+    SchedulerRecovered,
+)  # fmt: skip
+"""Events that answer no order: the run's own, and what users and hardware say."""
+
+# the table
+
+
+def test_every_command_is_an_order_or_is_listed_as_none() -> None:
+    assert not RELATIONS.keys() & {*NO_ORDERS}
+    assert {*RELATIONS, *NO_ORDERS} == {*COMMANDS.values()}
+
+
+def test_every_event_answers_or_reports_on_an_order_or_is_listed_as_unsolicited() -> None:
+    related = {event for row in RELATIONS.values() for event in (*row.answers, *row.reports)}
+    assert not related & {*NEED_NO_ORDER}
+    assert related | {*NEED_NO_ORDER} == {*EVENTS.values()}
+
+
+def sample(kind: type[Any], **chosen: Any) -> Any:
+    """A command or an event whose every field has a value that follows from its name, so that an answer fits."""
+    hints = get_type_hints(kind)
+    values = {}
+    for field in fields(kind):
+        hint = str(hints[field.name])
+        if "tuple" in hint:
+            values[field.name] = (1,)
+        elif "str" in hint:
+            values[field.name] = f"a {field.name}"
+        elif "bool" in hint:
+            values[field.name] = False
+        else:
+            values[field.name] = 1 + sum(map(ord, field.name)) % 97
+    return kind(**values | {name: value for name, value in chosen.items() if name in values})
+
+
+def other(value: Any) -> Any:
+    return f"not {value}" if isinstance(value, str) else value + 1
+
+
+ROWS = [pytest.param(kind, id=kind.__name__) for kind in RELATIONS]
+ANSWERS = [
+    pytest.param(kind, event, id=f"{kind.__name__}-{event.__name__}")
+    for kind, row in RELATIONS.items()
+    for event in row.answers
+]
+ECHOES = [
+    pytest.param(kind, event, name, id=f"{kind.__name__}-{event.__name__}-{name}")
+    for kind, row in RELATIONS.items()
+    for event in row.answers
+    for name in dict.fromkeys((*row.id, *row.echo))
+    if name in event.__dataclass_fields__
+]
+
+
+def answer(command: Command, event: type[Event], number: int) -> Event:
+    return sample(event, orders=(number,), number=number)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "event"), ANSWERS)
+def test_an_answer_closes_its_order_once(kind: type[Command], event: type[Event]) -> None:
+    book, command = OrderBook(), sample(kind, number=0)
+    book.add(command, at=3.0)
+    (order,) = book.all()
+    assert (order.command, order.at, book.find(order.subject, order.id)) == (command, 3.0, order)
+    assert book.match(answer(command, event, 0)) and book.matched == (order,)
+    assert len(book) == 0 == book.digest == book.held(order.owner) and book.owned(order.owner) == []
+    assert book.match(answer(command, event, 0)) == (event in UNSOLICITED) and book.matched == ()
+
+
+@pytest.mark.parametrize(("kind", "event", "name"), ECHOES)
+def test_an_event_about_something_else_is_a_stale_echo(kind: type[Command], event: type[Event], name: str) -> None:
+    book, command = OrderBook(), sample(kind, number=0)
+    book.add(command, at=0.0)
+    said = sample(event, number=0)
+    changed = replace(said, **{name: other(getattr(said, name))})
+    assert not book.match(changed) or event in UNSOLICITED
+    assert book.matched == () and len(book) == 1
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_an_order_is_owned_by_who_carries_it_out_and_fails_with_it(kind: type[Command]) -> None:
+    book, command = OrderBook(), sample(kind, number=0)
+    book.add(command, at=0.0)
+    (order,) = book.all()
+    for bystander in ("somebody", -7):
+        assert book.fail(bystander) == [] and book.owned(order.owner) == [order]
+    assert book.fail(order.owner) == [order] and len(book) == 0 == book.digest
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_newer_order_with_the_same_key_replaces_the_older(kind: type[Command]) -> None:
+    book = OrderBook()
+    for number in (0, 1):
+        book.add(sample(kind, number=number, attempt=number + 1), at=float(number))
+    if RELATIONS[kind].id == ("number",):
+        assert [order.number for order in book.all()] == [0, 1], "each is about other groups"
+        return
+    (order,) = book.all()
+    assert (order.number, order.at, book.next_number) == (1, 1.0, 2)
+    assert book.digest == book.digest_from_scratch()
+
+
+# what else ends orders
+
+
+def test_a_report_needs_its_order_and_closes_nothing() -> None:
+    book = OrderBook()
+    book.add(sample(StartGroup), at=0.0)
+    ((event,),) = {row.reports for row in RELATIONS.values() if row.reports}
+    assert book.match(sample(event)) and len(book.matched) == len(book) == 1
+    assert not book.match(sample(event, attempt=1)) and len(book) == 1
+
+
+def test_one_event_ends_a_group_and_what_was_to_cut_it_short() -> None:
+    book = OrderBook()
+    book.add(sample(StartGroup), at=0.0)
+    book.add(sample(ParkGroup), at=0.0)
+    assert book.match(sample(GroupGenerated)) and len(book.matched) == 2 and len(book) == 0
+
+
+def test_an_abort_withdraws_the_group_and_its_cut() -> None:
+    book = OrderBook()
+    book.add(sample(StartGroup), at=0.0)
+    book.add(sample(ParkGroup), at=0.0)
+    book.add(sample(AbortGroup, number=2), at=0.0)
+    assert [type(order.command) for order in book.all()] == [AbortGroup]
+    assert not book.match(sample(GroupGenerated)), "its answer is an echo by now"
+
+
+def test_a_failed_step_ends_every_scoring_task_of_it() -> None:
+    book = OrderBook(scored_apart=("old",))
+    for step, task in ((1, "old"), (1, "ref"), (2, "old")):
+        book.add(ScoreBatch(step=step, attempt=1, task=task, groups=(1,), cause=0), at=0.0)
+    assert [order.owner for order in book.all()] == ["scorer of old", TRAINER, "scorer of old"]
+    assert not book.match(StepFailed(step=1, attempt=2, reason=""))
+    assert book.match(StepFailed(step=1, attempt=1, reason="")) and len(book.matched) == 2
+    assert [order.id for order in book.all()] == [(2, "old")]
+    assert not book.match(BatchScored(step=1, attempt=1, task="old"))
+
+
+def test_orders_that_arrive_may_be_answered_late_twice_together_and_one_by_one() -> None:
+    book = OrderBook()
+    for number in range(4):
+        book.add(DiscardGroups(groups=(number,), number=number, cause=0), at=0.0)
+    assert book.match(OrderDone(orders=(3, 1)))
+    assert not book.match(OrderDone(orders=(3, 1))), "an echo"
+    assert book.match(OrderDone(orders=(1, 0))) and book.match(OrderDone(orders=(2, 3, 9)))
+    assert len(book) == 0
+
+
+def test_a_cancelled_timer_is_withdrawn_and_a_finished_run_has_no_orders() -> None:
+    book = OrderBook()
+    for timer in (4, 5):
+        book.add(SetTimer(timer=timer, delay_s=1.0, cause=0), at=0.0)
+    book.add(CancelTimer(timer=4, cause=0), at=0.0)
+    assert not book.match(TimerFired(timer=4)) and len(book) == 1
+    book.add(sample(StartGroup), at=0.0)
+    book.add(FinishRun(outcome="stopped", reason="enough", cause=0), at=0.0)
+    assert book.all() == [] and book.digest == 0
+
+
+def test_a_run_that_is_resumed_has_no_order_of_before() -> None:
+    figures = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=3)
+    for kept in (False, True):
+        world = Adversary(figures, PolicySet.from_names({}), prompts=12, slots=2)
+        world.join(0)
+        for _ in range(4):
+            world.act()
+        before = world.scheduler.state.orders
+        assert len(before) and before.open("group")
+        world.crash(1, kept=kept)
+        after = world.scheduler.state.orders
+        assert all(order.number >= before.next_number for order in after.all())
+        world.complete()
+
+
+def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
+    """Its book is empty, so that the records say what that was."""
+    figures = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=4, checkpoint_every=2,
+        keeps_batches=True, added_states=(WEIGHING,),
+    )  # fmt: skip
+    for under_way in ("stage", "checkpoint"):
+        world = Adversary(figures, PolicySet.from_names({}), prompts=12, slots=4)
+        world.join(0)
+        while not world.scheduler.state.orders.open(under_way):
+            assert world.act()
+        ordered = [*world.scheduler.state.orders.open(under_way)]
+        world.deliver(StopRequested(reason="enough"))
+        assert len(world.scheduler.state.orders) == 0
+        world.crash(1, kept=True)
+        assert [*world.scheduler.state.orders.open(under_way)] == ordered
+        world.complete()
+
+
+def test_orders_are_given_again_oldest_first_and_a_timer_with_what_is_left_of_its_time() -> None:
+    book = OrderBook()
+    timer = SetTimer(timer=3, delay_s=10.0, cause=0)
+    drawn, resumed = DrawPrompts(count=4, cause=0), sample(ResumeReplica, number=2)
+    for command in (timer, drawn, resumed):
+        book.add(command, at=5.0)
+    assert book.reissued(9.0) == [replace(timer, delay_s=6.0), drawn, resumed]
+    assert book.reissued(60.0)[0] == replace(timer, delay_s=0.0)
+    assert book.reissued(9.0)[0] == replace(timer, delay_s=6.0), "the book itself is as it was"
+
+
+def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
+    book = OrderBook()
+    for row, kind in enumerate(kind for kind in RELATIONS if RELATIONS[kind].owner == "state"):
+        book.add(sample(kind, group=row, state="judging"), at=0.0)
+    assert book.owned(stage_owner("judging")) == book.all() != [] and book.owned(stage_owner("other")) == []
+    book.add(sample(StartReplica, replica=6), at=0.0)
+    assert [order.subject for order in book.owned(6)] == ["start"]
+
+
+# whole runs
+
+
+class Forgetful(World):
+    """When so many events were handled (`ends`) the scheduler's process ends: orders on their way and timers are lost.
+    The next gives the open orders again, `times` times; actors and what they have sent live on."""
+
+    def __init__(
+        self, setting: Setting, policies: PolicySet, ends: Sequence[int], times: int = 1,
+        recorder: MemoryRecorder | None = None, snapshot_every: int = 0,
+    ) -> None:  # fmt: skip
+        self.life = 0
+        self._memory = recorder
+        self._times = times
+        self._ends = set(ends)
+        self._over = False
+        self._carried_out: set[tuple[object, ...]] = set()
+        super().__init__(setting, policies, recorder, snapshot_every=snapshot_every)
+
+    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        super()._observe(event, commands)
+        self._over |= self.driver.events_handled in self._ends and self.scheduler.state.outcome is None
+
+    def execute(self, commands: Sequence[Command]) -> None:
+        if self._over:
+            self._over = False
+            if self.driver.outcome is None and self.scheduler.state.outcome is None:
+                self.life += 1
+                commands = self.scheduler.state.orders.reissued(self.time) * self._times
+                if self._memory is not None:
+                    self._recover(commands)
+        super().execute(commands)
+
+    def _recover(self, open_orders: list[Command]) -> None:
+        """Go on with a scheduler that is built from the record alone."""
+        assert self._memory is not None
+        judging = False
+        recovered = recover(read(self._memory), lambda *change: self.judge.changed(*change) if judging else None)
+        judging = True
+        assert recovered.scheduler.state.orders.reissued(self.time) * self._times == open_orders
+        self.scheduler = self.driver.scheduler = recovered.scheduler
+
+    def _in_this_life(self, action: Callable[[], None]) -> Callable[[], None]:
+        life = self.life
+        return lambda: action() if self.life == life else None
+
+    def _transit(self, channel: tuple[str, int], action: Callable[[], None]) -> None:
+        super()._transit(channel, self._in_this_life(action) if channel[0] == "down" else action)
+
+    def _draw(self, command: DrawPrompts) -> None:
+        first = self.scheduler.state.ledger.drawn
+        count = min(command.count, self.setting.prompts - first)
+        last = first + count == self.setting.prompts
+        drawn = PromptsDrawn(first=first, count=count, exhausted=last, number=command.number)
+        self._after(0.0, self._in_this_life(lambda: self.driver.deliver(drawn)))
+
+    def _set_timer(self, command: SetTimer) -> None:
+        self._timers.add(command.timer)
+
+        def fire() -> None:
+            if command.timer in self._timers:
+                self.driver.deliver(TimerFired(timer=command.timer))
+
+        self._after(command.delay_s, self._in_this_life(fire))
+
+    def _train(self, command: Command) -> None:
+        names = ("step", "version", "steps", "attempt", "task")
+        key = (type(command), *(getattr(command, name, None) for name in names))
+        if key not in self._carried_out:
+            self._carried_out.add(key)
+            super()._train(command)
+
+
+@given(
+    limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
+    prompts=st.integers(1, 40), rough=st.booleans(), every=st.integers(3, 40), times=st.integers(1, 2),
+)  # fmt: skip
+def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
+    limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool, every: int, times: int
+) -> None:
+    """Given twice, an order is carried out once."""
+    own_from = limits.validation.own_from if limits.validation is not None else None
+    setting = Setting(
+        limits=limits, replicas=replicas if own_from is None else own_from, prompts=prompts, seed=seed,
+        faults=ROUGH if rough else Faults(), prefix_every_tokens=3,
+    )  # fmt: skip
+    world = Forgetful(setting, PolicySet.from_names(names), range(every, 25 * every, every), times)
+    outcome = world.run()
+    assert outcome.outcome == "finished" or rough or limits.group_timeout_s, outcome
+    assert world.scheduler.state.orders.reissued(world.time) == []
+
+
+FULL = Limits(
+    train_batch_size=3, max_staleness_steps=2, max_concurrent_groups=9, max_steps=6, sync_mode="abort",
+    checkpoint_every=2, validation=ValidationLimits(rows=9, every=1), deadline_timeout_s=2.0,
+)  # fmt: skip
+"""Timers, validations and checkpoints, too."""
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 25])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_scheduler_built_from_the_record_has_the_same_open_orders_and_reaches_the_end(
+    seed: int, snapshot_every: int
+) -> None:
+    names = {"deadline": "truncate"}
+    recorder = MemoryRecorder(Header(run="forgetful", limits=FULL.to_plain(), policies=names))
+    setting = Setting(limits=FULL, replicas=3, slots=3, prompts=60, seed=seed, faults=ROUGH)
+    world = Forgetful(setting, PolicySet.from_names(names), range(20, 400, 40), 1, recorder, snapshot_every)
+    world.run()
+    assert world.life >= 4
+
+
+ARRIVE = {row.subject for row in RELATIONS.values() if row.answers == (OrderDone,)}
+ENDED_WITH_THE_RUN = {"group", "cut", "sync", "start", "stop", "timer", "stage", "draw"}
+"""What a run that has all its steps does not wait for: groups that no step takes, replicas, prompts nobody needs."""
+
+
+class Ending(World):
+    """`left`: what was open as the run finished, but for what its last event answered."""
+
+    open: dict[int, Order]
+    left: list[Order]
+
+    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        super()._observe(event, commands)
+        orders = self.scheduler.state.orders
+        if self.scheduler.state.outcome is None:
+            self.open = {order.number: order for order in orders.all()}
+            return
+        assert len(orders) == 0
+        answered = {order.number for order in orders.matched}
+        self.left = [order for number, order in self.open.items() if number not in answered]
+
+
+@given(
+    limits=limits(), names=any_policies(), seed=st.integers(0, 2**31), replicas=st.integers(1, 3),
+    prompts=st.integers(1, 40), rough=st.booleans(),
+)  # fmt: skip
+def test_nothing_that_must_be_done_is_open_as_a_run_finishes(
+    limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool
+) -> None:
+    own_from = limits.validation.own_from if limits.validation is not None else None
+    setting = Setting(
+        limits=limits, replicas=replicas if own_from is None else own_from, prompts=prompts, seed=seed,
+        faults=ROUGH if rough else Faults(),
+    )  # fmt: skip
+    world = Ending(setting, PolicySet.from_names(names))
+    if world.run().outcome == "finished":
+        assert {order.subject for order in world.left} <= ARRIVE | ENDED_WITH_THE_RUN
