@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import pytest
 
 from engine.config import load_config
+from engine.states.orders import RELATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ROOT / "engine"
@@ -402,6 +404,38 @@ def test_the_readme_shows_the_commands_that_exist() -> None:
     for target in shown:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target} is shown and does not exist"
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def order_rows() -> list[str]:
+    """The table of orders as docs/ARCHITECTURE.md shows it: a row for each relation and the commands that share it."""
+    rows: list[str] = []
+    for relation, alike in groupby(RELATIONS, key=RELATIONS.__getitem__):
+        commands = list(alike)
+        withdraws = f" (withdraws: {', '.join(relation.withdraws)})" if relation.withdraws else ""
+        key = f"{relation.subject} ({', '.join(relation.id)})" if relation.id else relation.subject
+        names_a_field = all(relation.owner in command.__dataclass_fields__ for command in commands)
+        owner = f"`{relation.owner}`" if names_a_field else relation.owner
+        reports = f"; reports: {_named(relation.reports)}" if relation.reports else ""
+        cells = (
+            _named(commands) + withdraws,
+            key,
+            ", ".join(relation.echo) or "–",
+            owner,
+            _named(relation.answers) + reports,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _named(classes: Iterable[type]) -> str:
+    return ", ".join(f"`{one.__name__}`" for one in classes)
+
+
+def test_the_architecture_shows_every_order_as_the_table_has_it() -> None:
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    _, found, rest = page.partition("| order | key | echo | owner | answered by |\n|---|---|---|---|---|\n")
+    assert found, "found no table to check"
+    assert list(takewhile(lambda line: line.startswith("|"), rest.splitlines())) == order_rows()
 
 
 def test_links_between_documents_lead_somewhere() -> None:
