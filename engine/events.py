@@ -176,11 +176,12 @@ class BatchScored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained(Event):
-    """The trainer applied every minibatch of a step."""
+    """The trainer applied every minibatch of a step, in so many optimizer `updates`."""
 
     tag: ClassVar[int] = 13
     step: StepId
     attempt: int
+    updates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

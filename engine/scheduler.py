@@ -157,7 +157,7 @@ class Scheduler:
             return ()
         state.now = event.at
         self._orders.begin(event.id)
-        if not state.orders.match(event) or self._of_an_older_life(event):
+        if self._of_an_older_life(event) or not state.orders.match(event):
             state.stale_echoes += 1
             return ()
         kind = type(event)

@@ -134,11 +134,7 @@ def _taken_up(
     ]
     restore = Restore(
         steps=steps,
-        optimizer_steps=sum(
-            int(n)
-            for row in rows
-            if row.get("step", steps) < steps and isinstance(n := row.get("optimizer_steps"), int | float)
-        ),
+        optimizer_steps=state.updates_in[steps],
         checkpoint=None if checkpoint is None else str(checkpoint),
         redo=tuple(redo),
     )

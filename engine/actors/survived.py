@@ -102,18 +102,17 @@ def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
         if not recovered.events:
             raise RunFailed("the scheduler's process ended before the run began")
         state = recovered.scheduler.state
-        rows = keep_rows(run_dir / "metrics.jsonl", lambda row: _recorded(row, state))
+        keep_rows(run_dir / "metrics.jsonl", lambda row: _recorded(row, state))
     except BaseException:
         lock.release()
         raise
-    updates = {row["step"]: int(row.get("optimizer_steps") or 0) for row in rows if "step" in row}
     first = min(state.kept.by_step, default=state.steps_trained)
     restore = Restore(
         steps=first,
-        optimizer_steps=sum(count for step, count in updates.items() if step < first),
+        optimizer_steps=state.updates_in[first],
         redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
     )
-    later = {step: count for step, count in updates.items() if step >= first}
+    later = {step: state.updates_in[step + 1] - state.updates_in[step] for step in range(first, state.steps_trained)}
     orders = state.orders.reissued(recovered.at)
     return Survived(recovered, lock, orders, restore, later, under_way.rows)
 

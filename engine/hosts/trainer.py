@@ -169,7 +169,8 @@ class TrainerHost(OneByOne[Command]):
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
         self._report(command.step, metrics)
         await self.hand_over(command.step + 1)
-        return StepTrained(step=command.step, attempt=command.attempt)
+        updates = count_in(metrics, "optimizer_steps")
+        return StepTrained(step=command.step, attempt=command.attempt, updates=updates)
 
     async def _publish(self, command: PublishWeights) -> Event:
         try:

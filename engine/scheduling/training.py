@@ -248,6 +248,7 @@ class TrainingScheduling:
             state.kept.keep(step.id, step.groups)
         else:
             self.orders.discard(*step.groups)
+        state.updates_in[step.id + 1] = state.updates_in[step.id] + event.updates
         state.steps_trained += 1
         if state.steps_trained % state.limits.sync_every == 0 or self.nothing_left():
             state.fire_step(step, "publish")

@@ -332,7 +332,7 @@ class SimTrainer:
             case ScoreBatch() if succeed:
                 self.emit(BatchScored(step=command.step, attempt=command.attempt, task=command.task))
             case TrainStep() if succeed:
-                self.emit(StepTrained(step=command.step, attempt=command.attempt))
+                self.emit(StepTrained(step=command.step, attempt=command.attempt, updates=1))
             case ScoreBatch() | TrainStep():
                 self.emit(StepFailed(step=command.step, attempt=command.attempt, reason="fault"))
             case PublishWeights() if succeed:

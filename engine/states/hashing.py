@@ -33,7 +33,7 @@ def digest_figures(state: "State", others: int) -> int:
             state.steps_trained, state.latest_version, state.publishing_attempt, state.publish_failures,
             state.checkpoint_ordered, state.orders.next_number, state.next_timer, state.next_ready,
             state.stale_echoes, state.failed_in_a_row, state.filtered_in_a_row, bool(state.none_left),
-            state.failed_draws, state.outcome is not None,
+            state.failed_draws, state.updates_in[state.steps_trained], state.outcome is not None,
         )
     )  # fmt: skip
 

@@ -66,6 +66,8 @@ class State:
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
+        self.updates_in: dict[StepId, int] = {0: 0}
+        """Optimizer updates in the first so many train steps; a trainer that takes the run up schedules by them."""
         self.latest_version: Version = 0
         self.ledger = Ledger()
         self.deadlines = Deadlines(limits.surplus)
@@ -221,6 +223,7 @@ class State:
         self.next_step(steps)
         self.steps_batched = self.steps_trained = steps
         self.steps_in = {version: min(held, steps) for version, held in self.steps_in.items()}
+        self.updates_in = {after: updates for after, updates in self.updates_in.items() if after <= steps}
         self.retire_all()
         self.hashed.begin(group for group in self.groups.values() if group.attempt)
 

@@ -12,11 +12,11 @@ import pytest
 from ray_plans import Mortal, plan, restore_mortal
 from test_past import SAVED, TRAINED, Scene
 
-from engine.actors.books import RunBooks
 from engine.actors.past import past_of
 from engine.errors import RecordError, RunDamaged
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
+from engine.metrics.transitions import Transitions
 from engine.schedule.index import Entry, closed_entry, store_index
 from tests.core.test_recovery import until_trained, world
 
@@ -94,7 +94,7 @@ def test_an_older_checkpoint_that_is_not_there_is_told_and_not_needed(tmp_path: 
         save_checkpoint(trainer, tmp_path / "checkpoints", steps, keep=2)
     chosen = replace(plan(tmp_path), restore_trainer=restore_mortal, trajectories="memory")
     for told in ("resumed from step-000004, after", "step-000002, which was saved, is not there and is not needed"):
-        past = past_of(chosen, RunBooks())
+        past = past_of(chosen, Transitions())
         past.lock.release()
         assert told in str(past) and past.restore.steps == 4
         shutil.rmtree(checkpoint_path(tmp_path / "checkpoints", 2), ignore_errors=True)
