@@ -29,7 +29,7 @@ def pack_events(events: Sequence[Event]) -> bytes:
 
 
 def unpack_events(data: bytes) -> list[Event]:
-    return [event_from(list(plain), -1, 0.0) for plain in pickle.loads(data)]
+    return [event_from(_listed(plain), -1, 0.0) for plain in pickle.loads(data)]
 
 
 def pack_orders(orders: Sequence[Order]) -> bytes:

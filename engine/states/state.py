@@ -103,6 +103,16 @@ class State:
         """What each policy that has a memory remembered after its last lawful answer, as msgpack, by decision."""
         self.policy_books = 0
         """What policies remember adds to the state hash; 0 where none remembers anything."""
+        self._build_machines(observe)
+        self.disturbed = True
+        """Something other than a group may have changed since the weights were last looked after."""
+        self.validations = Validations(self.fleet, self.orders, SharedMachine(VALIDATION, observe), self.disturb)
+        self.census = Census(self)
+        self.versions[0] = WeightsVersion(0, 0)
+        self.steps_in[0] = 0
+        self.fire_version(self.versions[0], "live")
+
+    def _build_machines(self, observe: Observer | None) -> None:
         table = group_table(tuple(self.stages.by_name))
         self._phases: dict[str, Phase] = table.phases or {}
         self._leave = {Phase.PARKED: self._leave_parked, Phase.READY: self._leave_ready}
@@ -116,13 +126,6 @@ class State:
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
         self._pool_machine = SharedMachine(POOL, observe)
-        self.disturbed = True
-        """Something other than a group may have changed since the weights were last looked after."""
-        self.validations = Validations(self.fleet, self.orders, SharedMachine(VALIDATION, observe), self.disturb)
-        self.census = Census(self)
-        self.versions[0] = WeightsVersion(0, 0)
-        self.steps_in[0] = 0
-        self.fire_version(self.versions[0], "live")
 
     # groups
 
