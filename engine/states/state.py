@@ -82,22 +82,20 @@ class State:
         self.checkpoint_ordered = 0
         """Train steps in the checkpoint that was ordered last."""
         self.next_timer: TimerId = 0
-        self.next_ready = 0
-        self.next_entered = 1
-        """Counts entries into added states."""
+        self.next_ready, self.next_entered = 0, 1
+        """Groups that became ready so far, and entries into added states, counted from 1."""
         self.stale_echoes = 0
         self.failed_in_a_row = self.filtered_in_a_row = 0
         """Groups that failed for good since one was generated, and that the filter dropped since it kept one."""
-        self.none_left = ""
-        """Why the last replica is gone for good; ends the run once it needs one."""
-        self.last_failure = ""
-        """Why the last group failed or replica was lost."""
+        self.none_left = self.last_failure = ""
+        """Why the last replica is gone for good, which ends the run once it needs one; and why the last group failed or
+        replica was lost."""
         self.outcome: FinishRun | None = None
         self.now = 0.0
         self.step_reward: float | None = None
+        """Mean reward of the groups of the last step trained."""
         self.shows_reward = False
         """There are policies that may look at it, so that it is part of the hash."""
-        """Mean reward of the groups of the last step trained."""
         self.policy_errors = 0
         """Decisions of built-in policies in place of one that raised or broke a law."""
         self.last_policy_error = ""
