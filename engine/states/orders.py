@@ -304,7 +304,8 @@ class OrderBook:
             return True
         matched: tuple[Order, ...] = ()
         for rule in rules:
-            found = rule.find(self, event)
+            orders = self._by_subject[rule.subject]
+            found = rule.find(orders, event) if orders else ()
             if found:
                 matched += found
                 if rule.closes:
@@ -337,29 +338,29 @@ class _Rule:
         self.fields = tuple(name for name in relation.id if name in event.__dataclass_fields__)
         self.identify = _getter(self.fields)
         self.echo = _getter(relation.echo)
-        self.find: Callable[[OrderBook, Any], tuple[Order, ...]] = self._find
+        self.find: Callable[[Mapping[Any, Order], Any], tuple[Order, ...]] = self._find
         if event is OrderDone:
             self.find = self._find_numbers
         elif self.fields != relation.id:
             self.find = self._find_some
 
-    def _find(self, book: OrderBook, event: Event) -> tuple[Order, ...]:
-        order = book.open(self.subject).get(self.identify(event))
+    def _find(self, orders: Mapping[Any, Order], event: Event) -> tuple[Order, ...]:
+        order = orders.get(self.identify(event))
         if order is None or type(order.command) not in self.kinds or self.echo(order.command) != self.echo(event):
             return ()
         return (order,)
 
-    def _find_some(self, book: OrderBook, event: Event) -> tuple[Order, ...]:
+    def _find_some(self, orders: Mapping[Any, Order], event: Event) -> tuple[Order, ...]:
         """The event names a part of the id: a failed step ends every scoring task of it."""
         named = self.identify(event), self.echo(event)
         return tuple(
             order
-            for order in book.open(self.subject).values()
+            for order in orders.values()
             if (self.identify(order.command), self.echo(order.command)) == named
         )
 
-    def _find_numbers(self, book: OrderBook, event: OrderDone) -> tuple[Order, ...]:
-        return tuple(order for order in book.open(self.subject).values() if order.number in event.orders)
+    def _find_numbers(self, orders: Mapping[Any, Order], event: OrderDone) -> tuple[Order, ...]:
+        return tuple(order for order in orders.values() if order.number in event.orders)
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], Any]:
