@@ -417,7 +417,7 @@ def test_nothing_that_must_be_done_is_open_as_a_run_finishes(
     own_from = limits.validation.own_from if limits.validation is not None else None
     setting = Setting(
         limits=limits, replicas=replicas if own_from is None else own_from, prompts=prompts, seed=seed,
-        faults=replace(ROUGH, fail_trainer=0.0) if rough else Faults(),
+        faults=ROUGH if rough else Faults(),
     )  # fmt: skip
     world = Ending(setting, PolicySet.from_names(names))
     if world.run().outcome == "finished":
