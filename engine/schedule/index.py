@@ -25,6 +25,7 @@ from typing import Any
 from zlib import crc32
 
 from engine.errors import RunDamaged
+from engine.private_files import private_opener
 from engine.schedule.appending import fsync
 from engine.schedule.regular import open_regular
 
@@ -68,7 +69,7 @@ def store_index(directory: Path, entries: Sequence[Entry]) -> None:
     listed = [_plain(entry) for entry in entries]
     text = json.dumps({"format": INDEX_FORMAT, "segments": listed, "crc32": _checksum(listed)})
     temporary = directory / f"{INDEX}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())

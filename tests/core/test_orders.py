@@ -360,7 +360,8 @@ def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
     )  # fmt: skip
     world = Forgetful(setting, PolicySet.from_names(names), range(every, 25 * every, every), times)
     outcome = world.run()
-    assert outcome.outcome == "finished" or rough or limits.group_timeout_s, outcome
+    barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
+    assert outcome.outcome == "finished" or rough or limits.group_timeout_s or barren, outcome
     assert world.scheduler.state.orders.reissued(world.time) == []
 
 

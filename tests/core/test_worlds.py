@@ -57,9 +57,11 @@ def test_every_world_keeps_every_law_and_ends(
         limits=limits, replicas=replicas if own_from is None else own_from, slots=slots, prompts=prompts, seed=seed,
         spread=spread, faults=ROUGH if rough else Faults(), prefix_every_tokens=prefixes,
     )  # fmt: skip
-    outcome = World(setting, PolicySet.from_names(names)).run()
+    world = World(setting, PolicySet.from_names(names))
+    outcome = world.run()
     may_fail = rough or limits.group_timeout_s is not None  # a group may take longer than that, each time
-    assert outcome.outcome == "finished" or may_fail, outcome
+    barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
+    assert outcome.outcome == "finished" or may_fail or barren, outcome
     assert outcome.reason
 
 
