@@ -354,9 +354,7 @@ class _Rule:
         """The event names a part of the id: a failed step ends every scoring task of it."""
         named = self.identify(event), self.echo(event)
         return tuple(
-            order
-            for order in orders.values()
-            if (self.identify(order.command), self.echo(order.command)) == named
+            order for order in orders.values() if (self.identify(order.command), self.echo(order.command)) == named
         )
 
     def _find_numbers(self, orders: Mapping[Any, Order], event: OrderDone) -> tuple[Order, ...]:
