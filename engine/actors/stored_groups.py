@@ -26,7 +26,7 @@ INITIAL = "initial"
 def way_back(usable: Sequence[StepId]) -> str:
     """The advice to resume from older weights. `usable`: the train steps of the existing checkpoints."""
     name = f"step-{usable[-1]:06d}" if usable else INITIAL
-    return f"go back with engine resume RUN --force-from {name}, which puts aside what came after"
+    return f"go back with engine resume RUN --force-from {name}, which sets later data aside"
 
 
 def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tuple[GroupId, ...] | None, Torn | None]:
@@ -87,7 +87,7 @@ def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterat
     batches = {batch.step: batch for batch in recovered.batches(steps)}
     for step in range(steps, state.steps_trained):
         if step not in batches:
-            yield f"train step {step}, whose batch is not known any more"
+            yield f"train step {step}, whose batch is no longer known"
             continue
         for group in batches[step].groups:
             if not _is_whole(store, group):

@@ -68,7 +68,7 @@ def parse_yaml(text: str, field: str, value: str) -> Any:
 def _reason(error: Exception) -> str:
     """The reason without the value: the message of a plain ValueError repeats it."""
     if isinstance(error, RecursionError):
-        return "values within values within values, too deep to read"
+        return "values are nested too deeply to read"
     return str(error) if isinstance(error, yaml.YAMLError) else "a number or date that cannot be read"
 
 

@@ -102,7 +102,7 @@ def _entries(text: bytes) -> list[Entry]:
         raise ValueError("its checksum does not match")
     entries = [Entry(**entry) for entry in said["segments"]]
     if not all(type(entry.first_event) is int and _fits(entry) for entry in entries):
-        raise ValueError("it lists what is no segment")
+        raise ValueError("an entry of its list is not a segment")
     return entries
 
 
