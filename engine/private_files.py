@@ -1,6 +1,6 @@
-"""Files and directories of a run that its user alone may read: a record and trajectories hold prompts and answers.
+"""Creates the files and directories of a run for its user only: records and trajectories hold prompts and answers.
 
-Called by whoever writes into a run's directory. Modes are set, not left to the umask, which may be any.
+Called by every module that writes into a run's directory. It sets modes explicitly and must never rely on the umask.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Literal
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 UMASK = 0o077
-"""For a process in which libraries write into a run's directory."""
+"""For processes in which libraries write into a run's directory."""
 
 CONTENTS = (
     "schedule",
@@ -29,34 +29,34 @@ CONTENTS = (
     "launch.txt",
     "mlflow_run.txt",
 )
-"""What a run writes into its directory. Anything else there is the user's and keeps its mode."""
+"""The files and directories that a run writes into its directory. All others are the user's and keep their modes."""
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=private_opener)`: what is made or written so is for its user alone."""
+    """For `open(..., opener=private_opener)`: only this user can read the file."""
     handle = os.open(path, flags, FILE_MODE)
     try:
         if stat.S_IMODE(os.fstat(handle).st_mode) != FILE_MODE:
             os.fchmod(handle, FILE_MODE)
     except OSError:
-        pass  # another's file, or a file system without modes: the directory around it is private where that can be
+        pass  # another user's file, or a file system without modes: its directory is private if possible
     return handle
 
 
 def open_private(path: Path, mode: Literal["xb", "ab"]) -> FileIO:
-    """Unbuffered, to make or to append to, for this user alone. Raises: OSError."""
+    """Create or append to a file, unbuffered, for this user only. Raises: OSError."""
     return open(path, mode, buffering=0, opener=private_opener)
 
 
 def write_private(path: Path, text: str) -> None:
-    """`Path.write_text`, for this user alone. Raises: OSError."""
+    """`Path.write_text`, for this user only. Raises: OSError."""
     with open(path, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
 
 
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:
-    """Make a directory for this user alone. Those above it are made as the umask has it, and one that is there keeps
-    its mode. Raises: OSError."""
+    """Create a directory for this user only. Missing parents get the mode of the umask; an existing directory keeps its
+    mode. Raises: OSError."""
     try:
         try:
             os.mkdir(path, DIRECTORY_MODE)
@@ -71,8 +71,8 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
 
 
 def make_run_private(run_dir: Path) -> OSError | None:
-    """Take from others what they may do with a run's directory and all that a run has written there; it is made if need
-    be. Returns why that could not be done somewhere, if it could not."""
+    """Remove other users' access to a run's directory and to all files that the run wrote there. Creates the directory
+    if it is missing. Returns an error if a mode could not be set."""
     failure = None
     try:
         make_directory(run_dir)
@@ -84,13 +84,13 @@ def make_run_private(run_dir: Path) -> OSError | None:
 
 
 def make_tree_private(directory: Path) -> None:
-    """The same for a directory and everything below it, where it can be done."""
+    """Remove other users' access to a directory and everything below it, as far as possible."""
     for path in _below(directory):
         _restrict(path)
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """A path and what is below it, each directory before what it holds; links are left alone."""
+    """A path and everything below it, each directory before its contents. Symbolic links are skipped."""
     if path.is_symlink() or not path.exists():
         return
     yield path
@@ -104,7 +104,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _restrict(path: Path) -> OSError | None:
-    """A file of the user's may be executable and stays so for the user."""
+    """Restrict a path to its user. An executable file stays executable for the user."""
     try:
         mode = stat.S_IMODE(path.lstat().st_mode)
         wanted = DIRECTORY_MODE if path.is_dir() else mode & DIRECTORY_MODE | FILE_MODE

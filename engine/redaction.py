@@ -1,7 +1,7 @@
-"""Secrets and sizes in what the engine says: which names hold a secret, where one lies in a text, how a value is shown.
+"""Keeps secrets and long values out of messages: finds secrets in names and text, and masks and shortens values.
 
-Called by `errors.py` for every `ConfigError`, and by `config.secrets`, which refuses what is found here. It must never
-return a secret, nor build a text that is much longer than what is shown.
+Called by `errors.py` for every `ConfigError`, and by `config.secrets`, which refuses the secrets that it finds. It must
+never return a secret, and never build a text much longer than the one shown.
 """
 
 import re
@@ -11,11 +11,11 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 HIDDEN = "***"
 LONGEST = 200
-"""Characters of a value in a message."""
+"""Maximum length of a value in a message, in characters."""
 _SEARCHED = 20 * LONGEST
 _BEGINNING = 40
 _DEEPEST = 8
-"""Levels of nested values in a message."""
+"""Maximum nesting of values in a message, in levels."""
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRETS: tuple[str, ...] = ("password", "passwd", "pwd", "passphrase", "secret", "credential", "authorization")
@@ -23,14 +23,14 @@ _SECRETS += ("bearer", "apikey")
 _SECRETS += ("passwords", "secrets", "credentials", "apikeys", "accesskey", "secretkey", "privatekey")
 _KEYS = {"api", "access", "private", "secret", "auth", "account", "encryption", "signing", "license", "master", "ssh"}
 _KEYS |= {"session", "client", "service", "openai", "anthropic", "wandb", "hf", "azure", "google"}
-"""Words that make `key` a secret one."""
+"""Words before `key` that make the name a secret's."""
 _PASSES = {"db", "database", "user", "admin", "proxy", "smtp", "ftp", "mysql", "postgres", "pg", "redis", ""}
-"""Words that make `pass` a password."""
+"""Words before `pass` that make it a password."""
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "stop", "start", "end", "mask", "sep", "cls", "image", "video", "audio"}
 _SPECIAL_TOKENS |= {"special", "think", "reasoning", "per", "each", "next", "first", "last", "max", "min", "a", "the"}
-"""Words that make `token` one of a model's, not of an account."""
+"""Words before `token` that make it a model's token, not an account's."""
 _UNSHOWN_FIELDS = ("rollout.api_key_env",)
-"""Fields in whose place a user may have put the secret itself."""
+"""Fields into which a user may put the secret by mistake."""
 _ADDRESS_FIELDS = {"uri", "url", "urls", "proxy", "proxies", "address", "endpoint", "dsn"}
 
 _TOKEN = re.compile(
@@ -39,7 +39,7 @@ _TOKEN = re.compile(
     r"|eyJ[\w-]{8,2000}\.eyJ[\w-]{8,}[\w.-]*)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-"""What the keys of known services look like."""
+"""Formats of the keys of known services."""
 _ADDRESS = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
 _USER_INFO = re.compile(r"(?<![^\s=\"'])[^\s/:@=\"']{1,200}:[^\s/@]{1,500}@[\w.\[\]:-]+")
 """`user:password@host` without a scheme."""
@@ -49,14 +49,14 @@ _GIVEN = re.compile(
 """`name=value`, `name: value` and `"name": "value"`; a value may be another such pair."""
 _BEARER = re.compile(r"\b(bearer)\s+([^\s\"']{6,})", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$(\w+|\{\w+[^}]*\}?|\(.*)|<[\w -]+>|\*{3}|none|null|true|false", re.IGNORECASE)
-"""A value that only names a secret, or that says there is none."""
+"""A value that only refers to a secret, or says that there is none."""
 _NAME_AND_PASSWORD = re.compile(r"[^\s:$/]+:(?!\d+$)[^\s$]+")
-"""What curl takes as `--user`."""
+"""The argument of curl's `--user`."""
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a field, parameter, variable, header or option of this name holds a secret."""
+    """Whether a field, parameter, variable, header or option with this name holds a secret."""
     words = [word.lower() for word in _WORDS.findall(name[-LONGEST:])]
     while words and words[-1].isdigit():
         words.pop()
@@ -71,7 +71,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def secret_in_text(text: str, field: str = "") -> str:
-    """What a text holds that is a secret, in words; nothing where it holds none. `field`: where the text stands."""
+    """The kind of secret in a text, in words; empty if there is none. `field`: the field that holds the text."""
     if _TOKEN.search(text):
         return "a key of a known form"
     for address in _ADDRESS.findall(text):
@@ -84,7 +84,7 @@ def secret_in_text(text: str, field: str = "") -> str:
 
 
 def secret_in_command(words: Sequence[Any]) -> str:
-    """Where a command line, as its words, holds a secret: the name of the option, variable or header; else nothing."""
+    """The option, variable or header of a command line that holds a secret; empty if none does."""
     option = ""
     for word in (piece for given in words if isinstance(given, str) for piece in [given, *_pieces(given)]):
         if is_secret_name(option) and not word.startswith("-") and not _REFERENCE.fullmatch(word):
@@ -105,7 +105,7 @@ def secret_in_command(words: Sequence[Any]) -> str:
 
 
 def masked(text: str) -> str:
-    """A text with `***` in place of every secret that is found in it."""
+    """A text with every secret found in it replaced by `***`."""
     text = _TOKEN.sub(HIDDEN, text)
     text = _ADDRESS.sub(lambda found: _masked_address(found[0]), text)
     text = _USER_INFO.sub(lambda found: f"{HIDDEN}@{found[0].rpartition('@')[2]}", text)
@@ -120,14 +120,14 @@ def masked(text: str) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The beginning and the end of a text that is too long, and how long it is."""
+    """A text of at most `longest` characters unchanged; of a longer one the beginning, the end and the length."""
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]}…{text[-longest // 4 :]} ({len(text)} characters)"
 
 
 def described(field: str, value: Any) -> str:
-    """The representation of a field's value as a message shows it: without secrets, of bounded length."""
+    """The representation of a field's value for a message: without secrets, of bounded length."""
     if _hides(field, value):
         return repr(HIDDEN)
     if isinstance(value, str):
@@ -147,7 +147,7 @@ def _hides(field: str, value: Any) -> bool:
 
 
 def _shown_text(field: str, text: str) -> str:
-    """Of a text that is too long to be searched for secrets only the first characters are shown."""
+    """A text for a message. If it is too long to search for secrets, only its first characters."""
     if len(text) > _SEARCHED:
         return f"{masked(text[:_SEARCHED])[:_BEGINNING]}… ({len(text)} characters)"
     text = masked(text)
@@ -157,7 +157,7 @@ def _shown_text(field: str, text: str) -> str:
 
 
 def _pieces_of(field: str, value: Any, depth: int) -> Iterator[str]:
-    """The representation of a value in pieces, so that whoever has enough need not take the rest."""
+    """The representation of a value in pieces, so that the caller can stop early."""
     if _hides(field, value):
         yield repr(HIDDEN)
     elif isinstance(value, str):
@@ -187,7 +187,7 @@ def _pieces_of(field: str, value: Any, depth: int) -> Iterator[str]:
 
 
 def _pieces(word: str) -> list[str]:
-    """A word of a command line that is a command line itself, as `sh -c` takes it, in words."""
+    """The words of an argument that is itself a command line, as for `sh -c`."""
     return word.replace('"', " ").replace("'", " ").split() if any(map(str.isspace, word)) else []
 
 
@@ -196,7 +196,7 @@ def _secret_in_address(text: str) -> str:
         address = urlsplit(text)
         parameters = [*parse_qsl(address.query), *parse_qsl(address.fragment)]
         if "@" in text:
-            address.port  # noqa: B018 (raises where a password with a slash in it was taken for one)
+            address.port  # noqa: B018 (raises if a password with a slash was parsed as a port)
     except ValueError:
         return "a user or password" if "@" in text else ""
     if address.password is not None or ("@" in address.netloc and address.scheme in ("http", "https")):
@@ -209,7 +209,7 @@ def _secret_in_address(text: str) -> str:
 
 
 def _masked_address(text: str) -> str:
-    """Without its user and parameters where anything of it is a secret."""
+    """An address; without its user and parameters if it holds a secret."""
     if not _secret_in_address(text):
         return text
     scheme, _, rest = text.partition("://")
@@ -218,7 +218,7 @@ def _masked_address(text: str) -> str:
 
 
 def _secrets_given(text: str) -> Iterator[tuple[str, int, int]]:
-    """(name, where the value begins, where it ends) of every secret that a text gives a name to."""
+    """(name, start of the value, end of the value) of every named secret in a text."""
     for found in _GIVEN.finditer(text):
         if is_secret_name(found[1]) and not _REFERENCE.fullmatch(found[2]):
             yield found[1], found.start(2), found.end(2)

@@ -1,7 +1,7 @@
-"""Awaits a user's coroutine: whatever it raises comes back as an exception that costs one attempt.
+"""Awaits a user's coroutine and turns anything it raises into an exception that fails one attempt.
 
-Called by the hosts of generators and added states and by what runs a user's programs. `hosts.threads.contained` does
-the same for blocking calls. It must never turn our own cancellation into a failure.
+Called by the hosts of generators and added states, and by the runners of a user's programs. `hosts.threads.contained`
+does the same for blocking calls. It must never turn the engine's own cancellation into a failure.
 """
 
 import asyncio
@@ -15,10 +15,11 @@ Value = TypeVar("Value")
 
 
 async def awaited(function: Callable[P, Awaitable[Value]], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """`await function(...)`. `asyncio.CancelledError` passes if this task was cancelled.
+    """`await function(...)`. `asyncio.CancelledError` propagates if this task was cancelled.
 
-    Raises: what it raises, and `RuntimeError` naming it in place of what would end the process, the event loop or, in
-    silence, this task: `SystemExit`, `KeyboardInterrupt`, `GeneratorExit`, a `CancelledError` of its own.
+    Raises: any `Exception` of the function, unchanged. `RuntimeError` with the names of the function and the exception
+    if it raises `SystemExit`, `KeyboardInterrupt`, `GeneratorExit` or, without a cancellation, `CancelledError`: these
+    would end the process or the event loop, or silently end this task.
     """
     try:
         return await function(*args, **kwargs)
@@ -32,7 +33,7 @@ async def awaited(function: Callable[P, Awaitable[Value]], *args: P.args, **kwar
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it comes from outside: this task was cancelled, or its coroutine is closed with the event loop."""
+    """Whether the engine caused it: this task was cancelled, or the event loop closes the coroutine."""
     try:
         task: asyncio.Task[Any] | None = asyncio.current_task()
     except RuntimeError:

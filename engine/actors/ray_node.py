@@ -1,7 +1,7 @@
-"""Ray's own processes on the launching node: how they are kept away from signals to the launcher, and watched.
+"""Ray's own processes on the launching node: shields them from signals to the launcher, and detects their death.
 
-Used by `run`. Ray's client waits without end for a raylet that has died, and ends its process a minute after the GCS
-has; neither says anything useful. So the launcher waits for Ray's processes itself, beside every answer it waits for.
+Used by `run`. If the raylet dies, Ray's client hangs. If the GCS dies, the client exits a minute later. Neither reports
+the cause. The launcher therefore watches Ray's processes whenever it waits for an answer.
 """
 
 import os
@@ -27,8 +27,8 @@ _starting_ray = threading.local()
 
 @contextmanager
 def sessions_of_their_own() -> Iterator[None]:
-    """Give each process that Ray starts from this thread a session of its own: a signal to the launcher's process
-    group (Ctrl-C, `timeout`) then reaches the launcher alone. They still end when the launcher dies."""
+    """Start each Ray process of this thread in a separate session. A signal to the launcher's process group (Ctrl-C,
+    `timeout`) then reaches only the launcher. Ray's processes still end when the launcher dies."""
     _starting_ray.now = True
     try:
         yield
@@ -41,14 +41,14 @@ def _begin_session() -> None:
         os.setsid()
 
 
-os.register_at_fork(after_in_child=_begin_session)  # runs before exec wherever `Popen` has a preexec_fn: Ray's has one
+os.register_at_fork(after_in_child=_begin_session)  # runs before exec if `Popen` has a preexec_fn, as Ray's does
 
 
 class RayNode:
-    """Ray on the launching node, for as long as one run uses it.
+    """Ray on the launching node, while one run uses it.
 
-    `own`: this process started the cluster, and ends it; `processes`: ids of Ray's processes here, by their names;
-    `run_dir`: what can be resumed after one of them has ended.
+    `own`: this process started the cluster and ends it. `run_dir`: the run to resume if a Ray process ends.
+    `processes`: process ids of Ray's processes here, by name.
     """
 
     def __init__(self, own: bool, run_dir: Path | None, processes: Mapping[str, int]) -> None:
@@ -57,16 +57,16 @@ class RayNode:
         self._processes = dict(processes)
         self._handles: dict[int, str] = {}
         for name, process in processes.items():
-            with suppress(OSError):  # an old kernel, or a sandbox: the run goes on unwatched
+            with suppress(OSError):  # an old kernel, or a sandbox: the run continues without this watch
                 self._handles[os.pidfd_open(process)] = name
 
     @classmethod
     def joined(cls, own: bool, run_dir: Path | None) -> "RayNode":
-        """The node of this process, which is connected to Ray."""
+        """The node of this process. Ray must be connected."""
         return cls(own, run_dir, ray_processes())
 
     def answer(self, reference: Any) -> Any:
-        """What `ray.get` returns. Raises: `RayProcessEnded` when Ray ends here first, and what `ray.get` raises."""
+        """The result of `ray.get`. Raises: `RayProcessEnded` if Ray ends here first; else what `ray.get` raises."""
         future = reference.future()
         receiver, sender = os.pipe()
         try:
@@ -83,7 +83,7 @@ class RayNode:
             raise
 
     def require_ray(self) -> None:
-        """Raises: `RayProcessEnded` where a process of Ray has ended on this node."""
+        """Raises: `RayProcessEnded` if a Ray process has ended on this node."""
         ended = self._ended()
         if ended is None:
             return
@@ -94,11 +94,11 @@ class RayNode:
 
     @property
     def takes_orders(self) -> bool:
-        """Whether Ray can still start and end actors, which is the GCS's task."""
+        """Whether Ray can still start and end actors. The GCS does this."""
         return self._ended() != GCS
 
     def close(self) -> None:
-        """Stop watching; end the cluster if it is this process's own. A second call does nothing."""
+        """Stop watching. End the cluster if this process started it. A second call does nothing."""
         ended = self._ended()
         handles, self._handles = self._handles, {}
         for handle in handles:
@@ -111,7 +111,7 @@ class RayNode:
         ray.shutdown()
 
     def _ended(self) -> str | None:
-        """The process that has ended, if any; the GCS where both have."""
+        """The process that has ended, if any; the GCS if both have."""
         names = [self._handles[handle] for handle in self._wait(timeout_ms=0)]
         return GCS if GCS in names else next(iter(names), None)
 
@@ -122,7 +122,7 @@ class RayNode:
         return [handle for handle, _ in poll.poll(timeout_ms)]
 
     def _kill_actors(self) -> None:
-        """Kill the raylet's session, where the actors are: Ray would ask them, or the GCS, for up to a minute."""
+        """Kill the raylet's session, which includes the actors. Ray's shutdown would wait up to a minute for them."""
         for process in _process_ids():
             with suppress(ProcessLookupError, PermissionError):
                 if os.getsid(process) == self._processes.get(RAYLET):
@@ -130,8 +130,8 @@ class RayNode:
 
 
 def ray_processes() -> dict[str, int]:
-    """The raylet of this process's node and, in a cluster that this process started, the GCS; those that are visible
-    from here: neither is in a container's process namespace of its own."""
+    """The raylet of this process's node and, in a cluster that this process started, the GCS. Processes in another PID
+    namespace, such as a container's, are not found."""
     here = ray.get_runtime_context().get_node_id()
     sockets = [f"--raylet_socket_name={node['RayletSocketName']}" for node in ray.nodes() if node["NodeID"] == here]
     found = {}

@@ -1,7 +1,8 @@
-"""Whether the trajectory store on disk holds what the record of a run says that it holds.
+"""Checks that the trajectory store on disk holds the groups that the record of a run refers to.
 
-Used by `past` when a run is resumed. A batch that no checkpoint contains cannot be made again, so one that is not whole
-is refused by name; a group that is not in a batch yet begins again. The store is written only once nothing is refused.
+Used by `past` when a run is resumed. A batch that no checkpoint contains cannot be generated again, so an incomplete
+batch is refused by name. A group that is not in a batch yet begins again. It must never write to the store before it
+has accepted all batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +20,22 @@ from engine.states.group import phase_of
 from engine.states.machine import Phase
 
 INITIAL = "initial"
-"""What `--force-from` calls the weights that no step has changed."""
+"""The name of the initial weights in `--force-from`."""
 
 
 def way_back(usable: Sequence[StepId]) -> str:
-    """What goes on with less. `usable`: the train steps of the checkpoints that are there."""
+    """The advice to resume from older weights. `usable`: the train steps of the existing checkpoints."""
     name = f"step-{usable[-1]:06d}" if usable else INITIAL
-    return f"go back with engine resume RUN --force-from {name}, which puts aside what came after"
+    return f"go back with engine resume RUN --force-from {name}, which sets later data aside"
 
 
 def missing_groups(plan: Plan, recovered: Recovered, steps: StepId) -> tuple[tuple[GroupId, ...] | None, Torn | None]:
-    """Groups that begin again although they had trajectories, or None where trajectories were never kept, so that the
-    trainer cannot be brought from the first so many steps to where it was; and the store's torn end.
+    """(groups that begin again although they had trajectories, the store's torn end).
 
-    Raises: `RunDamaged` where trajectories of a batch are missing, `RecordError` where the store is damaged.
+    The groups are None if the run never kept trajectories: the trainer then cannot retrain the steps after the
+    checkpoint. `steps`: the number of train steps in that checkpoint.
+
+    Raises: `RunDamaged` if trajectories of a batch are missing, `RecordError` if the store is damaged.
     """
     directory = plan.trajectories_dir
     if directory is None:
@@ -79,12 +82,12 @@ def _were_in_memory(recovered: Recovered) -> bool:
 
 
 def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterator[str]:
-    """What the store does not hold of the steps after the first so many, and of the batches that are formed."""
+    """The items that the store lacks: of the steps after the first `steps`, and of the formed batches."""
     state, attempts = recovered.scheduler.state, store.attempts
     batches = {batch.step: batch for batch in recovered.batches(steps)}
     for step in range(steps, state.steps_trained):
         if step not in batches:
-            yield f"train step {step}, whose batch is not known any more"
+            yield f"train step {step}, whose batch is no longer known"
             continue
         for group in batches[step].groups:
             if not _is_whole(store, group):
@@ -99,8 +102,8 @@ def _lacking(store: DurableStore, recovered: Recovered, steps: StepId) -> Iterat
 
 
 def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
-    """Let go of what the processes were to let go of when they ended, and of attempts that a power cut has taken from
-    the record: those to come would not replace them."""
+    """Discard groups that the ended processes had yet to discard, and attempts that a power cut removed from the
+    record. New attempts would not replace those."""
     state = recovered.scheduler.state
     kept = {*chain.from_iterable(state.kept.by_step.values())}
     last = {group.id: group.attempt for group in state.groups.values()}
@@ -110,12 +113,12 @@ def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
 
 
 def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
-    """Groups of which the state knows trajectories that the store does not hold, or not as they came to be."""
+    """Groups with trajectories in the state that the store does not hold, or holds in another form."""
     state, attempts = recovered.scheduler.state, store.attempts
     missing = []
     for group in state.groups.values():
         phase = phase_of(group.state)
-        if group.state in state.stages.by_name:  # each order of its work is an attempt, and stores nothing until done
+        if group.state in state.stages.by_name:  # each work order is an attempt; it stores nothing before it is done
             there = attempts.get(group.id, group.attempt + 1) <= group.attempt and _is_whole(store, group.id)
         elif phase is Phase.READY:
             there = attempts.get(group.id) == group.attempt and _is_whole(store, group.id)
@@ -128,14 +131,14 @@ def _missing(store: DurableStore, recovered: Recovered) -> tuple[GroupId, ...]:
 
 
 def _is_whole(store: DurableStore, group: GroupId) -> bool:
-    """A power cut may leave the prefixes that an attempt stored before its end."""
+    """Whether the store holds a finished group. After a power cut it may hold only prefixes."""
     packed = store.partial(group)
     return packed is not None and unpack_group(packed).finished
 
 
 def _is_known(store: DurableStore, group: GroupId, latest: Version) -> bool:
-    """Whether prefixes are there that a group can go on from. A power cut may take the publication of a version from
-    the record and leave what was sampled under it: weights to come will have its number."""
+    """Whether the store holds prefixes that a group can resume from. A power cut may remove the publication of a
+    version from the record, but leave tokens sampled under it. Later weights will reuse that version number."""
     packed = store.partial(group)
     versions = None if packed is None else unpack_group(packed).versions()
     return packed is not None and (versions is None or versions[1] <= latest)

@@ -1,6 +1,6 @@
-"""From the text of a YAML document to plain data: strictly, safely, and of a bounded size.
+"""Parses a YAML document into plain data: strictly, safely, and with limits on its size.
 
-Called by `loading.py` for configuration files and for the values of overrides. A YAML error never leaves this module.
+Called by `loading.py` for configuration files and for the values of overrides. It must never raise a YAML error.
 """
 
 import re
@@ -12,17 +12,17 @@ from engine.errors import ConfigError
 from engine.redaction import shortened
 
 MOST_BYTES = 1 << 20
-"""Of a configuration file."""
+"""Maximum size of a configuration file."""
 MOST_NODES = 100_000
-"""Values of a document, with each alias counted as all that it stands for."""
+"""Maximum number of values in a document, with aliases expanded."""
 MOST_CHARACTERS = 1 << 20
-"""Of all these values."""
+"""Maximum number of characters in all values, with aliases expanded."""
 MOST_DEEP = 100
-"""Levels of values within values."""
+"""Maximum nesting, in levels."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML where `1e-6` is a number, `on` is text (only true and false are not), and a key given twice is an error."""
+    """YAML in which `1e-6` is a number, only true and false are booleans (`on` is text), and no key repeats."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -47,7 +47,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, field: str, value: str) -> Any:
-    """Plain data. `field` and `value` say where the text is from. Raises: `ConfigError`."""
+    """Parse a document. `field` and `value` name its origin in errors. Raises: `ConfigError`."""
     try:
         loader = _Loader(text)
         try:
@@ -66,21 +66,21 @@ def parse_yaml(text: str, field: str, value: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """A plain ValueError repeats the value that it cannot read."""
+    """The reason without the value: the message of a plain ValueError repeats it."""
     if isinstance(error, RecursionError):
-        return "values within values within values, too deep to read"
+        return "values are nested too deeply to read"
     return str(error) if isinstance(error, yaml.YAMLError) else "a number or date that cannot be read"
 
 
 def _require_bounded(root: yaml.Node, field: str, value: str) -> None:
-    """Count what a document holds once its aliases are written out, each node of the text looked at once.
+    """Count the values of a document with its aliases expanded. It visits each node once.
 
-    Raises: `ConfigError` for a document that is too large, too deep, or endless.
+    Raises: `ConfigError` if the document is too large, too deep, or contains itself.
     """
     sizes: dict[int, tuple[int, int]] = {}
 
     def size(node: yaml.Node, depth: int) -> tuple[int, int]:
-        """(values, characters) of a node; a node that is being counted already holds itself."""
+        """(values, characters) of a node. A node found again while it is counted contains itself."""
         if id(node) in sizes:
             return sizes[id(node)]
         if depth > MOST_DEEP:

@@ -1,6 +1,6 @@
-"""Answers orders that only had to arrive: all that were carried out in one turn of the event loop by one `OrderDone`.
+"""Acknowledges orders: one `OrderDone` answers all orders that were executed in one turn of the event loop.
 
-Used by `ReplicaHost` and by the executors. It must never answer an order that was not carried out.
+Used by `ReplicaHost` and by the executors. It must never answer an order that was not executed.
 """
 
 import asyncio
@@ -10,20 +10,20 @@ from engine.events import OrderDone
 
 
 class DoneOrders:
-    """`emit` takes the events."""
+    """Batches acknowledgments. `emit` receives the events."""
 
     def __init__(self, emit: Callable[[OrderDone], None]) -> None:
         self._emit = emit
         self._numbers: list[int] = []
 
     def add(self, *numbers: int) -> None:
-        """These orders were carried out."""
+        """Acknowledge executed orders."""
         if not self._numbers:
             asyncio.get_running_loop().call_soon(self._send)
         self._numbers += numbers
 
     async def add_after(self, work: Callable[[], Awaitable[object]], numbers: Sequence[int]) -> None:
-        """These orders are carried out once `work()` has returned. Raises what it raises; they stay open then."""
+        """Acknowledge orders once `work()` has returned. If it raises, this raises the same and they stay open."""
         await work()
         self.add(*numbers)
 

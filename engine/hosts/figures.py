@@ -1,7 +1,7 @@
-"""What a trainer says of a step, as everyone else may read it: names that are text, values that are plain numbers.
+"""Sanitizes the metrics of a user's trainer: names become text, values become plain numbers.
 
-Called by `trainer.TrainerHost`, through which every metric of a user's trainer comes into a run. A metric that cannot
-be used is left out and told of once; it must never cost a train step that is done.
+Called by `trainer.TrainerHost` for every metric of a user's trainer. It skips a metric that it cannot use and logs one
+warning. A bad metric must never fail a train step that has finished.
 """
 
 import logging
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 Figure = int | float
 LONGEST_NAME = 200
-"""Characters of a metric's name."""
+"""Maximum length of a metric's name, in characters."""
 TOLD = 100
-"""So many metrics are told of at most."""
+"""Maximum number of metrics that get a warning."""
 
 
 class Figures:
@@ -28,8 +28,8 @@ class Figures:
         self._told: set[str] = set()
 
     def read(self, metrics: Mapping[Any, Any]) -> dict[str, Figure]:
-        """The metrics that can be used. NaN and infinities can. Never raises; to be called on the trainer's thread,
-        since a value may have to come from an accelerator."""
+        """The usable metrics, NaN and infinities included. Never raises. Call it on the trainer's thread, because
+        reading a value may copy it from an accelerator."""
         try:
             items = list(metrics.items())
         except BaseException as error:  # a user's mapping: the step is trained, whatever this raises
@@ -50,11 +50,11 @@ class Figures:
     def _tell(self, key: str, what: str) -> None:
         if key not in self._told and len(self._told) < TOLD:
             self._told.add(key)
-            log.warning("train() returned %s. It is left out, in this step and in later ones.", what)
+            log.warning("train() returned %s. It is skipped in this step and in later ones.", what)
 
 
 def figure_of(value: Any) -> Figure | None:
-    """A real number as an int of 64 bits or a float, also from an array with one element; None for anything else."""
+    """A real number, or an array with one element, as a 64-bit int or a float; None for anything else."""
     try:
         real: Any = value if isinstance(value, Real) else value.item()
         figure = float(real) if isinstance(real, Real) else None
@@ -64,7 +64,7 @@ def figure_of(value: Any) -> Figure | None:
 
 
 def count_in(figures: Mapping[str, Any], name: str) -> int:
-    """A figure that counts something; 0 where it is not there or counts nothing."""
+    """The figure `name` as a count; 0 if it is missing or not a finite number."""
     count = figures.get(name)
     return int(count) if isinstance(count, int | float) and isfinite(count) else 0
 

@@ -1,7 +1,7 @@
-"""The weights of one replica: staged, installed, and the generator paused and resumed around that.
+"""The weight sync of one replica: stages and installs weights, and pauses and resumes the generator for it.
 
-Used by `replica.ReplicaHost`. Orders are carried out one after another, in the order in which they came; each is
-answered by exactly one event, and a repeat changes nothing.
+Used by `replica.ReplicaHost`. It executes orders one at a time, in the order of arrival. Exactly one event answers each
+order. A repeated order changes nothing.
 """
 
 import asyncio
@@ -28,8 +28,11 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class ReplicaWeights:
-    """`who` names the replica and its life in events, `running` gives the tasks of the groups being generated, and
-    `broken(reason)` is called where the generator cannot be resumed."""
+    """Executes the sync orders of one replica.
+
+    `who`: the replica and its incarnation, as events name them. `running()`: tasks of the groups being generated.
+    `broken(reason)`: called if the generator cannot be resumed.
+    """
 
     def __init__(
         self,
@@ -45,11 +48,11 @@ class ReplicaWeights:
         spawn: Spawn,
     ) -> None:
         self.version: Version = 0
-        """Those that the generator samples from."""
+        """The version that the generator samples from."""
         self.pause_mode: str | None = None
-        """How the generator is paused; None: it is not."""
+        """How the generator is paused; None if it is not."""
         self.last: asyncio.Task[None] | None = None
-        """The newest order, once it is begun."""
+        """The task of the newest order."""
         self._who = who
         self._generator = generator
         self._weights = weights
@@ -61,9 +64,9 @@ class ReplicaWeights:
         self._spawn = spawn
         self._sleeping = Sleeping(generator)
         self._attempts: dict[type[Command], int] = {}
-        """The newest of each kind of order."""
+        """The newest attempt of each kind of order."""
         self._resumed = 0
-        """Attempt after which the generator was resumed last."""
+        """The attempt of the newest resume that succeeded."""
 
     def stage(self, command: StageWeights) -> None:
         self._in_order(command, self._stage)
@@ -75,12 +78,12 @@ class ReplicaWeights:
         self._in_order(command, self._install)
 
     def resume(self, command: ResumeReplica) -> None:
-        """A repeat resumes nothing, and is answered once what it repeats has been carried out."""
+        """A repeat resumes nothing. It is answered once the original order has been executed."""
         if not self._in_order(command, self._resume):
             self._spawn(self._repeat(command, self.last))
 
     def _in_order(self, command: SyncCommand, carry_out: Callable[[Any], Coroutine[Any, Any, None]]) -> bool:
-        """Carry out after every earlier order has ended. False: it is a repeat and changes nothing."""
+        """Execute an order after all earlier ones have ended. False: it is a repeat and changes nothing."""
         if self._attempts.get(type(command), 0) >= command.attempt:
             return False
         self._attempts[type(command)] = command.attempt

@@ -1,1 +1,1 @@
-"""What every port that a run listens on has in common: which hosts it answers for, and its bounds."""
+"""Shared by all ports that a run listens on: accepted hosts, and limits on connections."""

@@ -1,8 +1,8 @@
-"""An HTTP listener of bounded patience, on aiohttp: how many connections, how long a request may take to arrive.
+"""An HTTP listener on aiohttp that limits connections, request sizes and the time a request may take to arrive.
 
-Used by the metrics and the control endpoint and by the gateway, each in an event loop of its own. It must never repeat
-what a request says, neither in an answer nor in a log: headers hold keys. aiohttp does, where a request is malformed,
-so such requests are answered here.
+Used by the metrics endpoint, the control endpoint and the gateway, each in a separate event loop. It must never repeat
+request data in an answer or a log, because headers hold keys. aiohttp repeats data of a malformed request, so this
+module answers such requests itself.
 """
 
 import asyncio
@@ -25,30 +25,30 @@ from engine.listeners.hosts import Hosts
 log = logging.getLogger(__name__)
 
 CLOSING_S = 1.0
-"""How long a running request has to end when the listener closes, and a refused one to take its answer."""
+"""Time for running requests to end when the listener closes, and for a refused client to read its answer."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 """Answers a request. Raises: `Refused`."""
 Refuse = Callable[[int, str], web.StreamResponse]
-"""The answer to a request that is refused, from its status and the reason."""
+"""Makes the answer to a refused request from its status and reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBounds:
-    """Of one listener."""
+    """The limits of one listener."""
 
     connections: int = 64
-    """Open at once. Another one takes the place of the oldest that has no request under way, or is closed."""
+    """Maximum open connections. A new one above it replaces the oldest idle one; if none is idle, it is closed."""
     head_s: float = 10.0
-    """From a connection to the end of its first request's headers; and from an answer to those of the next request."""
+    """From the connection to the end of the first request's headers; from an answer to the next request's headers."""
     body_s: float = 30.0
-    """From the end of the headers to that of the body. An answer must be taken within `head_s` and this together."""
+    """From the end of the headers to the end of the body. The client must read an answer within `head_s` + `body_s`."""
     body_bytes: int = 1 << 16
 
 
 class Refused(Exception):
-    """A request that is not answered otherwise. `reason` repeats nothing of it."""
+    """Refuses a request. `reason` must repeat no request data."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(status, reason)
@@ -57,8 +57,8 @@ class Refused(Exception):
 
 
 class Listener:
-    """Answers requests by `handle` from `start` to `close`. `hosts`: those it answers for; None: whoever reaches it.
-    `cancels`: a handler is cancelled when its client leaves."""
+    """Answers requests with `handle`, from `start` to `close`. `hosts`: accepted hosts; None accepts any host.
+    `cancels`: cancel a handler when its client disconnects."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Listener:
         self.bounds = bounds
         self.refuse = refuse
         self.waiting: dict[_Connection, None] = {}
-        """Connections without a request under way, the oldest first."""
+        """Idle connections, oldest first."""
         self._open = 0
         self._handle = handle
         self._hosts = hosts
@@ -80,7 +80,7 @@ class Listener:
         self._listening: asyncio.Server | None = None
 
     async def start(self, host: str = "", port: int = 0, sock: socket.socket | None = None) -> tuple[Any, ...]:
-        """Listen on an address or on a socket that is bound; returns the address. Raises: OSError, OverflowError."""
+        """Listen on an address or on a bound socket. Returns the address. Raises: OSError, OverflowError."""
         loop = asyncio.get_running_loop()
         self._server = web.Server(self._answer, request_factory=self._make_request, handler_cancellation=self._cancels)
 
@@ -103,7 +103,7 @@ class Listener:
             await self._server.shutdown(CLOSING_S)
 
     async def body(self, request: web.BaseRequest) -> bytes:
-        """The whole body of a request. Raises: `Refused` where it is too large, too slow or malformed."""
+        """The whole body of a request. Raises: `Refused` if it is too large, too slow or malformed."""
         try:
             async with asyncio.timeout(self.bounds.body_s):
                 if request.headers.get("Expect", "").lower() == "100-continue":
@@ -118,7 +118,7 @@ class Listener:
             raise Refused(400, "the body is not well-formed") from None
 
     def admit(self, connection: "_Connection") -> bool:
-        """Whether there is room for another connection. The oldest that waits for a request makes place."""
+        """Whether to accept another connection. At the limit, this closes the oldest idle one."""
         if self._open >= self.bounds.connections:
             if not self.waiting:
                 return False
@@ -128,7 +128,7 @@ class Listener:
         return True
 
     def leave(self, connection: "_Connection") -> None:
-        """A connection that was admitted is closed."""
+        """Remove an admitted connection that has closed."""
         self.waiting.pop(connection, None)
         self._open -= 1
 
@@ -150,7 +150,7 @@ class Listener:
         try:
             given = request.headers.getall("Host", ())
             if self._hosts is not None and not (len(given) == 1 and self._hosts.accept(given[0])):
-                raise Refused(421, "this run does not answer for the host of the request: name it in its settings")
+                raise Refused(421, "this run does not accept the Host of the request; add it to metrics.hosts or control.hosts")
             return await self._handle(request)
         except Refused as error:
             answer = self.refuse(error.status, error.reason)
@@ -162,7 +162,7 @@ class Listener:
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp's side of one connection, with a bound on its first request and silent about what was sent."""
+    """aiohttp's handler of one connection. It adds a time limit for the first request and never logs request data."""
 
     def __init__(self, listener: Listener, server: web.Server, loop: AbstractEventLoop) -> None:
         self._listener = listener
@@ -188,18 +188,18 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def begin(self) -> None:
-        """The headers of a request are there."""
+        """The headers of a request have arrived."""
         self._forget_timer()
         self._listener.waiting.pop(self, None)
 
     def rest(self) -> None:
-        """Its answer is ready, which the client must take; then another request may come."""
+        """The answer is ready. The client must read it; then another request may come."""
         if self._admitted:
             self._listener.waiting[self] = None
             self._end_in(self._listener.bounds.head_s + self._listener.bounds.body_s)
 
     def end(self) -> None:
-        """Close it at once, whatever was sent."""
+        """Close the connection immediately."""
         if self._admitted:
             self._admitted = False
             self._listener.leave(self)
@@ -212,7 +212,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to a request that aiohttp could not read, or whose handler failed; without a word of it."""
+        """The answer to a request that aiohttp could not read or whose handler failed. It repeats no request data."""
         self.begin()
         if status < 500:
             log.info("a request that is not well-formed was refused (%s)", type(exc).__name__)
@@ -226,13 +226,13 @@ class _Connection(web.RequestHandler):
         return answer
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Where something failed, and what kind of failure it is. What an exception says may be of the request."""
+        """Log the stack and the type of an exception, but not its message: that may repeat request data."""
         error = kw.get("exc_info")
         frames = traceback.format_tb(error.__traceback__) if isinstance(error, BaseException) else []
         log.error("%s: %s\n%s", args[0] if args else "failed", type(error).__name__, "".join(frames))
 
     def log_debug(self, *args: Any, **kw: Any) -> None:
-        """Nothing: aiohttp would say what was sent."""
+        """Log nothing: aiohttp's message would repeat request data."""
 
     def _end_in(self, seconds: float) -> None:
         self._forget_timer()

@@ -1,7 +1,7 @@
-"""For which hosts a port answers: a page of a browser that was led here under another name (DNS rebinding) is refused.
+"""The hosts that a port accepts. This refuses web pages that reach the port under another name (DNS rebinding).
 
-Used by the metrics and the control endpoint. A page reaches a port of this machine by letting its own name resolve to
-it; the browser then sends that name as `Host`. So names are accepted that are known, and no others.
+Used by the metrics and control endpoints. In a DNS rebinding attack, a page's host name resolves to this machine, and
+the browser sends that name as `Host`. A port therefore accepts known names only.
 """
 
 import socket
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 ANYWHERE = ("0.0.0.0", "::")
-"""Addresses to listen on that stand for all of this machine's."""
+"""Addresses that mean: listen on all addresses of this machine."""
 
 
 class Hosts:
-    """`bound`: the address listened on, as configured. `named`: further hosts, as a setting names them.
+    """`bound`: the configured listen address. `named`: more hosts, from the configuration.
 
-    Accepted are this machine's loopback names and addresses, `bound` and `named`. A port that listens everywhere also
-    accepts the name of this machine and every IP address: which of them lead here, through NAT or a container's port,
-    cannot be known, and a browser that was given an address by number was not led here by a name.
+    Accepts this machine's loopback names and addresses, `bound` and `named`. A port that listens on all addresses also
+    accepts this machine's host name and every IP address. With NAT or container ports, the engine cannot know which
+    addresses lead here. A numeric address is safe, because DNS rebinding needs a name.
     """
 
     def __init__(self, bound: str, named: Sequence[str] = ()) -> None:
@@ -27,7 +27,7 @@ class Hosts:
         self._addresses = {address for name in (bound, *named) if (address := _address(_plain(name))) is not None}
 
     def accept(self, header: str) -> bool:
-        """Whether the value of a `Host` header, with or without a port, is one of them."""
+        """Whether to accept the value of a `Host` header, with or without a port."""
         name = _name_of(header)
         address = _address(name)
         if address is None:
@@ -36,7 +36,7 @@ class Hosts:
 
 
 def _name_of(header: str) -> str:
-    """The host of `host`, `host:port`, `[address]` or `[address]:port`, in small letters; nothing for anything else."""
+    """The host of `host`, `host:port`, `[address]` or `[address]:port`, in lower case; empty for anything else."""
     text = header.strip()
     if text.startswith("["):
         name, closed, port = text[1:].partition("]")

@@ -1,18 +1,18 @@
-"""The index of a record: which segments there are, and how long and what each is once it is closed.
+"""The index of a record: its segments, with the length and checksum of each closed one.
 
     schedule/index.json   {"format": 1, "segments": [{"first_event": 0, "bytes": 67108871, "crc32": 904}, ...,
                                                      {"first_event": 91207}], "crc32": of `segments` as JSON}
 
-Written by `recorder` and read by `store`. Without it the newest segments could be missing, or the last frames, and
-nobody would know: what is left looks like a record that a crash has cut.
+Written by `recorder` and read by `store`. The index makes missing segments and missing frames at the end detectable:
+without it, such a record looks like one that a crash has cut.
 
-The file is replaced as a whole, on the disk, each time a segment begins, and once more when the record ends. A segment
-is listed only after its first bytes are on the disk, and closed only after all of it is, so the index never claims
-what a crash or a power cut may take away:
+The writer replaces the whole file on disk each time a segment begins, and once more when the record ends. It lists a
+segment only after its first bytes are on disk, and marks it closed only after all its bytes are. The index therefore
+never claims data that a crash or a power cut can lose:
 
 * a listed segment that is missing was removed;
-* a closed segment that has another length or checksum was damaged, whatever its last bytes look like;
-* the last segment may have a torn end only where it is not closed;
+* a closed segment with a different length or checksum was damaged, whatever its last bytes look like;
+* the last segment may have a torn end only while it is open;
 * a crash may leave one segment that is not listed yet.
 """
 
@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A segment, by its place in the record. `bytes` and `crc32` are of the whole file, once it is closed."""
+    """One segment. `first_event`: the id of its first event. `bytes`, `crc32`: of the whole file, once it is closed."""
 
     first_event: int
     bytes: int | None = None
@@ -49,7 +49,7 @@ class Entry:
 
 
 def load_index(directory: Path) -> list[Entry] | None:
-    """The segments of a record, as its writer listed them; None where there is no index. Raises: `RunDamaged`."""
+    """The segments of a record, as its writer listed them; None if there is no index. Raises: `RunDamaged`."""
     path = directory / INDEX
     try:
         with open_regular(path) as file:
@@ -65,7 +65,7 @@ def load_index(directory: Path) -> list[Entry] | None:
 
 
 def store_index(directory: Path, entries: Sequence[Entry]) -> None:
-    """Replace the index, at once and on the disk. Raises: `OSError`."""
+    """Replace the index atomically and sync it to disk. Raises: `OSError`."""
     listed = [_plain(entry) for entry in entries]
     text = json.dumps({"format": INDEX_FORMAT, "segments": listed, "crc32": _checksum(listed)})
     temporary = directory / f"{INDEX}.tmp"
@@ -78,7 +78,7 @@ def store_index(directory: Path, entries: Sequence[Entry]) -> None:
 
 
 def closed_entry(path: Path, first_event: int) -> Entry:
-    """The entry of a segment that nobody writes any more. Raises: `OSError`."""
+    """The entry of a segment that is complete. Raises: `OSError`, `RunDamaged`."""
     size, checksum = measure(path)
     return Entry(first_event, size, checksum)
 
@@ -103,7 +103,7 @@ def _entries(text: bytes) -> list[Entry]:
         raise ValueError("its checksum does not match")
     entries = [Entry(**entry) for entry in said["segments"]]
     if not all(type(entry.first_event) is int and _fits(entry) for entry in entries):
-        raise ValueError("it lists what is no segment")
+        raise ValueError("an entry of its list is not a segment")
     return entries
 
 

@@ -1,6 +1,7 @@
-"""Files of a run are regular files: anything else under their names is refused, not waited for.
+"""Opens regular files only: refuses a FIFO, a directory or a device in their place.
 
-Used by whoever opens segments, indexes and checkpoints. Opening a FIFO for reading would block until somebody writes.
+Used by readers of segments, indexes and checkpoints. It must never block: opening a FIFO for reading would wait for a
+writer.
 """
 
 import os
@@ -20,15 +21,15 @@ KINDS = {
 
 
 def require_regular(path: Path, mode: int | None = None) -> None:
-    """`mode`: of the file, where it is known. Raises: `RunDamaged` for what is no regular file, `OSError` for what is
-    not there."""
+    """`mode`: the mode of the file, if known. Raises: `RunDamaged` if it is not a regular file, `OSError` if it
+    does not exist."""
     mode = os.stat(path).st_mode if mode is None else mode
     if not stat.S_ISREG(mode):
         raise RunDamaged(str(path), f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, but must be a regular file")
 
 
 def open_regular(path: Path, buffering: int = 1 << 18) -> BinaryIO:
-    """Open a file for reading, never waiting for another process. Raises: as `require_regular`."""
+    """Open a file for reading without blocking on another process. Raises: as `require_regular`."""
     require_regular(path)
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

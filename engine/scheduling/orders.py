@@ -1,4 +1,4 @@
-"""The commands of one event as they come up. Each enters the order book as it is given."""
+"""Collects the commands of one event. Each enters the order book as soon as it is added."""
 
 from engine.commands import Command, DiscardGroups, FinishRun
 from engine.ids import EventId, GroupId
@@ -6,7 +6,7 @@ from engine.states.state import State
 
 
 class Orders:
-    """Collects what one event leads to. `cause` is that event's id."""
+    """The commands that one event causes. `cause`: the id of that event."""
 
     __slots__ = ("_commands", "_discards", "_state", "cause")
 
@@ -18,7 +18,7 @@ class Orders:
 
     @property
     def number(self) -> int:
-        """What the next order is numbered in the book."""
+        """The book's number for the next order."""
         return self._state.orders.next_number
 
     def begin(self, cause: EventId) -> None:
@@ -31,16 +31,16 @@ class Orders:
         self._state.orders.add(command, self._state.now)
 
     def discard(self, *groups: GroupId) -> None:
-        """The trajectories of groups will not be asked for again; one command tells of all."""
+        """Discard the trajectories of groups. One command covers all discards of an event."""
         self._discards += groups
 
     def end_run(self, outcome: str, reason: str) -> None:
-        """The run is over: `finished`, `stopped` or `failed`. Why it was over first stays why."""
+        """End the run as `finished`, `stopped` or `failed`. The first outcome and reason stay."""
         if self._state.outcome is None:
             self._state.outcome = FinishRun(outcome=outcome, reason=reason, cause=self.cause)
 
     def take(self) -> tuple[Command, ...]:
-        """The commands of the event, in order; the end of the run comes last."""
+        """The commands of the event, in order. `FinishRun` comes last."""
         if self._discards:
             self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
         if self._state.outcome is not None:

@@ -1,7 +1,7 @@
-"""Which groups run under a time limit, the attempt that began first before the others.
+"""The groups that run under a time limit, oldest attempt first.
 
-Kept by `states/state.py` as groups take slots and leave them, where `Limits.group_timeout_s` is set; read by
-`scheduling/attempts.py`. What is due first is known without a look at the others.
+`states/state.py` updates it when groups take and leave slots, if `Limits.group_timeout_s` is set.
+`scheduling/attempts.py` reads it, and finds the attempt that is due first without a search.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from engine.states.group import Group
 
 
 class Attempts:
-    """Groups that run, in the order their attempts began, and those of them that their replicas were told to park."""
+    """`running`: groups that run, oldest attempt first. `parking`: groups whose replicas were ordered to park them."""
 
     __slots__ = ("parking", "running")
 
@@ -22,22 +22,22 @@ class Attempts:
         self.parking: OrderedDict[GroupId, Group] = OrderedDict()
 
     def begin(self, group: Group) -> None:
-        """A group was given a slot now."""
+        """Add a group that has just taken a slot."""
         self.running[group.id] = group
 
     def end(self, group: Group) -> None:
-        """A group has lost its slot, timed or not."""
+        """Remove a group that has left its slot. Untimed groups are ignored."""
         if self.running.pop(group.id, None) is None:
             self.parking.pop(group.id, None)
 
     def park(self, groups: Iterable[Group]) -> None:
-        """Replicas were told to park these, which began later than those that are to be parked already."""
+        """Move groups that replicas were ordered to park. They must have begun later than those in `parking`."""
         for group in sorted(groups, key=lambda group: group.seated_at):
             if self.running.pop(group.id, None) is not None:
                 self.parking[group.id] = group
 
     def rebuild(self, fleet: Fleet, groups: Mapping[GroupId, Group], *, timed: bool) -> None:
-        """Begin anew: with all groups that run, or with none where attempts have no time limit."""
+        """Start again with all running groups, or with none if attempts have no time limit."""
         self.running.clear()
         self.parking.clear()
         running = [groups[id] for replica in fleet.replicas.values() for id in replica.groups] if timed else []
@@ -45,7 +45,7 @@ class Attempts:
             (self.parking if group.parking else self.running)[group.id] = group
 
     def first(self) -> Iterator[Group]:
-        """The one that began first, and the one that was to be parked first, where there are such."""
+        """The oldest attempt of `running` and of `parking`, if any."""
         for groups in (self.running, self.parking):
             if groups:
                 yield next(iter(groups.values()))

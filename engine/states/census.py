@@ -1,8 +1,8 @@
-"""How many replicas are in which situation, and which of them something can be done about: kept as they change.
+"""Counts of replicas by situation, and lists of replicas that need action. Both are updated incrementally.
 
-Kept for `states/state.py`; asked by `scheduling/` in place of a walk over the fleet, so that an event costs the same
-with four thousand replicas as with ten. Everything here follows from the replicas and from what they work towards; what
-changed since the last question (`Fleet.touched`) is taken in with the next one. Never decides anything.
+`states/state.py` owns it. `scheduling/` queries it instead of iterating over the fleet, so an event costs the same with
+four thousand replicas as with ten. All data here derives from the replicas and their target versions. Each query first
+processes the replicas that changed since the last one (`Fleet.touched`). It must never make a decision.
 """
 
 from bisect import bisect_left
@@ -25,11 +25,11 @@ IN_SYNC = ("pausing", "installing")
 AT_REST = ("drained", "asleep", "lost", "joining")
 """Nothing runs on a replica in one of these states."""
 OUT_OF_THE_WAY = ("asleep", "lost")
-"""Replicas in these states use nothing of their pool."""
+"""Replicas in these states use no resources of their pool."""
 
 
 class Tally:
-    """How many replicas there are, in all and by a figure of theirs."""
+    """A count of replicas: the total, and by an integer key."""
 
     __slots__ = ("by", "total")
 
@@ -51,29 +51,29 @@ class Tally:
 
 
 class Kind:
-    """Replicas that generate, or those that only validate."""
+    """Counts for one kind of replica: those that generate, or those that only validate."""
 
     __slots__ = ("alive", "coming", "present", "seen", "unheld")
 
     def __init__(self) -> None:
         self.seen = Tally()
-        """All, by version."""
+        """All replicas, by version."""
         self.alive = Tally()
-        """Those that are not lost, by version."""
+        """Replicas that are not lost, by version."""
         self.coming = Tally()
-        """Those that are lost and of which another incarnation is on its way."""
+        """Lost replicas whose next incarnation will join."""
         self.present = Tally()
-        """Those that may serve a validation."""
+        """Replicas that may serve a validation."""
         self.unheld = Tally()
-        """Those of them that none holds, by the newest version they are about to have."""
+        """Replicas in `present` that no validation holds, by the newest version they are about to have."""
 
 
 Standing = tuple[tuple[Tally, int], ...]
-"""Where a replica is counted, and under which figure."""
+"""The tallies that count a replica, each with its key."""
 
 
 class Census:
-    """Counts replicas and lists those that can be acted on. Figures are those of the replicas as they are now."""
+    """Counts replicas and lists those that need action. Every answer reflects the current replicas."""
 
     def __init__(self, state: "State") -> None:
         self._state = state
@@ -121,37 +121,37 @@ class Census:
 
     @property
     def rollouts_left(self) -> int:
-        """Replicas that generate and are not lost for good."""
+        """Number of replicas that generate and are not permanently lost."""
         rollouts = self.rollouts
         return rollouts.alive.total + rollouts.coming.total
 
     @property
     def under_way(self) -> int:
-        """Replicas that generate and of which an event is to come: they join, come back or are in a sync."""
+        """Number of replicas that generate and will cause an event: they join, return or are in a sync."""
         self._refresh()
         return self._under_way.total
 
     @property
     def restless(self) -> int:
-        """Replicas on which something may run."""
+        """Number of replicas on which work may run."""
         self._refresh()
         return self._restless.total
 
     @property
     def busy(self) -> int:
-        """Replicas that generate and are in a sync."""
+        """Number of replicas that generate and are in a sync."""
         self._refresh()
         return self._busy.total
 
     def behind(self, latest: Version, *, asleep: bool) -> int:
-        """Replicas that generate, may be synced, are held by no validation and do not have that version; with those
-        `asleep` or without."""
+        """Number of replicas that generate, can be synced, are held by no validation and do not have version `latest`.
+        `asleep`: count sleeping replicas too."""
         self._refresh()
         tallies = (self._to_sync, self._asleep) if asleep else (self._to_sync,)
         return sum(tally.total - tally.by.get(latest, 0) for tally in tallies)
 
     def is_wanted(self, version: Version) -> bool:
-        """Whether a replica stages a version or has it staged."""
+        """Whether any replica stages a version or has it staged."""
         self._refresh()
         return version in self._wanted.by
 
@@ -160,24 +160,24 @@ class Census:
         return replica.state not in GONE and replica.id not in self._state.live.leaving
 
     def is_occupied(self, lease: PoolLease) -> bool:
-        """Whether a replica uses something of the pool it shares with the trainer."""
+        """Whether any replica uses resources of a pool that it shares with the trainer."""
         self._refresh()
         return self._in_the_way[lease.id].total > 0
 
-    # whom something can be done about
+    # replicas that need action
 
     def unstaged(self) -> list[Replica]:
-        """Replicas that are behind what they work towards and stage nothing."""
+        """Replicas that are behind their target version and stage nothing."""
         self._refresh()
         return self._in_order(self._unstaged)
 
     def staged_validators(self) -> list[Replica]:
-        """Those that only validate, and have staged what they work towards."""
+        """Replicas that only validate and have staged their target version."""
         self._refresh()
         return self._in_order(self._staged_validators)
 
     def staged(self) -> tuple[ReplicaId, ...]:
-        """Those that generate, and have staged what they work towards."""
+        """Replicas that generate and have staged their target version."""
         self._refresh()
         if self._staged is None:
             order = self._fleet.order
@@ -193,17 +193,17 @@ class Census:
         return index < len(places) and places[index] == replica.place
 
     def awake(self, lease: PoolLease) -> list[Replica]:
-        """Replicas of a shared pool that can be sent to sleep, in the pool's order."""
+        """Replicas of a shared pool that can be put to sleep, in the pool's order."""
         self._refresh()
         return self._in_order_of(lease, self._awake[lease.id])
 
     def wakeable(self, lease: PoolLease) -> list[Replica]:
-        """Replicas of a shared pool that sleep and have, or have staged, what they work towards."""
+        """Replicas of a shared pool that sleep and have installed or staged their target version."""
         self._refresh()
         return self._in_order_of(lease, self._wakeable[lease.id])
 
     def take_unexamined(self) -> list[Replica]:
-        """Replicas that may have to leave, or may stay after all, and were not examined since they changed."""
+        """Replicas that changed since the last call, so that their leaving or staying must be decided again."""
         self._refresh()
         live = self._state.live
         examined_for = (live.moved, bool(live.draining), live.wanted)
@@ -214,7 +214,7 @@ class Census:
         return self._in_order(unexamined)
 
     def take_unjudged(self) -> list[Replica]:
-        """Replicas that changed since paces were last compared."""
+        """Replicas that changed since the last comparison of paces."""
         self._refresh()
         unjudged, self._unjudged = self._unjudged, {}
         return self._in_order(unjudged)
@@ -231,7 +231,7 @@ class Census:
 
     @property
     def digests(self) -> int:
-        """What replicas add to the state hash."""
+        """The replicas' share of the state hash."""
         self._refresh()
         for id in self._unhashed:
             new = digest(self._fleet.replicas[id].identity())
@@ -240,7 +240,7 @@ class Census:
         self._unhashed.clear()
         return self._sum
 
-    # taking in what changed
+    # incremental update
 
     def _refresh(self) -> None:
         touched = self._fleet.touched
@@ -300,7 +300,7 @@ class Census:
         return tuple(found)
 
     def _list(self, replica: Replica) -> None:
-        """Put a replica into the lists it belongs to, and take it out of the others."""
+        """Add a replica to the lists it belongs to, and remove it from the others."""
         id, state = replica.id, replica.state
         target = self._state.target_of(replica)
         syncs = replica.version < target and state in ("ready", "asleep") and id not in self._state.live.leaving
@@ -336,12 +336,12 @@ def _put(ids: dict[ReplicaId, None], id: ReplicaId, belongs: bool) -> None:
 
 
 def digest_replicas(state: "State") -> int:
-    """What replicas add to the state hash, from the records alone."""
+    """The replicas' share of the state hash, recomputed from the records."""
     return sum(digest(replica.identity()) for replica in state.fleet.replicas.values())
 
 
 Compare = Callable[[Census], object]
-"""A figure of a census."""
+"""A quantity of a census, for comparison with a rebuilt one."""
 EVERY_FIGURE: tuple[Compare, ...] = (
     lambda c: [(t.total, t.by) for k in (c.rollouts, c.kind(validators=True)) for t in (k.seen, k.alive, k.coming)],
     lambda c: [(t.total, t.by) for k in (c.rollouts, c.kind(validators=True)) for t in (k.present, k.unheld)],

@@ -1,11 +1,11 @@
-"""The order book: every order that is open, and the one table that says which event ends which order.
+"""The order book: every open order, and the one table that says which event ends which order.
 
-An order is a command that expects an answer. It is open from the event that caused it until an event answers it,
-another order withdraws it, or the process that has it is lost. `State.orders` is the only book of open orders: it says
-what a run waits for, what to order again after the scheduler's process died, and which orders fail with a lost process.
+An order is a command that expects an answer. It opens with the event that caused it. It ends when an event answers it,
+another command replaces or withdraws it, or its process is lost. `State.orders` is the only book of open orders. It
+shows what a run waits for, what to reissue after the scheduler's process died, and which orders fail with a process.
 
-Written by `scheduling/` through `Orders.add`, and by `Scheduler.handle`, which matches each event before anything else.
-Nothing else may encode "this is in flight".
+`scheduling/` writes it through `Orders.add`. `Scheduler.handle` matches each event against it before anything else.
+No other field may encode "this is in flight".
 """
 
 from collections.abc import Callable, Mapping
@@ -71,32 +71,32 @@ from engine.events import (
 from engine.ids import ReplicaId
 
 Owner = ReplicaId | str
-"""Who carries an order out: a replica by its number, everything else by its name."""
+"""Who executes an order: a replica by its number, any other process by its name."""
 
 TRAINER, DATA_SOURCE, TIMERS = "trainer", "data source", "timers"
 TRAJECTORY_STORE, WEIGHTS_STORE = "trajectory store", "weights store"
 SPREAD = 0x9E3779B97F4A7C15
-"""An odd number: multiples of it tell sums of order numbers apart in the state hash."""
+"""An odd multiplier for order numbers. It makes sums of different orders differ in the state hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """How one class of orders is keyed, carried out and answered."""
+    """How one class of orders is keyed, executed and answered."""
 
     subject: str
-    """With the fields of `id` it is the key: a newer order with the same key replaces the older one."""
+    """Forms the key together with the fields of `id`. A newer order with the same key replaces the older one."""
     id: tuple[str, ...]
-    """Fields that name what the order is about; events name it by the same fields."""
+    """Fields that identify the subject of the order. Events identify it by the same fields."""
     owner: str
-    """Who carries it out: the name of one of `Owner`, or of the field that says it."""
+    """Who executes it: the name of an `Owner`, or of the command's field that holds the owner."""
     answers: tuple[type[Event], ...]
     """Events that close it."""
     echo: tuple[str, ...] = ()
     """Fields that an event must repeat to match."""
     reports: tuple[type[Event], ...] = ()
-    """Events that need it open and close nothing."""
+    """Events that need the open order and leave it open."""
     withdraws: tuple[str, ...] = ()
-    """Subjects whose order with the same id ends without an answer as this one is given."""
+    """Subjects whose order with the same id ends without an answer when this order is given."""
 
 
 _ON_REPLICA = ("replica", "incarnation")
@@ -111,7 +111,7 @@ _CUT = Relation(
 
 
 def _sync(*answers: type[Event]) -> Relation:
-    """A sync of a replica is one order after another: a pause for something else replaces what was being staged."""
+    """A replica has one sync order at a time: a pause for another reason replaces the open staging order."""
     return Relation(
         subject="sync", id=("replica",), owner="replica", echo=("incarnation", "attempt"),
         answers=(*answers, SyncFailed),
@@ -119,7 +119,7 @@ def _sync(*answers: type[Event]) -> Relation:
 
 
 def _told(subject: str, id: tuple[str, ...], owner: str, withdraws: tuple[str, ...] = ()) -> Relation:
-    """An order that only has to arrive; the answer repeats its number."""
+    """An order that needs only an acknowledgment; the answer repeats its number."""
     return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), withdraws=withdraws)
 
 
@@ -155,21 +155,21 @@ RELATIONS: dict[type[Command], Relation] = {
     EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
                          answers=(StateLeft, StateFailed)),
 }  # fmt: skip
-"""Every order there is. `CancelTimer` (it withdraws its timer) and `FinishRun` (it withdraws everything) are none."""
+"""Every order. `CancelTimer` (withdraws its timer) and `FinishRun` (withdraws everything) are not orders."""
 
 NO_ORDERS: tuple[type[Command], ...] = (CancelTimer, FinishRun)
 
 UNSOLICITED: tuple[type[Event], ...] = (ReplicaJoined, ReplicaLost)
-"""Events that answer an order where there is one and need none."""
+"""Events that answer an order if one is open, but need none."""
 
 
 def stage_owner(state: str) -> Owner:
-    """Who does the work of an added state."""
+    """The owner of the work of an added state."""
     return f"state {state}"
 
 
 class Order:
-    """One open order. `at`: when it was given, in seconds since the run began."""
+    """One open order. `at`: time it was given, in seconds since the run began."""
 
     __slots__ = ("at", "command", "id", "number", "owner", "subject")
 
@@ -183,22 +183,22 @@ class Order:
 
 
 class OrderBook:
-    """The open orders of a run, by what they are about and by who has them, in the order in which they were given."""
+    """The open orders of a run, indexed by subject and by owner, oldest first."""
 
     __slots__ = ("_apart", "_by_number", "_by_subject", "_owned", "digest", "matched", "next_number")
 
     def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
-        """`scored_apart`: scoring tasks that a process of their own carries out instead of the trainer."""
+        """`scored_apart`: scoring tasks that a separate process executes instead of the trainer."""
         self._apart = scored_apart
         self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
         self._by_number: dict[int, Order] = {}
         self._owned: dict[Owner, dict[int, Order]] = {}
         self.next_number = 0
-        """The number that the next order gets; numbers are never used twice."""
+        """The number of the next order. Numbers are never reused."""
         self.digest = 0
-        """What the book adds to the state hash: a sum over the numbers of the open orders."""
+        """The book's share of the state hash: a sum over the numbers of the open orders."""
         self.matched: tuple[Order, ...] = ()
-        """The orders that the newest event answered or reported on: what caused it."""
+        """The orders that the newest event answered or reported on. They caused it."""
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -206,7 +206,7 @@ class OrderBook:
     # reading
 
     def open(self, subject: str) -> dict[Any, Order]:
-        """The open orders about a subject by their ids. Not to be changed."""
+        """The open orders of a subject, by id. Callers must not change the dict."""
         return self._by_subject[subject]
 
     def find(self, subject: str, id: Any) -> Order | None:
@@ -214,11 +214,11 @@ class OrderBook:
         return self._by_subject[subject].get(id)
 
     def owned(self, owner: Owner) -> list[Order]:
-        """What a process was ordered and has not answered, oldest first."""
+        """The open orders of a process, oldest first."""
         return list(self._owned[owner].values()) if owner in self._owned else []
 
     def held(self, owner: Owner) -> int:
-        """How many open orders a process has."""
+        """The number of open orders of a process."""
         return len(self._owned.get(owner, ()))
 
     def all(self) -> list[Order]:
@@ -226,8 +226,8 @@ class OrderBook:
         return list(self._by_number.values())
 
     def reissued(self, now: float) -> list[Command]:
-        """What to order again where nobody remembers: the open orders, oldest first; timers get the time they have
-        left. Carrying an order out twice does no harm."""
+        """The orders to reissue after a process died: all open orders, oldest first. Timers get their remaining time.
+        Executing an order twice does no harm."""
         return [
             replace(order.command, delay_s=max(0.0, order.at + order.command.delay_s - now))
             if isinstance(order.command, SetTimer)
@@ -236,17 +236,17 @@ class OrderBook:
         ]
 
     def digest_from_scratch(self) -> int:
-        """The same figure as `digest`, from the orders alone."""
+        """`digest`, recomputed from the open orders."""
         return sum((number + 1) * SPREAD for number in self._by_number)
 
     def scorer(self, task: str) -> Owner:
-        """Who carries out a scoring task."""
+        """The owner of a scoring task."""
         return f"scorer of {task}" if task in self._apart else TRAINER
 
     # orders
 
     def add(self, command: Command, at: float) -> None:
-        """Take an order into the book; one with the same key, and those it withdraws, end without an answer."""
+        """Add an order. An order with the same key, and the orders that it withdraws, end without an answer."""
         opening = _OPENINGS.get(type(command))
         if opening is None:
             self._withdraw_for(command)
@@ -269,26 +269,26 @@ class OrderBook:
         self.digest += (number + 1) * SPREAD
 
     def put_back(self, number: int, command: Command, at: float) -> None:
-        """An order as a snapshot says it, oldest first."""
+        """Restore an order from a snapshot. Call it oldest first."""
         self.next_number = number
         self.add(command, at)
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
-        """An order ends without an answer; one that comes all the same is a stale echo."""
+        """End an order without an answer. A later answer is a stale echo."""
         order = self._by_subject[subject].get(id)
         if order is not None:
             self._close(order)
         return order
 
     def fail(self, owner: Owner) -> list[Order]:
-        """A process is lost, and with it every order it had; oldest first."""
+        """End every order of a lost process. Returns them, oldest first."""
         lost = self.owned(owner)
         for order in lost:
             self._close(order)
         return lost
 
     def clear(self) -> None:
-        """The run is over, or new processes carry it: nothing that was ordered is wanted any more."""
+        """End every order: the run is over, or a resume starts new processes."""
         for orders in (*self._by_subject.values(), *self._owned.values(), self._by_number):
             orders.clear()
         self.digest = 0
@@ -296,8 +296,8 @@ class OrderBook:
     # events
 
     def match(self, event: Event) -> bool:
-        """Close every open order that an event answers. False: it needs an order and there is none, so it is the echo
-        of something already over."""
+        """Close every open order that an event answers. False: the event needs an open order and finds none, so it is
+        a stale echo."""
         rules = _RULES.get(type(event))
         if rules is None:
             self.matched = ()
@@ -327,7 +327,7 @@ class OrderBook:
 
 
 class _Rule:
-    """How an event finds the orders about one subject that it answers or reports on."""
+    """How an event finds the orders of one subject that it answers or reports on."""
 
     __slots__ = ("closes", "echo", "fields", "find", "identify", "kinds", "subject")
 
@@ -351,7 +351,7 @@ class _Rule:
         return (order,)
 
     def _find_some(self, orders: Mapping[Any, Order], event: Event) -> tuple[Order, ...]:
-        """The event names a part of the id: a failed step ends every scoring task of it."""
+        """For an event that names part of the id: a failed step ends all its scoring tasks."""
         named = self.identify(event), self.echo(event)
         return tuple(
             order for order in orders.values() if (self.identify(order.command), self.echo(order.command)) == named
@@ -383,7 +383,7 @@ _OPENINGS: Mapping[type[Command], tuple[str, Callable[[Any], Any], Callable[[Any
 
 
 def _rules() -> dict[type[Event], tuple[_Rule, ...]]:
-    """The table read from the other side: event → the orders it may end or report on."""
+    """The table inverted: event → the orders that it may end or report on."""
     found: dict[type[Event], dict[tuple[str, ...], tuple[Relation, list[type[Command]]]]] = {}
     for command, relation in RELATIONS.items():
         for event in (*relation.answers, *relation.reports):

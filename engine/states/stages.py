@@ -1,8 +1,8 @@
-"""The added states that groups of a run pass through between their last token and `generated`: who waits for its work,
-and in which order.
+"""The added states between the last token of a group and `generated`: which groups wait for their work, in which order.
 
-Kept by `states/state.py` as groups enter and leave; driven by `scheduling/stages.py`. Whose work is ordered is in the
-order book alone. A group in an added state is parked to the ledger: it keeps its place and deadline and has no slot.
+`states/state.py` updates it when groups enter and leave; `scheduling/stages.py` drives it. The order book alone says
+whose work is ordered. The ledger counts a group in an added state as parked: it keeps its place and deadline, but holds
+no slot.
 """
 
 from engine.ids import GroupId
@@ -17,17 +17,17 @@ class Stage:
 
     def __init__(self, number: int, added: AddedState, orders: OrderBook) -> None:
         self.number = number
-        """Its place among the added states."""
+        """Its index among the added states."""
         self.name = added.name
         self.concurrency = added.concurrency
         self.owner = stage_owner(added.name)
         self.waiting: dict[GroupId, None] = {}
-        """Groups whose work is not ordered, in the order they came; a dict for its order."""
+        """Groups whose work is not ordered, oldest first. A dict keeps the order."""
         self._orders = orders
 
     @property
     def working(self) -> int:
-        """Groups whose work is ordered."""
+        """The number of groups whose work is ordered."""
         return self._orders.held(self.owner)
 
 
@@ -39,12 +39,12 @@ class Stages:
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}
         self.waiting = 0
-        """Groups, over all states, whose work is not ordered; what the scheduler looks at after every event."""
+        """Number of groups in all states whose work is not ordered. The scheduler checks it after every event."""
         self._orders = orders
 
     @property
     def out(self) -> int:
-        """Groups whose work is ordered."""
+        """The number of groups whose work is ordered."""
         return len(self._orders.open("stage"))
 
     def enter(self, name: str, group: GroupId) -> None:
@@ -52,7 +52,7 @@ class Stages:
         self.waiting += 1
 
     def leave(self, name: str, group: GroupId) -> None:
-        """A group is out of a state: whatever was ordered of it there is not wanted any more."""
+        """Remove a group from a state, and withdraw its work if that is ordered."""
         waiting = self.by_name[name].waiting
         if group in waiting:
             del waiting[group]
@@ -61,15 +61,14 @@ class Stages:
             self._orders.withdraw("stage", group)
 
     def next(self, stage: Stage) -> GroupId:
-        """The group that has waited longest; its work is to be ordered now."""
+        """Remove and return the group that has waited longest. The caller must order its work now."""
         group = next(iter(stage.waiting))
         del stage.waiting[group]
         self.waiting -= 1
         return group
 
     def put_back(self) -> None:
-        """Whatever is worked on waits again, before all that waited already. To be called while the book still knows
-        what that is."""
+        """Queue all ordered work again, before the groups that already wait. Call it before the book is cleared."""
         for stage in self.by_name.values():
             worked_on = [order.id for order in self._orders.owned(stage.owner)]
             for group in worked_on:

@@ -1,8 +1,7 @@
-"""What a run waits for: every open order, by whom it is carried out, since when, and which fact would end it; and what
-waits without an order.
+"""What a run waits for: every open order with its owner, its age and the events that end it; waits without an order.
 
-Asked when a run has been silent for long, by the control endpoint, and where nothing can come any more. Reads the order
-book and the state and changes nothing; a look costs as much as there is in flight.
+Called by the control endpoint, for a silent run, and for a run that is stuck. It reads the order book and the state,
+and must never change them. The cost of a call grows with the number of open orders.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,21 +40,20 @@ from engine.states.replica import Replica
 from engine.states.state import State
 
 Since = Mapping[tuple[str, int], float]
-"""When the present state of a record was entered, by (machine, id), where that is known: seconds since the run
-began."""
+"""When a record entered its current state, by (machine, id), if known: seconds since the run began."""
 GROUPS_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """One thing that is waited for. `since`: seconds since the run began; None where it is not known."""
+    """One wait. `since`: seconds since the run began; None if unknown."""
 
     what: str
     by: str
-    """Who is to do it."""
+    """Who must act."""
     since: float | None
     ends: str
-    """The facts that end it."""
+    """The events that end it."""
 
     def sentence(self, now: float) -> str:
         """`now`: seconds since the run began."""
@@ -64,7 +62,7 @@ class Wait:
 
 
 def waits(state: State, since: Since | None = None) -> list[Wait]:
-    """Everything that is waited for, what keeps the next train step first. Empty once the run is over."""
+    """All waits of a run, those that block the next train step first. Empty once the run is over."""
     if state.outcome is not None:
         return []
     orders: dict[tuple[str, Any], list[Order]] = {}
@@ -77,11 +75,11 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
 
 LAST = 9
 RANK = {"train": 0, "score": 0, "publish": 0, "sync": 1, "start": 1, "stop": 1, "group": 2, "stage": 3, "rows": 4}
-"""By subject: what keeps the next train step comes first."""
+"""By subject: orders that block the next train step come first."""
 
 
 def held_up(state: State) -> str:
-    """Who waits for what where nothing is under way that could end it: the story of a run that is stuck."""
+    """Who waits for what in a stuck run, where nothing in flight can end a wait."""
     step, size, ledger = state.steps_batched, state.limits.train_batch_size, state.ledger
     there = f"{ledger.ready} of {size} {_are(ledger.ready)} ready"
     told = [f"step {step} waits for {_groups(max(0, size - ledger.ready))}, {there}"]
@@ -107,8 +105,8 @@ def held_up(state: State) -> str:
 
 
 def _together(order: Order) -> tuple[str, Any]:
-    """Orders that one sentence tells: groups by replica, the work of a state, the rows of a validation, and what a
-    store is to forget."""
+    """The key of orders that share a sentence: groups of a replica, work of a state, rows of a validation, discards
+    of a store."""
     if order.subject in ("group", "stage"):
         return order.subject, order.owner
     if order.subject in ("discard", "retire"):
@@ -117,7 +115,7 @@ def _together(order: Order) -> tuple[str, Any]:
 
 
 def _of(like: list[Order], state: State) -> Wait:
-    """The wait for orders that are told together; `like` has at least one, the oldest first."""
+    """One wait for orders that share a sentence. `like` has at least one, oldest first."""
     oldest = like[0]
     by = f"replica {oldest.owner}" if isinstance(oldest.owner, int) else f"the {oldest.owner}"
     if oldest.subject == "timer":
@@ -129,7 +127,7 @@ def _of(like: list[Order], state: State) -> Wait:
 
 
 def _ends(order: Order) -> str:
-    """The facts that close an order, as the table says; the loss of a replica ends all that it has."""
+    """The events that close an order, from the table. `ReplicaLost` ends every order of a replica."""
     names = [event.__name__ for event in RELATIONS[type(order.command)].answers]
     if isinstance(order.owner, int) and ReplicaLost.__name__ not in names:
         names.append(ReplicaLost.__name__)
@@ -188,7 +186,7 @@ def _fires(like: list[Order], state: State) -> str:
 
 
 def _says(words: str) -> Words:
-    """A sentence of the oldest order's fields."""
+    """A sentence filled from the fields of the oldest order."""
     return lambda like, state: words.format(order=like[0].command)
 
 
@@ -216,11 +214,11 @@ WORDS: dict[type[Command], Words] = {
     StopMeasuring: _says("stops measuring"),
     EnterState: lambda like, state: f"works on {_named([order.id for order in like])}",
 }
-"""What the one who has an order does, for every class of orders."""
+"""What the owner of an order does, for every class of orders."""
 
 
 def _unordered(state: State, since: Since) -> Iterator[Wait]:
-    """What waits for the end of something else."""
+    """Waits that have no order."""
     for step in state.formed_steps:
         if step.state == "scoring" and not state.scoring(step):
             batch = f"step {step.id} on {_groups(len(step.groups))}"

@@ -1,11 +1,11 @@
-"""Does this code decide as the code did that `export.py` was run with?
+"""Checks that this code makes the same decisions as the code that ran `export.py`.
 
     python -m tests.oracle.compare DIRECTORY     feed the recorded events to this scheduler; compare every command
-    python -m tests.oracle.compare --anew        run every world anew; compare the summaries with those kept here
+    python -m tests.oracle.compare --anew        run every world again; compare the summaries with the stored ones
 
-Classes and fields are matched by name, and only fields that both sides have are compared. What is meant to differ is
-said in the hooks below. Of each world the first difference is told; behind it the two runs are no longer the same.
-Equal differences are counted together.
+The comparison matches classes and fields by name, and covers only fields that both sides have. The hooks below list the
+intended differences. For each world it reports only the first difference, because the two runs diverge after it. It
+counts equal differences together.
 """
 
 import argparse
@@ -26,36 +26,36 @@ from engine.states.limits import Limits
 from tests.oracle import figures
 from tests.oracle.forms import STAMP, Plain, plain
 
-# -- what is meant to differ -------------------------------------------------------------------------------------------
+# -- intended differences ----------------------------------------------------------------------------------------------
 
 IGNORED: set[str] = set()
-"""Classes of commands that are compared with nothing, old or new."""
+"""Command classes to leave out of the comparison, old or new."""
 IGNORED_FIELDS: set[tuple[str, str]] = set()
-"""(Class, field) of commands whose values may differ; the class `*` is every one."""
+"""(Class, field) of commands whose values may differ. The class `*` means all classes."""
 RENAMED: dict[str, str] = {}
-"""Old names of classes, and of fields as `Class.field`, to new ones; of events and commands alike."""
+"""Old to new names of classes, and of fields as `Class.field`, for events and commands."""
 
 
 def rebuild(limits: dict[str, Any], policies: dict[str, str]) -> Scheduler:
-    """The scheduler of a recorded world, whose policies and states of its own `figures` has brought."""
+    """The scheduler of a recorded world. Importing `figures` has registered its custom policies and states."""
     assert figures.OWN
     return Scheduler(Limits.from_plain(limits), PolicySet.from_names(policies))
 
 
 def translate(name: str, said: dict[str, Any], paired: "Paired") -> list[Plain]:
-    """An old event as the new ones that say the same: one, none or several, in order. What they lead to together is
-    compared with the old event's commands. Where orders are numbered otherwise, `paired` knows the new number:
+    """The new events that correspond to an old event: none, one or several, in order. The commands that they cause
+    together are compared with those of the old event. If order numbers differ, `paired` gives the new number:
 
         order = paired.new_of("StartGroup", "ResumeGroup", group=said["group"], attempt=said["attempt"])
     """
-    if name == "PromptsDrawn":  # the order's number came later: an old echo is told by what was drawn before it
+    if name == "PromptsDrawn":  # an old event has no order number: earlier draws show whether it is an echo
         order = paired.open_draw(said["first"], said["count"])
         return [(name, {**said, "number": -1 if order is None else order})]
     return [(name, said)]
 
 
 def normalize(name: str, said: dict[str, Any]) -> Plain | None:
-    """A command, old or new, as it is compared; None: not at all."""
+    """A command, old or new, in the form to compare; None to leave it out."""
     if name in IGNORED:
         return None
     return name, {k: v for k, v in said.items() if not {(name, k), ("*", k)} & IGNORED_FIELDS}
@@ -67,7 +67,7 @@ KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in (*EVENTS.values(), *
 
 
 class Paired:
-    """The old commands of a world so far, each with the new one that stands in its place."""
+    """The old commands of a world so far, each with its new counterpart."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
@@ -75,7 +75,7 @@ class Paired:
         """Prompts drawn so far."""
 
     def add(self, old: list[Plain], new: list[Plain]) -> None:
-        """The first of a class goes with the first of that class, and so on."""
+        """Pair the commands of each class in order."""
         left: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for name, got in reversed(new):
             left[name].append(got)
@@ -84,7 +84,7 @@ class Paired:
                 self._pairs[name].append((was, left[name].pop()))
 
     def open_draw(self, first: int, count: int) -> int | None:
-        """The number of the newest order for prompts, if these are the prompts that it asked for."""
+        """The number of the newest draw order, if it ordered these prompts."""
         if not self._pairs["DrawPrompts"] or first != self._drawn:
             return None
         self._drawn += count
@@ -92,7 +92,7 @@ class Paired:
         return number
 
     def new_of(self, *names: str, **said: Any) -> dict[str, Any] | None:
-        """The fields of the new command of the last old one of these classes that said this."""
+        """The fields of the new counterpart of the last old command of these classes with these field values."""
         for was, got in (pair for name in names for pair in reversed(self._pairs[name])):
             if all(was.get(k) == v for k, v in said.items()):
                 return got
@@ -104,7 +104,7 @@ def renamed(name: str, said: dict[str, Any]) -> Plain:
 
 
 def event_of(name: str, said: dict[str, Any], id: int, at: float) -> Event:
-    """A new event of the fields that it has in common with the old. Raises: `TypeError` where one is missing."""
+    """A new event, from the fields that it shares with the old one. Raises: `TypeError` if one is missing."""
     if name not in KINDS:
         raise TypeError(f"no event is called {name}: see translate() and RENAMED")
     known = {f.name: f for f in fields(KINDS[name])}
@@ -120,7 +120,7 @@ def event_of(name: str, said: dict[str, Any], id: int, at: float) -> Event:
 
 
 def differs(old: list[Plain], new: list[Plain]) -> str:
-    """What is different about an event's commands, in a few words; empty where nothing is."""
+    """The difference between the commands of an event, in a few words; empty if there is none."""
     if [name for name, _ in old] != [name for name, _ in new]:
         missing = Counter(name for name, _ in old) - Counter(name for name, _ in new)
         more = Counter(name for name, _ in new) - Counter(name for name, _ in old)
@@ -143,7 +143,7 @@ def kept(commands: list[Plain], only: set[str]) -> list[Plain]:
 
 
 def replay(world: dict[str, Any], only: set[str], any_order: bool) -> tuple[str, str]:
-    """(The kind of the first difference, its story); both empty where there is none."""
+    """(kind of the first difference, details); both empty if there is none."""
     try:
         scheduler = rebuild(world["limits"], world["policies"])
     except Exception as error:
@@ -168,21 +168,21 @@ def replay(world: dict[str, Any], only: set[str], any_order: bool) -> tuple[str,
 
 
 def replay_all(directory: Path, prefix: str, only: set[str], any_order: bool) -> Iterator[tuple[str, str, str]]:
-    """(World, kind of its first difference, story) of every recorded world."""
+    """(world, kind of its first difference, details) of every recorded world."""
     for path in sorted(directory.glob(f"{prefix}*.msgpack")):
         yield (path.stem, *replay(msgpack.unpackb(path.read_bytes()), only, any_order))
 
 
-# -- running anew ------------------------------------------------------------------------------------------------------
+# -- running again -----------------------------------------------------------------------------------------------------
 
 SEMANTIC = ("steps", "versions", "prompts", "outcome")
-"""What must be the same of a world that is run anew. Where an order more or less moves the chances of all that follows
-(all families but `calm`), see the totals beside them."""
+"""The parts of a summary that must be equal when a world runs again. In all families but `calm`, one extra or missing
+order changes all later random draws; compare the totals there."""
 
 
 def anew_all(prefix: str) -> Iterator[tuple[str, str, str]]:
-    """As `replay_all`, and the totals of each family at the end, on standard error."""
-    from tests.oracle.export import chosen, play, read_corpus  # replaying needs no simulation
+    """As `replay_all`. It also prints the totals of each family to standard error at the end."""
+    from tests.oracle.export import chosen, play, read_corpus  # only this function needs the simulation
 
     was_all, totals = read_corpus(), defaultdict(lambda: (Counter(), Counter()))
     for family, number in chosen(prefix):
@@ -207,7 +207,7 @@ def anew_all(prefix: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _listed(value: Any) -> Any:
-    """As JSON gives it back."""
+    """A value as JSON returns it."""
     return [_listed(v) for v in value] if isinstance(value, list | tuple) else value
 
 

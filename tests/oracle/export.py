@@ -1,10 +1,10 @@
-"""What the scheduler decides, written down: run before a change to the core, so that `compare.py` can tell after it.
+"""Records the scheduler's decisions. Run it before a change to the core, then compare with `compare.py` after it.
 
-    python -m tests.oracle.export DIRECTORY           every event and command of a thousand worlds, a file each
-    python -m tests.oracle.export DIRECTORY --corpus  and the summaries that the repository keeps
+    python -m tests.oracle.export DIRECTORY           every event and command of a thousand worlds, one file each
+    python -m tests.oracle.export DIRECTORY --corpus  also the summaries that the repository stores
 
-A file is plain msgpack: the bounds, the policies' names and the frames, each with its event and its commands, all by
-the names of classes and fields.
+A file is plain msgpack: the limits, the names of the policies, and the frames. A frame has its event and its commands,
+by the names of classes and fields.
 """
 
 import argparse
@@ -29,8 +29,8 @@ FAMILY = {**worlds.FAMILY, "cut": unclocked.cut, "wild": unclocked.wild}
 
 
 def play(family: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run a world with this code. Returns everything about it, and its summary. What its judge found against the run
-    is no reason to leave it out."""
+    """Run a world with this code. Returns its full record and its summary. A world in which the judge found an error is
+    recorded too."""
     told, found = worlds.Told(), ""
     try:
         FAMILY[family](number, told)
@@ -47,7 +47,7 @@ def play(family: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def summary(frames: list[Any]) -> dict[str, Any]:
-    """What a run did, told by its events and commands alone."""
+    """The results of a run, derived only from its events and commands."""
     steps: dict[int, Any] = {}
     versions: dict[int, Any] = {}
     ordered: dict[tuple[int, int], int] = {}
@@ -57,7 +57,7 @@ def summary(frames: list[Any]) -> dict[str, Any]:
             drawn = max(drawn, said["first"] + said["count"])
         elif kind == "StepTrained" and said["step"] in steps:
             trained |= set(steps[said["step"]][0])
-        elif kind == "RunResumed":  # what the weights do not hold did not happen
+        elif kind == "RunResumed":  # steps that the weights do not contain are undone
             steps = {step: it for step, it in steps.items() if step < said["steps"]}
             trained -= set(said["consumed"])
             ended -= {*said["consumed"], *said["released"]}
@@ -81,13 +81,13 @@ def summary(frames: list[Any]) -> dict[str, Any]:
 
 
 def read_corpus() -> dict[str, Any]:
-    """The summaries that the repository keeps, by the names of their worlds."""
+    """The summaries that the repository stores, by world."""
     with gzip.open(CORPUS, "rt", encoding="utf-8") as lines:
         return {line["name"]: line for line in map(json.loads, lines)}
 
 
 def chosen(prefix: str) -> Iterator[tuple[str, int]]:
-    """The worlds whose names begin so."""
+    """The worlds whose names start with `prefix`."""
     return ((family, number) for family, number in worlds.corpus() if f"{family}-{number:03}".startswith(prefix))
 
 

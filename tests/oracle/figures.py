@@ -1,6 +1,6 @@
-"""Figures and policies for the worlds of the oracle: any that the laws allow, and a user's own that break them.
+"""Random limits and policies for the oracle's worlds: any that the laws allow, and custom policies that break the laws.
 
-Importing this registers the policies and adds the states that recorded worlds name.
+Importing this module registers the policies and states that recorded worlds name.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool
 from tests.core.states_of_our_own import CHECKING, WEIGHING
 
 STEPS = 10
-"""Of one world, at most, where it has a bound."""
+"""Maximum train steps of a world that has a limit."""
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (),
     (),
@@ -26,7 +26,7 @@ LAYOUTS: tuple[tuple[Pool, ...], ...] = (
 
 
 def any_limits(random: Random) -> Limits:
-    """Any figures that the laws allow, small."""
+    """Random small limits that the laws allow."""
     one = random.choice
     batch, staleness, pools = random.randint(1, 4), random.randint(0, 3), one(LAYOUTS)
     shared = any(pool.shared and "train" in pool.tasks for pool in pools)
@@ -58,7 +58,7 @@ SHIPPED = {decision: tuple(names(decision)) for decision in DEFAULTS}
 
 @register("admission", "oracle-halves")
 class Halves:
-    """Starts half of what it may, so sometimes nothing at all: the default decides where that would stop the run."""
+    """Starts half of the allowed groups, so sometimes none. If that would stop the run, the default decides."""
 
     def admit(self, view: Any, legal: int) -> int:
         return legal // 2
@@ -66,7 +66,7 @@ class Halves:
 
 @register("batching", "oracle-newest")
 class Newest:
-    """Breaks the law of deadlines now and then."""
+    """Sometimes breaks the law of deadlines."""
 
     def select(self, view: Any, size: int) -> Sequence[int] | None:
         return sorted(view.ready_ids(), reverse=True)[:size]
@@ -90,10 +90,10 @@ OWN = {
     "admission": "oracle-halves", "batching": "oracle-newest", "retry": "oracle-raises", "validation": "oracle-odd",
     "on_error": "builtin",
 }  # fmt: skip
-"""Policies of a user's own that break every rule; the defaults decide in their place."""
+"""Custom policies that break the rules. The defaults decide instead."""
 
 
 def any_policies(random: Random, own: float = 0.0) -> dict[str, str]:
-    """The default of every other decision, any for the rest; or some of a user's own, so often."""
+    """For each decision the default or any shipped policy, at even odds. `own`: probability of adding `OWN`."""
     named = {d: random.choice(SHIPPED[d]) if random.random() < 0.5 else default for d, default in DEFAULTS.items()}
     return {**named, **OWN} if random.random() < own else named

@@ -1,4 +1,4 @@
-"""Events and commands as the oracle keeps them: by the names of classes and fields, whatever their tags."""
+"""Events and commands as the oracle stores them: by the names of classes and fields, independent of tags."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,9 +7,9 @@ from engine.commands import Command
 from engine.events import Event
 
 Plain = tuple[str, dict[str, Any]]
-"""Name of the class, and the fields."""
+"""(name of the class, fields)."""
 STAMP = ("id", "at")
-"""Of events, kept beside them."""
+"""Fields of events that are stored separately."""
 
 
 def plain(item: Event | Command) -> Plain:

@@ -1,4 +1,4 @@
-"""The oracle can fail: what it wrote is found identical, and one order more, less or other is found."""
+"""The oracle detects differences: its own export compares as identical; an extra, missing or changed order does not."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def oracle(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, because the oracle registers policies that break the rules."""
+    """Run a script in a separate process, because the oracle registers policies that break the rules."""
     command = [sys.executable, "-m", f"tests.oracle.{script}", *arguments, "--prefix", "calm-00"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(world: dict[str, Any]) -> list[Any]:
-    """The commands of the first event that begins a train step, which is their last."""
+    """The commands of the first event whose last command starts a train step."""
     return next(frame[4] for frame in world["frames"] if frame[4] and frame[4][-1][0] == "TrainStep")
 
 
@@ -55,7 +55,7 @@ def test_another_decision_is_noticed(data: Path, tmp_path: Path, tamper: Callabl
 
 
 def test_a_field_that_is_new_is_no_difference(data: Path, tmp_path: Path) -> None:
-    """Only what both sides have is compared: here the recorded side has less."""
+    """Only fields of both sides are compared: here the recorded side has fewer."""
     for path in data.glob("*.msgpack"):
         world = msgpack.unpackb(path.read_bytes())
         trained(world)[-1][1].pop("staleness")

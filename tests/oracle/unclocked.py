@@ -1,6 +1,6 @@
-"""Worlds of the oracle without a clock: what happens next is drawn, or is all that can happen in turn.
+"""Worlds of the oracle without a clock: the next event is random, or all possible events happen in turn.
 
-Every process may end at once; the run then goes on from its record, with its trajectories or from a checkpoint.
+All processes may end at the same time. The run then resumes from its record, with trajectories or from a checkpoint.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Move = Callable[[], None]
 
 
 class Seen(Adversary):
-    """Tells of every event and its commands. What a recovery replays is told once."""
+    """Reports every event with its commands. Events that a recovery replays are reported once."""
 
     told: Told
 
@@ -27,11 +27,11 @@ class Seen(Adversary):
 
 
 def begin(random: Random, told: Told) -> tuple[Seen, int]:
-    """A world, and the fewest replicas it may have."""
+    """(a world, the minimum number of its replicas)."""
     limits, named = any_limits(random), any_policies(random)
     policies = PolicySet.from_names(named)
     told.limits, told.policies = limits, dict(policies.names)
-    cls = type("ToldOne", (Seen,), {"told": told})  # it is told of the first event while it is made
+    cls = type("ToldOne", (Seen,), {"told": told})  # the constructor already reports the first event
     world: Seen = cls(limits, policies, random.randint(1, 60), random.randint(1, 4), random.choice([0, 7]))
     least = limits.validators().stop
     for id in range(max(least, random.randint(1, 3))):
@@ -47,7 +47,7 @@ def crash(world: Seen, random: Random, least: int) -> None:
 
 
 def cut(number: int, told: Told) -> None:
-    """Everything that can happen happens in turn; now and then every process ends, or the run is asked to rest."""
+    """All possible events happen in turn. Sometimes all processes end, or the user drains the run."""
     random = Random(f"cut/{number}")
     world, least = begin(random, told)
     for _ in range(random.randint(1, 4)):
@@ -63,7 +63,7 @@ def cut(number: int, told: Told) -> None:
 
 
 def wild(number: int, told: Told) -> None:
-    """Whatever happens, in whatever order."""
+    """Random events in random order."""
     random = Random(f"wild/{number}")
     world, least = begin(random, told)
     for _ in range(random.randint(30, 300)):
@@ -77,7 +77,7 @@ def wild(number: int, told: Told) -> None:
 
 
 def moves(world: Seen, random: Random, least: int) -> list[Move]:
-    """One of each kind that can happen now, likely ones more than once."""
+    """One possible move of each kind; likely kinds appear several times."""
     likely = random.random() < 0.8
     found: list[Move] = []
 

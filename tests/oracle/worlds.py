@@ -1,10 +1,13 @@
-"""The worlds of the oracle: a thousand small simulated runs, each a function of its name and number alone.
+"""The worlds of the oracle: a thousand small simulated runs, each determined by its family and number.
 
-Five families. `calm`: nothing fails and nothing is left to chance but lengths, so that an order more or less moves
-nothing else. `preset`: the shipped configurations in small, each layout and mode that they list. `rough`: any figures
-and policies, every fault. `asked`: the user drains, scales, takes replicas away and changes settings on the way.
-`cut`: no clock; everything that can happen happens in turn, and every process ends at once, now and then. `wild`: no
-clock; whatever happens, in whatever order.
+Six families:
+
+* `calm`: no faults, and only lengths are random, so an extra or missing order changes nothing else.
+* `preset`: small versions of the shipped configurations, in each layout and mode that they list.
+* `rough`: any limits and policies, with all faults.
+* `asked`: the user drains, scales, removes replicas and changes settings during the run.
+* `cut`: no clock; all possible events happen in turn, and sometimes all processes end at the same time.
+* `wild`: no clock; random events in random order.
 """
 
 import re
@@ -42,7 +45,7 @@ FIGURES = (
 
 
 class Told:
-    """What is told of one run: the bounds and policies it begins with, then every event with its commands."""
+    """The report of one run: its initial limits and policies, then every event with its commands."""
 
     limits: Limits
     policies: dict[str, str]
@@ -56,7 +59,7 @@ class Told:
 
 
 class Steady(Random):
-    """Every duration is the middle of its range: the order in which they are drawn does not matter."""
+    """Every duration is the middle of its range, so the order of the draws does not matter."""
 
     def uniform(self, a: float, b: float) -> float:
         return (a + b) / 2
@@ -74,7 +77,7 @@ def a_setting(random: Random, limits: Limits, **others: Any) -> Setting:
 def in_world(
     setting: Setting, named: dict[str, str], told: Told, asks: Sequence[Any] = (), steady: bool = False
 ) -> None:
-    """`asks`: (when, what makes the event, given the world, or None)."""
+    """Run a simulated world. `asks`: pairs of a time and a function from the world to a user's event or None."""
 
     class Seen(World):
         def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
@@ -109,14 +112,14 @@ def calm(number: int, told: Told) -> None:
 def rough(number: int, told: Told) -> None:
     random = Random(f"rough/{number}")
     limits, named = any_limits(random), any_policies(random, own=0.1)
-    if number % 3 == 0:  # bounds that bind: short steps, rolling installs, deaths
+    if number % 3 == 0:  # limits that take effect: short steps, rolling installs, deaths
         named |= {"deadline": ("shrink", "drop", "truncate")[number // 3 % 3], "sync": "rolling"}
         limits = replace(limits, deadline_timeout_s=1.0, max_drops=3, infrastructure_attempts=50)
     setting = a_setting(
         random, limits, faults=ROUGH, spread=random.choice([1.0, 0.5]),
         prefix_every_tokens=random.choice([0, 10]),
     )  # fmt: skip
-    if number % 20 == 1:  # nothing, or hardly anything, can be generated
+    if number % 20 == 1:  # all or nearly all groups fail
         setting = replace(setting, prompts=150, faults=Faults(fail_data=random.choice([1.0, 0.98])))
     in_world(setting, named, told)
 
@@ -128,11 +131,11 @@ SIZES = {
     "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", "scheduler.max_concurrent_groups=4"],
     "partial_rollout": ["rollout.slots=4", "scheduler.max_concurrent_groups=8"],
 }  # fmt: skip
-"""What follows from batches of four, by preset."""
+"""Overrides that batches of four require, by preset."""
 
 
 def variants() -> list[tuple[str, list[str]]]:
-    """Every preset as it is shipped, and with the overrides that its comment lists."""
+    """Every preset as shipped, and with each set of overrides that its comments list."""
     found: list[tuple[str, list[str]]] = []
     for preset, sizes in sorted(SIZES.items()):
         text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
@@ -162,7 +165,7 @@ def preset(number: int, told: Told) -> None:
 
 
 def request(random: Random, world: Any) -> Event | None:
-    """Something that a user may ask for now; `world` is one of either kind."""
+    """A random user request that is valid now, or None. `world`: with or without a clock."""
     scheduler = world.scheduler
     limits, kind = scheduler.limits, random.choice(["wanted", "leaves", "figure", "figure", "policy"])
     choice, replicas = random.randrange(10_000), list(world.replicas.values())
