@@ -150,7 +150,7 @@ class Listener:
         try:
             given = request.headers.getall("Host", ())
             if self._hosts is not None and not (len(given) == 1 and self._hosts.accept(given[0])):
-                raise Refused(421, "this run does not accept the Host of the request; add it to metrics.hosts or control.hosts")
+                raise Refused(421, "the Host of the request is not accepted; add it to metrics.hosts or control.hosts")
             return await self._handle(request)
         except Refused as error:
             answer = self.refuse(error.status, error.reason)
