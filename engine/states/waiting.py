@@ -158,10 +158,10 @@ def _batch(command: Any) -> str:
 def _pauses(like: list[Order], state: State) -> str:
     command: Any = like[0].command
     if command.mode == "sleep":
-        return "goes to sleep, so that the trainer has its pool"
+        return "goes to sleep to free its pool for the trainer"
     if state.fleet.replicas[command.replica].state == "draining":
-        return "parks what it has, to leave"
-    return f"stops sampling, to take new weights (version {command.version})"
+        return "parks its groups before it leaves"
+    return f"stops sampling to install version {command.version}"
 
 
 def _measures(like: list[Order], state: State) -> str:
@@ -179,10 +179,10 @@ def _fires(like: list[Order], state: State) -> str:
     if timer == step.timer:
         return f"step {step.id} waits for stragglers, then the deadline policy acts"
     if timer == state.live.group_timer:
-        return f"the longest attempt is parked once it has taken {state.limits.group_timeout_s:g} s"
+        return f"parks the oldest attempt once it exceeds {state.limits.group_timeout_s:g} s"
     if timer == state.live.fill_timer:
-        return "more groups start than one event may start"
-    return f"no replica is left, the run ends after {state.limits.give_up_s:g} s without one"
+        return "starts the groups that one event could not"
+    return f"no replica is left; the run ends after {state.limits.give_up_s:g} s without one"
 
 
 def _says(words: str) -> Words:
@@ -200,9 +200,9 @@ WORDS: dict[type[Command], Words] = {
     DiscardGroups: _forgets,
     StageWeights: _says("fetches version {order.version} while it generates"),
     PauseReplica: _pauses,
-    InstallWeights: _says("takes new weights (version {order.version})"),
-    ResumeReplica: _says("begins to sample again"),
-    StartReplica: _says("is started"),
+    InstallWeights: _says("installs version {order.version}"),
+    ResumeReplica: _says("resumes sampling"),
+    StartReplica: _says("starts"),
     StopReplica: _says("is stopped: {order.reason}"),
     RetireWeights: lambda like, state: f"drops {counted(len(like), 'version')}",
     ScoreBatch: _scores,
@@ -241,8 +241,8 @@ def _unordered(state: State, since: Since) -> Iterator[Wait]:
 
 def _on_its_way(replica: Replica) -> str:
     if replica.state == "lost" and replica.returns:
-        return "is started again"
-    return "comes up" if replica.state == "joining" else ""
+        return "restarts"
+    return "starts" if replica.state == "joining" else ""
 
 
 def _named(groups: list[GroupId]) -> str:

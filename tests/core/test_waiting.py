@@ -52,14 +52,14 @@ def test_replicas_on_their_way_to_new_weights_are_told() -> None:
     world.run(lambda world: [r.state for r in world.scheduler.state.fleet.replicas.values()] == ["installing"] * 2)
     world.at += 7.0
     ends = "(until WeightsInstalled, SyncFailed or ReplicaLost)"
-    assert f"replica 0: takes new weights (version 1) for 7 s {ends}" in told(world)
-    assert f"replica 1: takes new weights (version 1) for 7 s {ends}" in told(world)
+    assert f"replica 0: installs version 1 for 7 s {ends}" in told(world)
+    assert f"replica 1: installs version 1 for 7 s {ends}" in told(world)
 
 
 def test_a_replica_that_is_to_return_is_told() -> None:
     world = clockwork().run(lambda world: world.scheduler.state.ledger.running == 4)
     world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=True, reason="burnt"))
-    assert "replica 1: is started again for 0 s (until ReplicaJoined or ReplicaLost)" in told(world)
+    assert "replica 1: restarts for 0 s (until ReplicaJoined or ReplicaLost)" in told(world)
     world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=False, reason="for good"))
     assert whose(world) == ["replica 0"]
 
