@@ -117,7 +117,7 @@ def test_a_name_that_leads_here_is_not_a_host_of_the_run(rig: Rig) -> None:
         assert ask(rig, host).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.7"):
         answer = ask(rig, host)
-        assert answer.status_code == 421 and "evil" not in answer.text and "settings" in answer.json()["error"]
+        assert answer.status_code == 421 and "evil" not in answer.text and "control.hosts" in answer.json()["error"]
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
