@@ -429,6 +429,18 @@ def test_a_replica_that_does_not_park_a_group_is_hung() -> None:
     assert {group.state for group in run.state.groups.values() if group.attempt} == {"aborted"}
 
 
+def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None:
+    """A virtual clock stands at 0 then."""
+    run = small(group_timeout_s=10.0, replicas=0)
+    run.tell(ReplicaJoined(replica=0, incarnation=1, slots=100, version=0), at=0.0)
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=10.0)
+    run.abort(0, 1, 2, 3)
+    assert not any(group.parking for group in run.state.groups.values()), "that is over with the attempt"
+    parked = len(run.ordered(ParkGroup))
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=100.0)
+    assert len(run.ordered(ParkGroup)) == parked + 4 and not run.ordered(StopReplica), "it is told before it is hung"
+
+
 def test_attempts_may_be_timed_from_some_moment_on() -> None:
     run = small()
     run.tell(SettingChanged(setting="rollout.group_timeout_s", value="50"))
