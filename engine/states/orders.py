@@ -138,7 +138,7 @@ RELATIONS: dict[type[Command], Relation] = {
     InstallWeights: _sync(WeightsInstalled),
     ResumeReplica: _told("resume", ("replica",), "replica"),
     StartReplica: Relation(subject="start", id=("replica",), owner="replica", answers=(ReplicaJoined, ReplicaLost)),
-    StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost,)),
+    StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost, ReplicaJoined)),
     RetireWeights: _told("retire", ("version",), WEIGHTS_STORE),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
                          answers=(BatchScored, StepFailed)),
@@ -354,9 +354,7 @@ class _Rule:
         """The event names a part of the id: a failed step ends every scoring task of it."""
         named = self.identify(event), self.echo(event)
         return tuple(
-            order
-            for order in orders.values()
-            if (self.identify(order.command), self.echo(order.command)) == named
+            order for order in orders.values() if (self.identify(order.command), self.echo(order.command)) == named
         )
 
     def _find_numbers(self, orders: Mapping[Any, Order], event: OrderDone) -> tuple[Order, ...]:

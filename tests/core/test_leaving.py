@@ -268,6 +268,16 @@ def test_a_replica_that_is_taken_away_may_come_back() -> None:
     assert run.state.fleet.replicas[1].state == "ready"
 
 
+def test_a_life_that_follows_ends_the_order_to_stop_the_one_before() -> None:
+    """Where the scheduler's process died with it, nobody says that the life is over."""
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    paused(run, 1)
+    assert run.state.orders.find("stop", 1) is not None
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready" and run.state.orders.find("stop", 1) is None
+
+
 @pytest.mark.parametrize("order", ["notice first", "fewer first"])
 def test_who_is_taken_away_leaves_however_many_are_wanted_meanwhile(order: str) -> None:
     run = small()
