@@ -153,6 +153,7 @@ class Scheduler:
         decided something illegal. The state is then not to be used any more.
         """
         state = self.state
+        state.orders.matched = ()
         if state.outcome is not None and type(event) is not RunResumed:
             return ()
         state.now = event.at

@@ -58,6 +58,7 @@ class Fleet:
         self._given = given
         self._deliver = deliver
         self._give_up = give_up
+        self._book = orders
         self._links: dict[ReplicaId, ReplicaLink] = {}
         self._ordered: dict[ReplicaId, ReplicaLink] = {}
         self._starting: dict[ReplicaId, asyncio.Task[None]] = {}
@@ -145,13 +146,17 @@ class Fleet:
         self._watch_the_others()
 
     def _end_unwanted(self, replica: ReplicaId, incarnation: Incarnation) -> None:
-        """A life after this one was on its way as it was called off, and nobody was there to end it."""
+        """A life after this one was on its way as it was called off, and nobody was there to end it; or this one was
+        to be stopped, and nobody has said that it was."""
         assert self._living is not None
         life, actor = self._living.newest(f"rollout-{replica}") or (0, None)
         if life > incarnation:
             self._last[replica] = life
             self._link(replica, life, actor).end()
-            self._deliver(ReplicaLost(replica=replica, incarnation=life, returns=False, reason="it is not wanted"))
+        elif self._book.find("stop", replica) is None:
+            return
+        ended = max(life, incarnation)
+        self._deliver(ReplicaLost(replica=replica, incarnation=ended, returns=False, reason="it is not wanted"))
 
     def _watch_the_others(self) -> None:
         for name, actor in zip(("trajectory store", "weights store"), self._given[2:], strict=True):

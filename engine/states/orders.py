@@ -138,7 +138,7 @@ RELATIONS: dict[type[Command], Relation] = {
     InstallWeights: _sync(WeightsInstalled),
     ResumeReplica: _told("resume", ("replica",), "replica"),
     StartReplica: Relation(subject="start", id=("replica",), owner="replica", answers=(ReplicaJoined, ReplicaLost)),
-    StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost,)),
+    StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost, ReplicaJoined)),
     RetireWeights: _told("retire", ("version",), WEIGHTS_STORE),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
                          answers=(BatchScored, StepFailed)),

@@ -260,8 +260,7 @@ class State:
         self.attempts.end(group)
         if group.moving:
             self.fleet.note_moving(replica, -1)
-        if group.seated_at:
-            group.seated_at, group.parking, group.moving = 0.0, False, False
+        group.seated_at, group.parking, group.moving = 0.0, False, False
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:

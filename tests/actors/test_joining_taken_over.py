@@ -17,7 +17,7 @@ from engine.actors.lasting import Living
 from engine.actors.survived import Survived, survived_of
 from engine.actors.wire import Order
 from engine.commands import StartGroup, StartReplica, StopReplica
-from engine.events import Event, ReplicaJoined, ReplicaLost, ReplicasWanted, RunStarted, stamp
+from engine.events import Event, ReplicaJoined, ReplicaLost, ReplicaPaused, ReplicasWanted, RunStarted, stamp
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, Recorder
 from engine.scheduler import Scheduler
@@ -210,6 +210,32 @@ def test_one_that_was_not_wanted_any_more_as_the_scheduler_s_process_ended_is_en
         scene.take_over()
         await settled()
         assert killed == [scene.second] and scene.fleet.started == []
+        assert [(e.replica, e.incarnation, e.returns) for e in scene.events if isinstance(e, ReplicaLost)] == [
+            (1, 1, False)
+        ]
+
+    play(scene, story)
+
+
+LET_GO = (
+    *BEGUN, ReplicaJoined(replica=1, incarnation=1, slots=6, version=0), ReplicasWanted(replicas=1),
+    ReplicaPaused(replica=1, incarnation=1, attempt=1),
+)  # fmt: skip
+"""There are to be fewer, and one has come to rest."""
+
+
+@pytest.mark.parametrize("life", [0, 1], ids=["ended", "not ended"])
+def test_one_that_was_to_be_stopped_as_the_scheduler_s_process_ended_is_said_to_be_lost(
+    tmp_path: Path, life: int, killed: list[Any]
+) -> None:
+    """Else the order to stop it is open for ever."""
+    scene = Scene(tmp_path, LET_GO, life)
+
+    async def story() -> None:
+        scene.take_over()
+        await settled()
+        assert any(isinstance(order, StopReplica) for order in scene.survived.orders)
+        assert killed == [scene.second] * life and scene.fleet.started == []
         assert [(e.replica, e.incarnation, e.returns) for e in scene.events if isinstance(e, ReplicaLost)] == [
             (1, 1, False)
         ]

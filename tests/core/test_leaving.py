@@ -268,6 +268,16 @@ def test_a_replica_that_is_taken_away_may_come_back() -> None:
     assert run.state.fleet.replicas[1].state == "ready"
 
 
+def test_a_life_that_follows_ends_the_order_to_stop_the_one_before() -> None:
+    """Where the scheduler's process died with it, nobody says that the life is over."""
+    run = small()
+    run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
+    paused(run, 1)
+    assert run.state.orders.find("stop", 1) is not None
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready" and run.state.orders.find("stop", 1) is None
+
+
 @pytest.mark.parametrize("order", ["notice first", "fewer first"])
 def test_who_is_taken_away_leaves_however_many_are_wanted_meanwhile(order: str) -> None:
     run = small()
@@ -427,6 +437,18 @@ def test_a_replica_that_does_not_park_a_group_is_hung() -> None:
     (stop,) = run.ordered(StopReplica)
     assert stop.replica == 0 and "it is hung" in stop.reason
     assert {group.state for group in run.state.groups.values() if group.attempt} == {"aborted"}
+
+
+def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None:
+    """A virtual clock stands at 0 then."""
+    run = small(group_timeout_s=10.0, replicas=0)
+    run.tell(ReplicaJoined(replica=0, incarnation=1, slots=100, version=0), at=0.0)
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=10.0)
+    run.abort(0, 1, 2, 3)
+    assert not any(group.parking for group in run.state.groups.values()), "that is over with the attempt"
+    parked = len(run.ordered(ParkGroup))
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=100.0)
+    assert len(run.ordered(ParkGroup)) == parked + 4 and not run.ordered(StopReplica), "it is told before it is hung"
 
 
 def test_attempts_may_be_timed_from_some_moment_on() -> None:

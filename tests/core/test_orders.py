@@ -32,6 +32,7 @@ from engine.events import (
     GroupGenerated,
     OrderDone,
     PromptsDrawn,
+    ReplicaJoined,
     ReplicaLeaves,
     ReplicasWanted,
     RunResumed,
@@ -51,6 +52,7 @@ from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
 from tests.core.adversary import Adversary
+from tests.core.scripted import Scripted
 from tests.core.states_of_our_own import WEIGHING
 from tests.core.test_laws import any_policies, limits
 from tests.core.test_worlds import ROUGH
@@ -423,3 +425,11 @@ def test_nothing_that_must_be_done_is_open_as_a_run_finishes(
     world = Ending(setting, PolicySet.from_names(names))
     if world.run().outcome == "finished":
         assert {order.subject for order in world.left} <= ARRIVE | ENDED_WITH_THE_RUN
+
+
+def test_an_event_of_an_older_life_answers_nothing() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
+    run.finish(0)
+    assert len(run.state.orders.matched) == 1
+    run.tell(ReplicaJoined(replica=0, incarnation=1, slots=100, version=0))
+    assert run.state.stale_echoes == 1 and run.state.orders.matched == ()
