@@ -164,7 +164,8 @@ def check_orders(state: State) -> None:
         return
     running = {id for replica in replicas.values() for id in replica.groups}
     require(orders.open("group").keys() == running, "law 10: a running group was not ordered, or another was")
-    require(orders.open("cut").keys() <= running, "law 10: a group that does not run is to be cut short")
+    for cut in ("truncate", "park"):
+        require(orders.open(cut).keys() <= running, "law 10: a group that does not run is to be cut short", cut=cut)
     rows = {(r.held, chunk) for r in replicas.values() for chunk in r.chunks}
     require(orders.open("rows").keys() == rows, "law 10: rows are measured that were not ordered, or are not")
     training = [step.id for step in state.formed_steps if step.state == "training"]

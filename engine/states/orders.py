@@ -104,10 +104,14 @@ _GROUP = Relation(
     subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
     answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored,),
 )  # fmt: skip
-_CUT = Relation(
-    subject="cut", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
-    answers=(GroupGenerated, GroupAborted, GroupFailed),
-)  # fmt: skip
+
+
+def _cut(subject: str) -> Relation:
+    """A running group is cut short: whatever ends its attempt answers."""
+    return Relation(
+        subject=subject, id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
+        answers=(GroupGenerated, GroupAborted, GroupFailed),
+    )  # fmt: skip
 
 
 def _sync(*answers: type[Event]) -> Relation:
@@ -129,9 +133,9 @@ RELATIONS: dict[type[Command], Relation] = {
     ),
     StartGroup: _GROUP,
     ResumeGroup: _GROUP,
-    TruncateGroup: _CUT,
-    ParkGroup: _CUT,
-    AbortGroup: _told("abort", ("group",), "replica", withdraws=("group", "cut")),
+    TruncateGroup: _cut("truncate"),
+    ParkGroup: _cut("park"),
+    AbortGroup: _told("abort", ("group",), "replica", withdraws=("group", "truncate", "park")),
     DiscardGroups: _told("discard", ("number",), TRAJECTORY_STORE),
     StageWeights: _sync(WeightsStaged),
     PauseReplica: _sync(ReplicaPaused),
