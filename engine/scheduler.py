@@ -343,6 +343,8 @@ class Scheduler:
             return None
         if state.live.give_up_timer is not None or state.live.fill_timer is not None:
             return None
+        if any(id < (state.live.wanted or 0) for id in state.orders.open("stop")):
+            return None  # it starts again as soon as it has stopped
         if self.state.none_left:
             self._orders.end_run("failed", self.state.none_left)
             return None

@@ -53,6 +53,8 @@ class LeavingScheduling:
             there = state.fleet.replicas.get(id) or self.sync.first_seen(id)
             if there.returns or there.state not in ("lost", "joining"):
                 continue
+            if state.orders.find("stop", id) is not None:
+                continue  # it starts once the life that was let go has ended
             there.returns = True
             self.orders.add(StartReplica(replica=id, cause=self.orders.cause))
         state.none_left = ""

@@ -12,6 +12,8 @@ from engine.commands import (
     RetireWeights,
     SetTimer,
     StageWeights,
+    StartReplica,
+    StopReplica,
 )
 from engine.events import ReplicaJoined, ReplicaLost, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
@@ -79,9 +81,20 @@ class SyncScheduling:
         replica.incarnation = event.incarnation
         self.state.orders.fail(replica.id)
         replica.returns = event.returns
+        if self._is_wanted_again(replica):
+            replica.returns = True
+            self.state.none_left = ""
+            self.orders.add(StartReplica(replica=replica.id, cause=self.orders.cause))
         if replica.state != "lost":
             self.rollout.lose_replica(replica, event.reason)
         self.note_none_left(replica, event.reason)
+
+    def _is_wanted_again(self, replica: Replica) -> bool:
+        """Whether a replica that was let go has ended now, and was wanted again in the meantime."""
+        stops = [order.command for order in self.state.orders.matched if order.subject == "stop"]
+        let_go = any(isinstance(stop, StopReplica) and not stop.returns for stop in stops)
+        wanted = self.state.live.wanted
+        return let_go and wanted is not None and replica.id < wanted and not replica.validator
 
     def note_none_left(self, lost: Replica, reason: str) -> None:
         """To be called after a replica is gone: the last one is waited for, for a while, or ends the run."""

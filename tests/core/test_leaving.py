@@ -208,6 +208,7 @@ def test_a_replica_that_was_let_go_is_started_again_when_it_is_wanted_again() ->
     run = small()
     run.tell(ReplicasWanted(replicas=1))
     paused(run, 1)
+    run.tell(ReplicaLost(replica=1, incarnation=1, returns=False, reason="it was stopped"))
     run.tell(ReplicasWanted(replicas=2))
     assert [order.replica for order in run.ordered(StartReplica)] == [1]
     joined(run, 1, 2)
@@ -254,6 +255,21 @@ def test_a_lost_replica_that_was_to_return_and_is_not_wanted_any_more_is_stopped
     run.tell(ReplicasWanted(replicas=2))
     joined(run, 1, 3)
     assert run.state.fleet.replicas[1].state == "ready"
+
+
+def test_a_replica_that_is_wanted_again_while_it_is_stopped_starts_once_it_has_stopped() -> None:
+    """The end of the life that was to end does not answer the order to start the next."""
+    run = small()
+    run.tell(ReplicasWanted(replicas=1))
+    paused(run, 1)
+    assert [order.replica for order in run.ordered(StopReplica)] == [1]
+    run.tell(ReplicasWanted(replicas=2))
+    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="the node is gone"))
+    assert not run.ordered(StartReplica) and not run.ordered(FinishRun)
+    run.tell(ReplicaLost(replica=1, incarnation=1, returns=False, reason="it was stopped"))
+    assert [order.replica for order in run.ordered(StartReplica)] == [1] and not run.ordered(FinishRun)
+    joined(run, 1, 2)
+    assert run.state.fleet.replicas[1].state == "ready" and not run.state.orders.open("start")
 
 
 def test_a_replica_that_is_taken_away_may_come_back() -> None:
