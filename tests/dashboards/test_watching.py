@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from dashboards.rollout import VLLM
 from engine.actors.run import RunHandle, launch
 from engine.config.loading import parse_config
 from engine.metrics.document import IDLE_SHARE
-from engine.metrics.endpoint import FILE, FOLDER
+from engine.metrics.endpoint import FILE, FOLDER, HOST
 from engine.tasks.quickstart import Quickstart, prepare
 
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -196,7 +197,8 @@ def test_a_run_that_ends_is_not_missed(tmp_path: Path) -> None:
     run_dir.mkdir()
     with start(plan(run_dir, endless, metrics_port=0, endpoints=endpoints)) as run:
         (said,) = json.loads((endpoints / f"{RUN}.json").read_text())
-        assert said["labels"] == {"run": RUN} and run.metrics_url == f"http://{said['targets'][0]}/metrics"
+        assert said["labels"] == {"run": RUN, HOST: socket.gethostname()}, "Prometheus drops the second"
+        assert run.metrics_url == f"http://{said['targets'][0]}/metrics"
         assert json.loads((run_dir / FILE).read_text()) == [said]
         run.stop("it is over")
         run.wait()
