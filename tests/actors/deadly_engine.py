@@ -17,7 +17,7 @@ from engine.actors.plan import Rollout
 from engine.roles import Generated, GroupWork
 from engine.trajectory import TrajectoryGroup
 
-ROUNDS = 3
+ROUNDS = 5
 """The last of these saves of one group kills: the first of them is in the store by then, and known to be."""
 
 
