@@ -99,9 +99,9 @@ def _measure(
 ) -> float:
     limits = Limits(
         train_batch_size=batch,
-        max_staleness_steps=1_000_000,
+        max_staleness_steps=10_000,
         max_concurrent_groups=replicas * slots,
-        sync_every=1_000_000,  # no weights move: what a replica waits for is the control plane alone
+        sync_every=10_000,  # no weights move: what a replica waits for is the control plane alone
     )
     plan = Plan(
         limits=limits,

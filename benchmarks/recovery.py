@@ -69,7 +69,6 @@ def started(groups: int) -> Scheduler:
     for group in state.groups.values():
         group.admitted_version = group.oldest_version = group.newest_version = 0
         group.attempt, group.tokens, group.deadline = 1, 1000 + group.id, 1
-        state.deadlines.start(1)
         state.fire_group(group, "start")
         state.fire_group(group, "abort", (1,))
     state.waiting.clear()
