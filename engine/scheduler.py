@@ -147,7 +147,7 @@ class Scheduler:
         return self.state.hash
 
     def handle(self, event: Event) -> tuple[Command, ...]:
-        """Take in one fact and say what follows from it.
+        """Apply one fact and return the orders that follow from it. A stale echo changes nothing.
 
         Raises: `InvariantViolated` or `IllegalTransition` for a defect, `PolicyError` for a policy that raised or
         decided something illegal. The state is then not to be used any more.

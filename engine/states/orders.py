@@ -122,7 +122,7 @@ def _sync(*answers: type[Event]) -> Relation:
     )  # fmt: skip
 
 
-def _told(subject: str, id: tuple[str, ...], owner: str, withdraws: tuple[str, ...] = ()) -> Relation:
+def _acknowledged(subject: str, id: tuple[str, ...], owner: str, withdraws: tuple[str, ...] = ()) -> Relation:
     """An order that needs only an acknowledgment; the answer repeats its number."""
     return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), withdraws=withdraws)
 
@@ -135,15 +135,15 @@ RELATIONS: dict[type[Command], Relation] = {
     ResumeGroup: _GROUP,
     TruncateGroup: _cut("truncate"),
     ParkGroup: _cut("park"),
-    AbortGroup: _told("abort", ("group",), "replica", withdraws=("group", "truncate", "park")),
-    DiscardGroups: _told("discard", ("number",), TRAJECTORY_STORE),
+    AbortGroup: _acknowledged("abort", ("group",), "replica", withdraws=("group", "truncate", "park")),
+    DiscardGroups: _acknowledged("discard", ("number",), TRAJECTORY_STORE),
     StageWeights: _sync(WeightsStaged),
     PauseReplica: _sync(ReplicaPaused),
     InstallWeights: _sync(WeightsInstalled),
-    ResumeReplica: _told("resume", ("replica",), "replica"),
+    ResumeReplica: _acknowledged("resume", ("replica",), "replica"),
     StartReplica: Relation(subject="start", id=("replica",), owner="replica", answers=(ReplicaJoined, ReplicaLost)),
     StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost, ReplicaJoined)),
-    RetireWeights: _told("retire", ("version",), WEIGHTS_STORE),
+    RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
                          answers=(BatchScored, StepFailed)),
     TrainStep: Relation(subject="train", id=("step",), owner=TRAINER, echo=("attempt",),
@@ -155,7 +155,7 @@ RELATIONS: dict[type[Command], Relation] = {
     SetTimer: Relation(subject="timer", id=("timer",), owner=TIMERS, answers=(TimerFired,)),
     MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
                           answers=(RowsMeasured, RowsFailed)),
-    StopMeasuring: _told("stop rows", ("replica",), "replica"),
+    StopMeasuring: _acknowledged("stop rows", ("replica",), "replica"),
     EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
                          answers=(StateLeft, StateFailed)),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from engine.events import (
     RunResumed,
     SettingChanged,
     StepFailed,
+    StepTrained,
     TimerFired,
 )
 from engine.states.limits import Pool
@@ -76,3 +77,16 @@ def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() 
     last = run.ordered(TrainStep)[-1]
     run.tell(StepFailed(step=0, attempt=last.attempt, reason="a passing fault"))
     assert len(run.ordered(FinishRun)) == 1 and run.ordered(TrainStep)[-1].attempt == last.attempt + 1
+
+
+def test_the_state_counts_the_optimizer_s_updates_and_a_branch_takes_them_back() -> None:
+    run = small(replicas=1)
+    for step in (0, 1):
+        run.finish(*run.running()[:2])
+        run.tell(StepTrained(step=step, attempt=1, updates=3))
+        run.publish()
+        run.install(0)
+    assert run.state.updates_in == {0: 0, 1: 3, 2: 6}
+    gone = tuple(run.ordered(TrainStep)[-1].groups)
+    run.tell(RunResumed(steps=1, replicas=1, consumed=gone, released=()))
+    assert run.state.updates_in == {0: 0, 1: 3}

@@ -382,3 +382,17 @@ def test_the_newest_checkpoints_stay_and_one_there_already_is_kept(tmp_path: Pat
         await again.host.close()
 
     play(scene)
+
+
+def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
+    class Counting(Scribe):
+        def train(self, batch: Batch) -> dict[str, float]:
+            return {"optimizer_steps": 4.0}
+
+    async def scene() -> None:
+        bench = Bench(Counting())
+        await bench.fill(2, 4)
+        assert await bench.answer(train()) == [StepTrained(step=0, attempt=1, updates=4)]
+        await bench.host.close()
+
+    play(scene)
