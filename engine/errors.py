@@ -9,7 +9,7 @@ from typing import Any
 from engine.redaction import described, shortened
 
 LONGEST_LAW = 4000
-"""Characters of the law in a `ConfigError`, and of what would hold."""
+"""Characters of the law in a `ConfigError`, and of the allowed values."""
 
 
 class EngineError(Exception):
@@ -47,7 +47,7 @@ def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> E
 
 
 class ConfigError(EngineError):
-    """A configuration that cannot run: the field, its value, the law it breaks and what would hold.
+    """A configuration that cannot run: the field, its value, the law it breaks and the allowed values.
 
     The value is shown without secrets and shortened.
     """

@@ -51,8 +51,8 @@ class Fleet:
         living: Living | None = None,
     ) -> None:
         """`orders`: the order book of the run. `lived`: the last life of each replica in an earlier life of the run.
-        `living`: actors of an earlier process of the scheduler, for `recover`. `give_up` ends the run, for the reason
-        it is told."""
+        `living`: actors of an earlier process of the scheduler, for `recover`. `give_up(reason)`
+        ends the run."""
         self._plan = plan
         self._gateway = gateway
         self._given = given

@@ -1,9 +1,8 @@
-"""What earlier lives of a run left behind: its record, replayed, and the checkpoint that the next life goes on from.
+"""What earlier lives of a run left behind: its record, replayed, and the checkpoint that the next life starts from.
 
-Read by the scheduler actor of a run that is resumed, before it starts any other. It looks first and changes nothing:
-whatever the record refers to and is missing or damaged is refused by name. Only `Plan.force_from` goes on with less.
-Then what the checkpoint does not hold is put aside, never deleted, so that nothing of it is taken for what comes in its
-place.
+Read by the scheduler actor of a resumed run before it starts any other actor. It checks everything before it changes
+anything, and names what is missing or damaged. Only `Plan.force_from` continues with less. Then it moves what came
+after the checkpoint aside, and never deletes it.
 """
 
 from dataclasses import dataclass

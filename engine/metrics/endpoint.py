@@ -2,7 +2,7 @@
 
 Written by the scheduler actor, read by `engine top` and, since it has the form of Prometheus' file-based service
 discovery, by Prometheus itself: a run that begins is scraped, and one that has ended is not missed. A run that was
-killed leaves its file behind, which is how its loss is noticed; the next run that begins beside it deletes the file.
+killed leaves its file behind, which is how its loss is noticed; the next run in the same folder deletes the file.
 
 A live run holds a lock on its file, which the operating system takes back when the process ends, however it ends.
 """

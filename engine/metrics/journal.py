@@ -60,7 +60,7 @@ def keep_rows(
     again: Callable[[dict[str, Any]], bool] = lambda row: False,
 ) -> list[dict[str, Any]]:
     """Keep the rows that `keep` says, and give them back. The file is replaced at once, or not at all. A line that is
-    no row is told with its file and number, and left out: nothing depends on it.
+    no row is reported with its file and number, and left out: nothing depends on it.
 
     `aside`: where the file is copied as it was, if a line is left out that is not written `again`.
     """

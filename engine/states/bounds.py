@@ -1,4 +1,4 @@
-"""The least and the most that each figure of a run may be: said once, for everybody who may set one.
+"""The smallest and largest allowed value of each setting, defined once for everyone who sets one.
 
 Read by `limits.py`, and so by `engine set`, by the header of a record and by library users; and by the sections of the
 configuration. The laws between figures are those of `Limits`. Everything that is counted fits 64 bits with room to
