@@ -60,7 +60,7 @@ class ConfigError(EngineError):
 
 
 class RunFinished(ConfigError):
-    """A run that is to go on has come to its end: there is nothing to go on with."""
+    """The run has finished and cannot be resumed."""
 
 
 class DataFailure(EngineError):

@@ -93,7 +93,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
         )
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and outcome.outcome == "finished":
-            law = f"has finished ({outcome.reason}): there is nothing to go on with"
+            law = f"has finished ({outcome.reason}) and cannot be resumed"
             raise RunFinished("RUN", str(plan.run_dir), law)
         end_earlier(plan.run_dir)
         return _taken_up(plan, recovered, lock, rows, {ended.id for ended in transitions.ended})

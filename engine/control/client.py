@@ -34,7 +34,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _StayHere
 def tell(run_dir: Path, shown: str, asked: Operation) -> dict[str, Any]:
     """What the run of a directory answers to an operation.
 
-    Raises: `ConfigError` where it is not going on, does not answer, or refuses: then with the law it names.
+    Raises: `ConfigError` where it is not running, does not answer, or refuses: then with the law it names.
     """
     place = place_of(run_dir, shown)
     request = urllib.request.Request(

@@ -57,8 +57,8 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        law = "is not going on: it has ended, or takes no orders (control.enabled)"
-        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` goes on with a run that has ended") from None
+        law = "is not running: it has ended, or takes no orders (control.enabled)"
+        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` continues a run that has ended") from None
     except OSError as error:
         raise ConfigError("RUN", shown, f"its {FILE} cannot be read: {error.strerror or error}") from None
     try:

@@ -93,7 +93,7 @@ def address_of(directory: Path, shown: str) -> str:
             told = json.loads(file.read(MAX_BYTES))
         return str(told[0]["targets"][0])
     except FileNotFoundError:
-        law = "is not going on: it is still starting, has ended, or was started without metrics"
+        law = "is not running: it is still starting, has ended, or was started without metrics"
         raise ConfigError("RUN", shown, law, f"`engine replay {shown}` looks into a run that has ended") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError("RUN", shown, f"its {FILE} cannot be read: {error}") from None

@@ -314,7 +314,7 @@ def test_what_cannot_be_is_refused_with_its_law(rig: Rig, capsys: Capture, case:
 
 def test_a_run_that_has_ended_is_said_to_have(rig: Rig, capsys: Capture) -> None:
     withdraw(rig.run_dir)
-    assert "is not going on: it has ended" in refused(capsys, "stop", str(rig.run_dir))
+    assert "is not running: it has ended" in refused(capsys, "stop", str(rig.run_dir))
 
 
 def test_a_run_that_was_killed_is_said_to_be_gone(tmp_path: Path, capsys: Capture) -> None:

@@ -316,7 +316,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schedule").mkdir()
-    assert "is not going on: it is still starting, has ended, or" in complaint(tmp_path, capsys)
+    assert "is not running: it is still starting, has ended, or" in complaint(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '[{"targets": []}]', "\xff"])
