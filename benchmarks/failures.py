@@ -20,8 +20,8 @@ from soak import processes
 
 from engine.actors.plan import Plan, Rollout
 from engine.actors.run import start
-from engine.commands import Command
-from engine.events import Event, GroupGenerated, ReplicaJoined, ReplicaLost
+from engine.commands import Command, StartProcess
+from engine.events import Event, GroupGenerated, ProcessLost, ProcessUp
 from engine.hosts.prompts import CountedPrompts
 from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, GroupWork
@@ -59,11 +59,17 @@ def tell(
 class Struck(World):
     """Two replicas die at one moment and are back at another."""
 
+    back = 0.0
+
     def strike(self, back: float) -> None:
+        self.back = back
         for id in range(KILLED):
             incarnation = self.replicas.pop(id).incarnation
-            self.driver.deliver(ReplicaLost(replica=id, incarnation=incarnation, returns=True, reason="killed"))
-            self._after(back - self.time, lambda id=id, life=incarnation + 1: self._join(id, life))  # type: ignore[misc]
+            self.driver.deliver(ProcessLost(kind="replica", index=id, incarnation=incarnation, reason="killed"))
+
+    def _start(self, command: StartProcess) -> None:
+        if command.incarnation > 1:
+            self._after(self.back - self.time, lambda: self._join(command.index, command.incarnation))
 
 
 def on_the_virtual_clock() -> bool:
@@ -131,8 +137,8 @@ def over_ray() -> bool:
                     break
         events = [frame.event for frame in read(Path(place) / "schedule").frames(False) if isinstance(frame, Handled)]
     ended = [event.at for event in events if isinstance(event, GroupGenerated)]
-    lost = min(event.at for event in events if isinstance(event, ReplicaLost))
-    back = max(event.at for event in events if isinstance(event, ReplicaJoined))
+    lost = min(event.at for event in events if isinstance(event, ProcessLost))
+    back = max(event.at for event in events if isinstance(event, ProcessUp))
     return tell("over Ray", ended, ended[len(ended) // 20], lost, back, GROUP_S, ended[-1])
 
 

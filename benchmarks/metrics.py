@@ -22,7 +22,7 @@ from scheduler import REPLICAS, Echo, Wall, drive
 
 from engine.actors.process import collect_rarely
 from engine.driver import Driver
-from engine.events import ReplicaJoined, RunStarted
+from engine.events import RunStarted
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import Around, registry
 from engine.metrics.server import MetricsServer
@@ -53,16 +53,14 @@ class Run:
         transitions = Transitions() if metrics else None
         self.scheduler, self.echo = (
             Scheduler(limits, observe=None if transitions is None else transitions.changed),
-            Echo(),
+            Echo(-(-live // REPLICAS)),
         )
         header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(self.scheduler.policies.names))
         self.recorder = Recorder(directory, header)
         self.metrics = None if transitions is None else RunMetrics(self.scheduler, transitions)
         observe = None if self.metrics is None else self.metrics.observe
         self.driver = Driver(self.scheduler, Wall(), self.recorder, self.echo, observe)
-        for id in range(REPLICAS):
-            self.driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=-(-live // REPLICAS), version=0))
-        self.driver.deliver(RunStarted())
+        self.driver.deliver(RunStarted(replicas=REPLICAS))
         while self.echo.answers:
             self.driver.deliver(self.echo.answers.popleft())
         drive(self.driver, self.echo, self.scheduler, self.batch)

@@ -2,11 +2,13 @@
 
     python benchmarks/scheduler.py [--live 1000 10000 100000 1000000]
     python benchmarks/scheduler.py --replicas 10,100,1000,4000
+    python benchmarks/scheduler.py --time-limits
 
 One core, no executor: events are made from the commands that come back, so what is timed is driver, scheduler,
 machines, ledger, laws and record. "live" groups are started and not consumed while one batch after another goes
 through. With `--replicas`, fleets of so many replicas with 16 slots each are compared instead: a batch is a quarter of
 the slots, and every replica takes new weights after every step, so that each group costs as many events in any fleet.
+`--time-limits` gives every order a limit.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.commands import (
     Command,
@@ -31,6 +33,7 @@ from engine.commands import (
     SetTimer,
     StageWeights,
     StartGroup,
+    StartProcess,
     TrainStep,
 )
 from engine.driver import Driver
@@ -38,8 +41,8 @@ from engine.events import (
     Event,
     GroupAborted,
     GroupGenerated,
+    ProcessUp,
     PromptsDrawn,
-    ReplicaJoined,
     ReplicaPaused,
     RunStarted,
     StepTrained,
@@ -52,6 +55,7 @@ from engine.schedule.frames import Header
 from engine.schedule.recorder import Recorder
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits
+from engine.states.timeouts import AUTO, KINDS, Timeouts
 
 REPLICAS = 16
 SLOTS = 16
@@ -63,9 +67,11 @@ SYNC_EVENTS = (WeightsStaged, ReplicaPaused, WeightsInstalled)
 
 
 class Echo:
-    """Answers every command at once, first come first served; generated groups finish in the order they started."""
+    """Answers every command at once, first come first served; generated groups finish in the order they started.
+    Every replica has `slots` slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
         self.answers: deque[Event] = deque()
         self.running: deque[StartGroup | ResumeGroup] = deque()
         self.parked: set[tuple[int, int]] = set()
@@ -86,7 +92,13 @@ class Echo:
                             unfinished=0,
                         )
                     )  # fmt: skip
-                case SetTimer():
+                case StartProcess():
+                    self.answers.append(
+                        ProcessUp(
+                            kind=command.kind, index=command.index, incarnation=command.incarnation, slots=self.slots
+                        )
+                    )  # fmt: skip
+                case SetTimer() if command.delay_s == 0.0:
                     self.answers.append(TimerFired(timer=command.timer))
                 case DrawPrompts():
                     drawn = {"first": self.drawn, "count": command.count, "number": command.number}
@@ -149,19 +161,17 @@ def drive(driver: Driver, echo: Echo, scheduler: Scheduler, groups: int) -> None
         )  # fmt: skip
 
 
-def measure(live: int, groups: int, directory: Path) -> tuple[float, float, float]:
+def measure(live: int, groups: int, directory: Path, timeouts: Timeouts) -> tuple[float, float, float]:
     """(groups/s, events/s, bytes per live group) at about `live` live groups."""
     batch = max(1, live // 4)
-    limits = Limits(train_batch_size=batch, max_staleness_steps=3, max_concurrent_groups=live)
-    scheduler, echo = Scheduler(limits), Echo()
+    limits = Limits(train_batch_size=batch, max_staleness_steps=3, max_concurrent_groups=live, timeouts=timeouts)
+    scheduler, echo = Scheduler(limits), Echo(-(-live // REPLICAS))
     header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
     recorder = Recorder(directory, header)
     driver = Driver(scheduler, Wall(), recorder, echo)
     gc.collect()
     tracemalloc.start()
-    for id in range(REPLICAS):
-        driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=-(-live // REPLICAS), version=0))
-    driver.deliver(RunStarted())
+    driver.deliver(RunStarted(replicas=REPLICAS))
     while echo.answers:
         driver.deliver(echo.answers.popleft())
     size = 0
@@ -214,13 +224,11 @@ def measure_fleet(replicas: int, groups: int, directory: Path, straggler_factor:
         train_batch_size=batch, max_staleness_steps=STALENESS, max_concurrent_groups=slots,
         straggler_factor=straggler_factor,
     )  # fmt: skip
-    scheduler, echo = Scheduler(limits), Echo()
+    scheduler, echo = Scheduler(limits), Echo(SLOTS)
     header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
     recorder = Recorder(directory, header)
     driver = Timed(scheduler, Steady(), recorder, echo)
-    for id in range(replicas):
-        driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=SLOTS, version=0))
-    driver.deliver(RunStarted())
+    driver.deliver(RunStarted(replicas=replicas))
     drive(driver, echo, scheduler, 2 * batch)
     first_s, driver.longest_s, driver.sync_s, driver.syncs = driver.longest_s, 0.0, 0.0, 0
     gc.collect()
@@ -266,17 +274,19 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--replicas", help="compare fleets of so many replicas, for example 10,100,1000,4000")
+    parser.add_argument("--time-limits", action="store_true", help="give every order a time limit")
     args = parser.parse_args()
     if args.replicas:
         compare_fleets([int(n) for n in args.replicas.split(",")], args.groups, args.runs)
         return
-    base = None
+    every: dict[str, Any] = {f"{kind}_s": AUTO for kind in KINDS} if args.time_limits else {}
+    timeouts, base = Timeouts(**every), None
     print("live groups   groups/s   events/s  us/group  cost ratio  bytes/group")
     for live in args.live:
         results = []
         for _ in range(args.runs if live < 1_000_000 else 1):
             with tempfile.TemporaryDirectory() as directory:
-                results.append(measure(live, args.groups, Path(directory) / "schedule"))
+                results.append(measure(live, args.groups, Path(directory) / "schedule", timeouts))
         rate, events, size = (statistics.median(column) for column in zip(*results, strict=True))
         base = base or rate
         figures = f"{live:>11} {rate:>10.0f} {events:>10.0f} {1e6 / rate:>9.1f} {base / rate:>11.2f} {size:>12.0f}"

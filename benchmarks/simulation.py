@@ -17,7 +17,7 @@ from pathlib import Path
 from scheduler import REPLICAS, Echo, Wall, drive
 
 from engine.driver import Driver
-from engine.events import ReplicaJoined, RunStarted
+from engine.events import RunStarted
 from engine.schedule import Header, Recorder, read
 from engine.schedule.replayer import replay
 from engine.scheduler import Scheduler
@@ -30,15 +30,13 @@ GROUPS, BATCH, STEPS = 20_000, 1024, 150
 def replay_ratio(directory: Path) -> tuple[float, float]:
     """(events/s recorded, events/s replayed) of the same run."""
     limits = Limits(train_batch_size=256, max_staleness_steps=3, max_concurrent_groups=1024)
-    scheduler, echo = Scheduler(limits), Echo()
+    scheduler, echo = Scheduler(limits), Echo(1024 // REPLICAS)
     header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
     recorder = Recorder(directory, header)
     driver = Driver(scheduler, Wall(), recorder, echo)
     gc.collect()
     begin = time.perf_counter()
-    for id in range(REPLICAS):
-        driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=1024 // REPLICAS, version=0))
-    driver.deliver(RunStarted())
+    driver.deliver(RunStarted(replicas=REPLICAS))
     drive(driver, echo, scheduler, GROUPS)
     recorder.close()
     recorded = driver.events_handled / (time.perf_counter() - begin)

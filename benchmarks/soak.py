@@ -23,9 +23,9 @@ from scheduler import REPLICAS, Echo
 
 from engine.actors.plan import Plan, Rollout
 from engine.actors.run import start
-from engine.commands import Command, SaveCheckpoint, StopReplica
+from engine.commands import Command, DeleteCheckpoint, DiscardGroups, RetireWeights, SaveCheckpoint, StopProcess
 from engine.driver import Driver
-from engine.events import CheckpointSaved, GroupFailed, GroupGenerated, ReplicaJoined, ReplicaLost, RunStarted
+from engine.events import CheckpointSaved, GroupFailed, GroupGenerated, OrderDone, ProcessLost, RunStarted
 from engine.hosts.prompts import CountedPrompts
 from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.metrics.collector import RunMetrics
@@ -44,21 +44,21 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Endless(Echo):
-    """As `Echo`, with checkpoints, and replicas that come back."""
+    """As `Echo`, with checkpoints, acknowledged deletions, and replicas that die."""
 
     def execute(self, commands: Sequence[Command]) -> None:
         super().execute(commands)
         for command in commands:
             if isinstance(command, SaveCheckpoint):
                 self.answers.append(CheckpointSaved(steps=command.steps))
-            elif isinstance(command, StopReplica):
-                self.lose(command.replica, command.incarnation)
+            elif isinstance(command, DeleteCheckpoint | DiscardGroups | RetireWeights):
+                self.answers.append(OrderDone(orders=(command.number,)))
+            elif isinstance(command, StopProcess):
+                self.lose(command.index, command.incarnation)
 
     def lose(self, replica: int, incarnation: int) -> None:
-        """It died, and its next life has the initial weights."""
-        lost = ReplicaLost(replica=replica, incarnation=incarnation, returns=True, reason="soak")
-        joined = ReplicaJoined(replica=replica, incarnation=incarnation + 1, slots=8, version=0)
-        self.answers.extend((lost, joined))
+        """It died. Its next life has the initial weights."""
+        self.answers.append(ProcessLost(kind="replica", index=replica, incarnation=incarnation, reason="soak"))
 
 
 class Virtual:
@@ -77,14 +77,12 @@ def soak(hours: float) -> list[tuple[float, int, int]]:
     taken: list[tuple[float, int, int]] = []
     with tempfile.TemporaryDirectory() as place:
         transitions = Transitions()
-        scheduler, echo, clock = Scheduler(limits, observe=transitions), Endless(), Virtual()
+        scheduler, echo, clock = Scheduler(limits, observe=transitions), Endless(slots=8), Virtual()
         header = Header(run="soak", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
         recorder = Recorder(Path(place) / "schedule", header)
         metrics = RunMetrics(scheduler, transitions, Journal(Path(place) / "metrics.jsonl"))
         driver = Driver(scheduler, clock, recorder, echo, metrics.observe, snapshot_every=50_000, books=transitions)
-        for id in range(REPLICAS):
-            driver.deliver(ReplicaJoined(replica=id, incarnation=1, slots=8, version=0))
-        driver.deliver(RunStarted())
+        driver.deliver(RunStarted(replicas=REPLICAS))
         steps = int(hours * 3600 / STEP_S)
         tracemalloc.start()
         began = tracemalloc.take_snapshot()

@@ -113,8 +113,8 @@ def overview() -> Dashboard:
         graph(
             "Idle share of the trainer, by cause",
             "Low. waiting_for_groups: the rollout is the bottleneck; waiting_for_stragglers: a few long responses hold "
-            "the step; pool: replicas are going to sleep; waiting_for_weight_sync: replicas have to have the newest "
-            "weights first.",
+            "the step; restarting: the trainer died; pool: replicas are going to sleep; waiting_for_weight_sync: "
+            "replicas have to have the newest weights first.",
             "percentunit",
             {"{{cause}}": share_by_cause(names.TRAINER_BUSY, names.TRAINER_IDLE)},
             stacked=True,

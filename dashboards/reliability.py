@@ -6,8 +6,16 @@ from dashboards.panels import board, glance, graph, row
 from dashboards.queries import of, rate
 from engine.metrics import names
 
+DOWN = ("starting", "stopping", "gone")
+"""States of a replica whose process is not up."""
+UP = tuple(state for state in names.REPLICAS.labels["state"] if state not in DOWN)
 BAD: tuple[tuple[float | None, str], ...] = ((None, "green"), (1.0, "red"))
 KEPT = f"{of(names.BATCHES_KEPT)} * {of(names.BATCH_SIZE)}"
+
+
+def any_of(values: tuple[str, ...]) -> str:
+    """A label value that matches each of these."""
+    return "~" + "|".join(values)
 
 
 def grown(expression: str) -> str:
@@ -23,8 +31,8 @@ def reliability() -> Dashboard:
     made = made.with_panel(
         graph(
             "Failed attempts, by cause",
-            "Over the window; 0, or rare. group_data: prompts or rewards; group_infrastructure and replica_lost: "
-            "machines; weight_sync, publish: transfers.",
+            "Over the window; 0, or rare. group_data: prompts or rewards; group_infrastructure, replica_lost and "
+            "process_lost: machines; weight_sync, publish: transfers.",
             "suffix: attempts",
             {"{{cause}}": f"sum by (cause) (increase({of(names.RETRIES)}[$window]))"},
             stacked=True,
@@ -40,14 +48,34 @@ def reliability() -> Dashboard:
     )
     made = made.with_panel(
         graph(
-            "Replicas lost and back",
-            "Each loss is followed by a return; a gap between the lines is a replica that is gone for good.",
+            "Replicas that went down and came up",
+            "Each time one goes down, another life of it comes up. The distance between the lines is the replicas that "
+            "are up; gone for good stays at 0.",
             "suffix: times",
             {
-                "lost": f"sum ({of(names.TRANSITIONS, machine='replica', to='lost')}) or vector(0)",
-                "back": f"sum ({of(names.TRANSITIONS, machine='replica', source='lost')}) or vector(0)",
-                "lost now": of(names.REPLICAS, state="lost"),
+                "went down": f"sum ({of(names.TRANSITIONS, machine='replica', to='down')}) or vector(0)",
+                "came up": f"sum ({of(names.TRANSITIONS, machine='replica', source='down')}) or vector(0)",
+                "gone for good": of(names.REPLICAS, state="gone"),
             },
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Processes that ended, by kind",
+            "0, or rare: each is followed by a start. The alert EngineProcessDying watches those that are no replicas.",
+            "suffix: times",
+            {"{{kind}}": of(names.PROCESS_DEATHS)},
+            steps=True,
+        )
+    )
+    made = made.with_panel(
+        graph(
+            "Processes that start or stop",
+            "0 once the run has started. starting for long: it loads, trains steps again, or waits for room; "
+            "`engine waits RUN` says which.",
+            "suffix: processes",
+            {"{{kind}}, {{state}}": of(names.PROCESSES, state="~starting|stopping")},
             steps=True,
         )
     )
@@ -119,7 +147,7 @@ def _going_on(made: Dashboard) -> Dashboard:
             "suffix: replicas",
             {
                 "wanted": of(names.REPLICAS_WANTED),
-                "there": f"sum ({of(names.REPLICAS, state='~[^lj].*')})",
+                "there": f"sum ({of(names.REPLICAS, state=any_of(UP))})",
                 "draining or drained": f"sum ({of(names.REPLICAS, state='~drain.*')})",
             },
             steps=True,
@@ -137,7 +165,7 @@ def _going_on(made: Dashboard) -> Dashboard:
     made = made.with_panel(
         graph(
             "Running groups that were parked, by reason",
-            "0, or rare. timeout: attempts took longer than rollout.group_timeout_s, and cost one; moved: a faster "
+            "0, or rare. timeout: attempts took longer than timeouts.group_s, and cost one; moved: a faster "
             "replica took over what a slow one had, at no cost.",
             "suffix: groups",
             {"{{reason}}": of(names.PARKED)},
@@ -180,7 +208,13 @@ def _at_a_glance() -> list:
             decimals=0,
         ),
         glance("Groups failed", "Since the run began. 0.", "none", of(names.GROUPS_ENDED, state="failed"), steps=BAD),
-        glance("Replicas lost now", "0.", "none", of(names.REPLICAS, state="lost"), steps=BAD),
+        glance(
+            "Replicas down now",
+            "0: none starts, stops, or is gone for good.",
+            "none",
+            f"sum ({of(names.REPLICAS, state=any_of(DOWN))})",
+            steps=BAD,
+        ),
         glance(
             "Newest checkpoint",
             "Its age. About the time that trainer.checkpoint_every steps take.",

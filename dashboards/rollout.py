@@ -21,9 +21,10 @@ GENERATED = rate(names.REPLICA_GROUPS, by="replica", end="generated")
 
 STATE_COLOURS = {
     **dict.fromkeys(names.REPLICA_STATE.labels["state"], "yellow"),
-    "joining": "light-blue",
+    "starting": "light-blue",
+    "stopping": "light-orange",
+    "gone": "red",
     "ready": "green",
-    "lost": "red",
     "yielding": "light-purple",
     "asleep": "purple",
     "draining": "orange",
@@ -40,7 +41,8 @@ def rollout() -> Dashboard:
         timeline(
             "State of each replica",
             "ready, green, with short gaps while weights are swapped. draining, drained: let go, or the run comes to "
-            "rest; asleep: its pool trains; lost: see the Reliability board.",
+            "rest; asleep: its pool trains; starting, stopping, gone: its process is not up; see the board "
+            "Reliability.",
             coded(names.REPLICA_STATE, "state", by="replica"),
             "replica {{replica}}",
             STATE_COLOURS,

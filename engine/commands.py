@@ -11,7 +11,7 @@ Tags are the codec's names for the classes: never reuse one, never change the or
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
+from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +145,16 @@ class ResumeReplica(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopReplica(Command):
-    """End a replica that cannot be brought up to date, or is not wanted any more → `ReplicaLost`, which says whether
-    another one comes."""
+class StopProcess(Command):
+    """End a life of a process → `ProcessLost`. `kind` and `index` name the process: `states/process.py`."""
 
     tag: ClassVar[int] = 11
-    replica: ReplicaId
+    kind: str
+    index: int
     incarnation: Incarnation
     reason: str
-    returns: bool = True
-    """Another life of it is wanted."""
+    hung: bool = False
+    """It did not execute an order in time: its stacks are written before it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +206,18 @@ class SaveCheckpoint(Command):
 
     tag: ClassVar[int] = 16
     steps: int
+    number: int
+    """Its number in the order book. It tells a repeat from another attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteCheckpoint(Command):
+    """Delete the checkpoint after `steps` train steps, which is not to be kept any more → `OrderDone`."""
+
+    tag: ClassVar[int] = 50
+    steps: int
+    number: int
+    """Its number in the order book; `OrderDone` repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +244,8 @@ class FinishRun(Command):
     tag: ClassVar[int] = 19
     outcome: str
     reason: str
+    again: bool = False
+    """A process is lost that cannot be replaced while the run goes on: the run is to begin again from its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,20 +299,30 @@ class ParkGroup(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartReplica(Command):
-    """Start a replica that there has not been, or another life of one that was let go → `ReplicaJoined` or
-    `ReplicaLost`."""
+class StartProcess(Command):
+    """Begin a life of a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and incarnation."""
 
     tag: ClassVar[int] = 34
-    replica: ReplicaId
+    kind: str
+    index: int
+    incarnation: Incarnation
+    steps: StepId = 0
+    """Of the trainer: it begins with the weights after so many train steps."""
+    version: Version = NO_VERSION
+    """Of the trainer: the published version that holds these weights. -1: the checkpoint after `steps` train steps; the
+    initial weights if `steps` is 0."""
+    updates: int = 0
+    """Of the trainer: optimizer updates in these steps."""
+    redo: tuple[StepId, ...] = ()
+    """Of the trainer: the steps that follow. It trains them again from their recorded batches before it is up."""
 
 
 COMMANDS: dict[int, type[Command]] = {
     cls.tag: cls
     for cls in (
         DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
-        InstallWeights, ResumeReplica, StopReplica, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
+        InstallWeights, ResumeReplica, StopProcess, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
         SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
-        ParkGroup, StartReplica,
+        ParkGroup, StartProcess, DeleteCheckpoint,
     )
 }  # fmt: skip

@@ -10,10 +10,7 @@ Tags are the codec's names for the classes: never reuse one, never change the or
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.ids import EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
-
-NO_VERSION: Version = -1
-"""The oldest and newest version of a group that has no token yet."""
+from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, StepId, TimerId, ValidationId, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +33,8 @@ class RunStarted(Event):
     """Prompts may be drawn. The first event of every record."""
 
     tag: ClassVar[int] = 1
+    replicas: int = 0
+    """Replicas to be started, numbered from 0. Those that only validate come last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,25 +98,32 @@ class GroupFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaJoined(Event):
-    """A rollout engine is up with `slots` concurrent groups and the weights of `version`."""
+class ProcessUp(Event):
+    """A life of a process can execute orders. `kind` and `index` name the process: `states/process.py`."""
 
     tag: ClassVar[int] = 6
-    replica: ReplicaId
+    kind: str
+    index: int
     incarnation: Incarnation
-    slots: int
-    version: Version
+    slots: int = 0
+    """Of a replica: groups that it can generate at once."""
+    version: Version = 0
+    """Of a replica: the weights that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLost(Event):
-    """A rollout engine is gone, with what it had not stored of its groups. `returns`: another life is being started."""
+class ProcessLost(Event):
+    """A life of a process has ended, or never began. What it had not stored is gone."""
 
     tag: ClassVar[int] = 7
-    replica: ReplicaId
+    kind: str
+    index: int
     incarnation: Incarnation
-    returns: bool
     reason: str
+    final: bool = False
+    """Nothing can start another life of it."""
+    published: Version = NO_VERSION
+    """Of the trainer: the newest version in the weights store. The report of it may be lost with the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +304,8 @@ class RunResumed(Event):
     """The run goes on, in new processes, from the weights after `steps` train steps; 0: the initial ones.
 
     What those weights do not hold did not happen: it is done again. `consumed` and `released` are the groups that had
-    ended since; `replicas` are being started, numbered from 0, with the initial weights."""
+    ended since; `replicas` are being started, numbered from 0, with the
+    initial weights."""
 
     tag: ClassVar[int] = 22
     steps: int
@@ -397,13 +404,34 @@ class DrawFailed(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessWaits(Event):
+    """A process cannot start until the cluster has room for it. Empty `reason`: it need not wait any more."""
+
+    tag: ClassVar[int] = 43
+    kind: str
+    index: int
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDamaged(Event):
+    """The checkpoint after `steps` train steps is not what was written and is not used any more. Reported only while no
+    trainer runs."""
+
+    tag: ClassVar[int] = 50
+    steps: int
+    reason: str
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
-        RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ReplicaJoined, ReplicaLost, WeightsStaged,
+        RunStarted, PromptsDrawn, GroupGenerated, GroupAborted, GroupFailed, ProcessUp, ProcessLost, WeightsStaged,
         ReplicaPaused, WeightsInstalled, SyncFailed, BatchScored, StepTrained, StepFailed, WeightsPublished,
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
-        ReplicasWanted, SettingChanged, OrderDone, DrawFailed,
+        ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
     )
 }  # fmt: skip

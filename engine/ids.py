@@ -14,11 +14,14 @@ StepId: TypeAlias = int
 Version: TypeAlias = int
 """A weights version: the number of publications before it. 0 is the initial weights."""
 
+NO_VERSION: Version = -1
+"""The oldest and newest version of a group that has no token yet; no version where one may be named."""
+
 ReplicaId: TypeAlias = int
 """One rollout engine instance."""
 
 Incarnation: TypeAlias = int
-"""Which life of a replica, counted from 1; a replica that was lost and came back has the next number."""
+"""Which life of a process, counted from 1. Numbered by the scheduler and never reused."""
 
 EventId: TypeAlias = int
 """Position of an event in the record, counted from 0."""

@@ -13,6 +13,7 @@ from engine.commands import Command
 from engine.errors import PolicyError
 from engine.events import (
     BatchScored,
+    CheckpointDamaged,
     CheckpointFailed,
     CheckpointSaved,
     DrainRequested,
@@ -23,11 +24,12 @@ from engine.events import (
     GroupGenerated,
     OrderDone,
     PrefixStored,
+    ProcessLost,
+    ProcessUp,
+    ProcessWaits,
     PromptsDrawn,
     PublishFailed,
-    ReplicaJoined,
     ReplicaLeaves,
-    ReplicaLost,
     ReplicaPaused,
     ReplicasWanted,
     RowsFailed,
@@ -48,17 +50,19 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.policies import PolicySet
-from engine.scheduling.attempts import AttemptTiming
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.leaving import LeavingScheduling
+from engine.scheduling.lifetimes import Lifetimes
 from engine.scheduling.orders import Orders
 from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.pools import PoolScheduling
+from engine.scheduling.processes import ProcessScheduling
 from engine.scheduling.resume import resume
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.settings import FIGURES, changed_limits, changed_policies
 from engine.scheduling.stages import StageScheduling
 from engine.scheduling.sync import SyncScheduling
+from engine.scheduling.time_limits import TimeLimits
 from engine.scheduling.training import TrainingScheduling
 from engine.scheduling.validation import ValidationScheduling
 from engine.states.invariants import check_event
@@ -87,15 +91,21 @@ class Scheduler:
         self.decisions = Decisions(policies, self.state, self.view)
         self.stages = StageScheduling(self.state, self.decisions, self._orders)
         self.pace = PaceScheduling(self.state, self._orders)
-        self.rollout = RolloutScheduling(self.state, self.decisions, self._orders, self.view, self.stages, self.pace)
+        self.lifetimes = Lifetimes(self.state, self._orders)
+        self.rollout = RolloutScheduling(
+            self.state, self.decisions, self._orders, self.view, self.stages, self.pace, self.lifetimes
+        )
         self.pools = PoolScheduling(self.state, self._orders)
         self.training = TrainingScheduling(
             self.state, self.decisions, self._orders, self.view, self.rollout, self.pools
         )
         self.sync = SyncScheduling(self.state, self.decisions, self._orders, self.view, self.rollout)
         self.validation = ValidationScheduling(self.state, self.decisions, self._orders)
-        self.leaving = LeavingScheduling(self.state, self._orders, self.rollout, self.pools, self.sync)
-        self.attempts = AttemptTiming(self.state, self._orders, self.rollout)
+        self.leaving = LeavingScheduling(self.state, self._orders, self.lifetimes, self.rollout, self.pools, self.sync)
+        self.processes = ProcessScheduling(
+            self.state, self._orders, self.lifetimes, self.rollout, self.sync, self.training
+        )
+        self.time_limits = TimeLimits(self.state, self._orders, self.lifetimes, self.rollout, self.validation)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
             RunResumed: self._on_run_resumed,
@@ -105,29 +115,31 @@ class Scheduler:
             GroupAborted: self.rollout.on_group_aborted,
             GroupFailed: self.rollout.on_group_failed,
             PrefixStored: self.rollout.on_prefix_stored,
-            StateLeft: self.rollout.on_state_left,
+            StateLeft: self.processes.on_state_left,
             StateFailed: self.rollout.on_state_failed,
-            ReplicaJoined: self.sync.on_replica_joined,
-            ReplicaLost: self.sync.on_replica_lost,
+            ProcessUp: self.processes.on_up,
+            ProcessLost: self.processes.on_lost,
+            ProcessWaits: self.processes.on_waits,
             WeightsStaged: self.sync.on_weights_staged,
             ReplicaPaused: self.sync.on_replica_paused,
             WeightsInstalled: self.sync.on_weights_installed,
             SyncFailed: self.sync.on_sync_failed,
-            BatchScored: self.training.on_batch_scored,
+            BatchScored: self.processes.on_batch_scored,
             StepTrained: self.training.on_step_trained,
             StepFailed: self.training.on_step_failed,
             WeightsPublished: self.training.on_weights_published,
             PublishFailed: self.training.on_publish_failed,
             CheckpointSaved: self.training.on_checkpoint,
             CheckpointFailed: self.training.on_checkpoint,
+            CheckpointDamaged: self.training.on_checkpoint_damaged,
             TimerFired: self._on_timer_fired,
             StopRequested: self._on_stop_requested,
             DrainRequested: self.leaving.on_drain_requested,
             ReplicaLeaves: self.leaving.on_replica_leaves,
             ReplicasWanted: self.leaving.on_replicas_wanted,
             SettingChanged: self._on_setting_changed,
-            SchedulerRecovered: lambda event: None,
-            OrderDone: lambda event: None,
+            SchedulerRecovered: self.time_limits.on_recovered,
+            OrderDone: self._on_order_done,
             RowsMeasured: self.validation.on_rows_measured,
             RowsFailed: self.validation.on_rows_failed,
         }
@@ -170,6 +182,10 @@ class Scheduler:
         if state.outcome is None:
             self._order_what_may_begin()
             self._finish_when_done()
+        if state.outcome is None:
+            self._orders.add_discards()
+            if state.clocks.sooner:
+                self.time_limits.watch()
         if state.outcome is not None:
             self.validation.cancel_all(f"the run ended: {state.outcome.reason}")
             state.stages.put_back()  # a resume works on them again
@@ -180,16 +196,18 @@ class Scheduler:
         return self._orders.take()
 
     def _of_an_older_life(self, event: Event) -> bool:
-        """Whether a replica has had another life since what an event says of it."""
-        if not isinstance(event, ReplicaJoined | ReplicaLost | ReplicaLeaves):
-            return False
-        replica = self.state.fleet.replicas.get(event.replica)
+        """Whether an event tells of a life of a process that is over, or tells again what is known of it."""
         if isinstance(event, ReplicaLeaves):
-            return replica is None or replica.state == "lost" or replica.incarnation != event.incarnation
-        if replica is None:
+            replica = self.state.fleet.replicas.get(event.replica)
+            return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
+        if not isinstance(event, ProcessUp | ProcessLost):
             return False
-        joins = isinstance(event, ReplicaJoined)
-        return event.incarnation < replica.incarnation or (joins and 0 < event.incarnation == replica.incarnation)
+        process = self.state.find_process(event.kind, event.index)
+        if process is None:
+            return False
+        if event.incarnation != process.incarnation:
+            return event.incarnation < process.incarnation
+        return process.state == "gone" or (isinstance(event, ProcessUp) and process.state != "starting")
 
     def _order_what_may_begin(self) -> None:
         """After every event, and once more under the built-in policies where those of the run have started nothing."""
@@ -205,8 +223,6 @@ class Scheduler:
         if state.stages.waiting:
             self.stages.advance()
         self.training.watch()
-        if state.limits.group_timeout_s is not None and state.live.group_timer is None:
-            self.attempts.watch()
 
     def _look_after_hardware(self) -> None:
         """After anything but a group has changed: which task has which pool, and which version belongs where.
@@ -219,22 +235,30 @@ class Scheduler:
         self.state.disturbed = False
 
     def _on_run_started(self, event: RunStarted) -> None:
-        self.state.started = True
+        if not self.state.started:
+            self.state.started = True
+            self.processes.begin(event.replicas)
 
     def _on_run_resumed(self, event: RunResumed) -> None:
-        resume(event, self.state, self.rollout, self.training, self.sync, self.validation)
+        resume(event, self.state, self.rollout, self.training, self.processes, self.validation)
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._orders.end_run("stopped", event.reason)
 
+    def _on_order_done(self, event: OrderDone) -> None:
+        self.training.on_order_done(event)
+        self.validation.on_order_done(event)
+
     def _on_timer_fired(self, event: TimerFired) -> None:
         live = self.state.live
-        if event.timer == live.group_timer:
-            self.attempts.on_timer()
+        if event.timer == live.limit_timer:
+            self.time_limits.on_timer(event)
         elif event.timer == live.give_up_timer:
             live.give_up_timer = None
         elif event.timer == live.fill_timer:
             live.fill_timer = None
+        elif event.timer == live.drain_timer:
+            self.leaving.on_drain_timer()
         else:
             self.training.on_timer_fired(event)
 
@@ -242,11 +266,10 @@ class Scheduler:
         state, setting, value = self.state, event.setting, event.value
         if setting in FIGURES:
             state.change(changed_limits(state.limits, setting, value))
+            self.training.delete_checkpoints()  # fewer may be kept now
         else:
             self.decisions.use(changed_policies(self.policies, setting, value))
         state.live.settings[setting] = value
-        if setting == "rollout.group_timeout_s":
-            self.attempts.begin()
 
     def _come_to_rest(self) -> None:
         """End a run that was asked to, resumably, once nothing is under way; with a checkpoint of where it is."""
@@ -255,7 +278,7 @@ class Scheduler:
             return
         if self.limits.checkpoint_every and state.checkpoint_ordered != state.steps_trained:
             self.training.checkpoint()
-        if not state.checkpoint_pending:
+        if not state.checkpoint_pending and not state.deletion_pending:
             self._orders.end_run("stopped", state.live.draining)
 
     def _finish_when_done(self) -> None:
@@ -281,7 +304,7 @@ class Scheduler:
             self.validation.close()
             self._look_after_hardware()
             self.validation.send()
-        if state.checkpoint_pending or state.validations.runs:
+        if state.checkpoint_pending or state.deletion_pending or state.validations.runs:
             return
         for group in list(state.groups.values()):
             self.rollout.drop(group)
@@ -343,8 +366,8 @@ class Scheduler:
             return None
         if state.live.give_up_timer is not None or state.live.fill_timer is not None:
             return None
-        if any(id < (state.live.wanted or 0) for id in state.orders.open("stop")):
-            return None  # it starts again as soon as it has stopped
+        if state.orders.open("stop rows"):
+            return None  # rows that were cut short are measured again
         if self.state.none_left:
             self._orders.end_run("failed", self.state.none_left)
             return None

@@ -162,16 +162,16 @@ def _replicas(status: Status, shown: int) -> RenderableType:
     table = Table.grid(padding=(0, 2), expand=True)
     for width, justify in ((7, "right"), (10, "left"), (9, "left"), (BAR_WIDTH, "left"), (9, "right")):
         table.add_column(no_wrap=True, width=width, justify=justify)  # type: ignore[arg-type]
-    for id, (held, slots) in list(status.replica_slots.items())[:shown]:
-        state = status.replica_states.get(id, "")
+    for id, state in list(status.replica_states.items())[:shown]:
+        held, slots = status.replica_slots.get(id, (0, 0))
         full = round(BAR_WIDTH * held / slots) if slots else 0
         bar = Text(HELD * full, style="green").append(FREE * (BAR_WIDTH - full), style="dim")
         if id in status.replicas_slow:
             state = "slow" if state == "ready" else state
         style = "" if state == "ready" else "yellow"
-        version = f"v{status.replica_versions.get(id, 0)}"
-        table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}")
-    more = len(status.replica_slots) - shown
+        version = f"v{status.replica_versions[id]}" if id in status.replica_versions else ""
+        table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}" if slots else "")
+    more = len(status.replica_states) - shown
     notes = [f"{more} more"] if more > 0 else []
     there = len(status.replica_slots)
     notes += [f"{there} of {status.replicas_wanted} wanted"] if there != status.replicas_wanted else []

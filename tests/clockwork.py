@@ -40,6 +40,7 @@ class Clockwork:
     """Whether the attempts of a group fail, for its data."""
     training_s: float = 0.5
     publishing_s: float = 0.25
+    starting_s: float = 0.0
     install_s: float = 0.125
     measure_s: float = 0.5
     reports: bool = True
@@ -64,10 +65,7 @@ class Clockwork:
             self.scheduler, self, self.recorder or NoRecord(), self, self.metrics.observe,
             snapshot_every=self.snapshot_every, books=transitions,
         )  # fmt: skip
-        for id in range(self.replicas):
-            self.versions[id] = 0
-            self.after(0.0, fact.ReplicaJoined(replica=id, incarnation=1, slots=self.slots, version=0))
-        self.after(0.0, fact.RunStarted())
+        self.after(0.0, fact.RunStarted(replicas=self.replicas))
 
     def now(self) -> float:
         return self.at
@@ -103,6 +101,14 @@ class Clockwork:
                     self.after(1.0, fact.StateFailed(**place, cause="data", reason="no judge"))
                 else:
                     self.after(1.0, fact.StateLeft(**place, **reward))
+            case order.StartProcess(kind="replica", index=index, incarnation=life):
+                self.versions[index] = 0
+                up = fact.ProcessUp(kind="replica", index=index, incarnation=life, slots=self.slots, version=0)
+                self.after(self.starting_s, up)
+            case order.StartProcess(kind=kind, index=index, incarnation=life):
+                self.after(self.starting_s, fact.ProcessUp(kind=kind, index=index, incarnation=life))
+            case order.StopProcess(kind=kind, index=index, incarnation=life, reason=reason):
+                self.after(0.0, fact.ProcessLost(kind=kind, index=index, incarnation=life, reason=reason))
             case order.StageWeights():
                 self.after(0.0, fact.WeightsStaged(version=command.version, **self.sync(command)))
             case order.PauseReplica():
@@ -126,7 +132,7 @@ class Clockwork:
                 self.after(self.publishing_s, fact.WeightsPublished(version=version, attempt=attempt))
             case order.AbortGroup() | order.ResumeReplica() | order.StopMeasuring():
                 self.after(0.0, fact.OrderDone(orders=(command.number,)))
-            case order.DiscardGroups() | order.RetireWeights():
+            case order.DiscardGroups() | order.RetireWeights() | order.DeleteCheckpoint():
                 self.after(0.0, fact.OrderDone(orders=(command.number,)))
             case _:
                 pass
@@ -139,7 +145,8 @@ class Clockwork:
         """Each running group comes back without a token; what was on its way is an echo by then."""
         for id in self.scheduler.state.fleet.replicas[replica].groups:
             group = self.scheduler.state.groups[id]
-            attempt = {"group": id, "attempt": group.attempt, "replica": replica, "incarnation": 1}
+            life = self.scheduler.state.fleet.replicas[replica].incarnation
+            attempt = {"group": id, "attempt": group.attempt, "replica": replica, "incarnation": life}
             self.after(0.0, fact.GroupAborted(**attempt, tokens=0, oldest_version=-1, newest_version=-1))
 
     def generated(self, command: order.StartGroup | order.ResumeGroup) -> Event:

@@ -30,6 +30,7 @@ from engine.schedule.store import preamble
 from engine.states.group import GROUP
 from engine.states.machine import Table
 from engine.states.pool import POOL
+from engine.states.process import PROCESS
 from engine.states.replica import REPLICA
 from engine.states.step import STEP
 from engine.states.validation import VALIDATION
@@ -37,7 +38,7 @@ from engine.states.version import VERSION
 from engine.tasks.tokenizer import save_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLES = (GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL)
+TABLES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 Capture = pytest.CaptureFixture[str]
 
@@ -490,13 +491,15 @@ def test_an_error_wrapped_on_its_way_is_still_known(capsys: Capture, launched: L
 
 
 def test_a_failed_run_says_why(capsys: Capture, launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.events import ReplicaLost
+    from engine.events import ProcessLost
 
     class Doomed(FakeHandle):
         def updates(self) -> Iterator[Status]:
             self.world.run(lambda world: world.scheduler.state.ledger.running > 0)
             for replica in (0, 1):
-                self.world.driver.deliver(ReplicaLost(replica=replica, incarnation=1, returns=False, reason="burnt"))
+                self.world.driver.deliver(
+                    ProcessLost(kind="replica", index=replica, incarnation=1, final=True, reason="burnt")
+                )
             self.world.run(lambda world: world.driver.outcome is not None)
             yield self.world.metrics.status()
 

@@ -421,6 +421,7 @@ def order_rows() -> list[str]:
             key,
             ", ".join(relation.echo) or "–",
             owner,
+            relation.limit or "–",
             _named(relation.answers) + reports,
         )
         rows.append(f"| {' | '.join(cells)} |")
@@ -433,7 +434,7 @@ def _named(classes: Iterable[type]) -> str:
 
 def test_the_architecture_shows_every_order_as_the_table_has_it() -> None:
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    _, found, rest = page.partition("| order | key | echo | owner | answered by |\n|---|---|---|---|---|\n")
+    _, found, rest = page.partition("| order | key | echo | owner | limit | answered by |\n|---|---|---|---|---|---|\n")
     assert found, "found no table to check"
     assert list(takewhile(lambda line: line.startswith("|"), rest.splitlines())) == order_rows()
 

@@ -49,7 +49,7 @@ def fill(run: Path) -> None:
     journal.close()
     keep_rows(run / "metrics.jsonl", lambda row: True)
     saving: Any = Saving()
-    save_checkpoint(saving, run / "checkpoints", 1, keep=2)
+    save_checkpoint(saving, run / "checkpoints", 1)
     note_launch(run, "launch")
     announce([run / FILE], "127.0.0.1:1", "a")
 

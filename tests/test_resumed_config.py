@@ -36,9 +36,11 @@ def test_nothing_changed_is_nothing_to_tell(begun: tuple[Path, dict[str, Any]]) 
         (["scheduler.policies.deadline=drop"], [("scheduler.policies.deadline", "drop")]),
         (["scheduler.policies.sync=rolling"], [("scheduler.policies.sync", "rolling")]),
         (["scheduler.policies.on_error=builtin"], [("scheduler.policies.on_error", "builtin")]),
-        (["rollout.group_timeout_s=90"], [("rollout.group_timeout_s", "90.0")]),
-        (["rollout.group_timeout_s=null"], [("rollout.group_timeout_s", "null")]),
+        (["timeouts.group_s=90"], [("timeouts.group_s", "90.0")]),
+        (["timeouts.group_s=null"], [("timeouts.group_s", "null")]),
         (["scheduler.max_drops=4"], [("scheduler.max_drops", "4")]),
+        (["trainer.keep_checkpoints=5"], [("trainer.keep_checkpoints", "5")]),
+        (["trainer.keep_checkpoints_every=20"], [("trainer.keep_checkpoints_every", "20")]),
         (
             ["scheduler.max_concurrent_groups=16", "scheduler.max_staleness_steps=3"],
             [("scheduler.max_staleness_steps", "3"), ("scheduler.max_concurrent_groups", "16")],
@@ -56,10 +58,10 @@ def test_live_settings_are_told_in_an_order_that_holds(
     assert list(resumed(*begun, overrides)[1]) == settings
 
 
-def test_free_fields_change_without_a_word(begun: tuple[Path, dict[str, Any]]) -> None:
+def test_free_fields_change_and_only_those_that_a_run_has_set_are_told(begun: tuple[Path, dict[str, Any]]) -> None:
     overrides = ["rollout.replicas=5", "control.enabled=false", "run.silence_s=9", "durability.drain_s=30"]
     config, settings = resumed(*begun, overrides)
-    assert settings == (("rollout.replicas", "5"),), "and of these one says that an earlier number is out of date"
+    assert settings == (("durability.drain_s", "30.0"), ("rollout.replicas", "5"))
     assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
 
 

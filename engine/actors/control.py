@@ -16,7 +16,6 @@ from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
 from engine.control.server import ControlServer
 from engine.driver import Driver
 from engine.errors import EngineError
-from engine.events import Event, StopRequested
 from engine.hosts.reasons import clean
 from engine.metrics.collector import RunMetrics
 from engine.metrics.silence import Silence
@@ -49,7 +48,8 @@ class Control:
         self._now = now
         self._changed = changed
         self._server: ControlServer | None = None
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        """Looks for silence."""
 
     async def open(self) -> None:
         """Listen, where the plan says so. Raises: `ConfigError` for its address."""
@@ -59,8 +59,7 @@ class Control:
             self._place = await self._server.start(plan.control_host, plan.control_port, plan.control_hosts)
 
     def begin(self) -> None:
-        """Write down where orders are taken, listen for silence, and bound a drain that an earlier process of the
-        scheduler began. Where the first fails the run goes on."""
+        """Write down where orders are taken, and listen for silence. Where the first fails the run goes on."""
         if self._server is not None and self._plan.run_dir is not None:
             try:
                 announce(self._plan.run_dir, self._place)
@@ -70,11 +69,10 @@ class Control:
         self._listen()
         if self._driver.scheduler.state.live.draining:
             self.told = True
-            self._bound_drain()
 
     async def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._server is not None:
             if self._plan.run_dir is not None:
                 withdraw(self._plan.run_dir)
@@ -90,8 +88,6 @@ class Control:
         self._deliver(*events)
         if self._driver.failure is not None:
             raise EngineError(f"the run cannot go on: {self._driver.failure}")
-        if isinstance(asked, Drain) and asked.replica is None:
-            self._bound_drain()
         return {"done": self._answer(asked), **self._state()}
 
     def _answer(self, asked: Operation) -> str:
@@ -105,7 +101,8 @@ class Control:
             return f"{are(asked.replicas, 'replica')} wanted{self._beside(asked.replicas)}"
         if asked.replica is not None:
             return f"replica {asked.replica} leaves: it gets no more groups, those it has go on elsewhere"
-        bound = "" if self._plan.drain_s is None else f", for {self._plan.drain_s:g} s at most"
+        drain_s = self._driver.scheduler.state.limits.drain_s
+        bound = "" if drain_s is None else f", for {drain_s:g} s at most"
         return f"the run drains{bound}: nothing starts any more, what runs is parked, then it ends resumably"
 
     def _beside(self, replicas: int) -> str:
@@ -127,18 +124,9 @@ class Control:
             "waits": found[:SHOWN] + ([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []),
         }
 
-    # timers
-
-    def _bound_drain(self) -> None:
-        """A drain that takes too long becomes a stop: who is preempted has so long and no longer."""
-        seconds = self._plan.drain_s
-        if seconds is not None and "drain" not in self._timers:
-            stop: Event = StopRequested(reason=f"the drain took longer than durability.drain_s = {seconds:g}")
-            self._timers["drain"] = asyncio.get_running_loop().call_later(seconds, self._deliver, stop)
-
     def _listen(self) -> None:
         before = self._metrics.silence
         delay = self._silence.look(self._now())
         if self._metrics.silence != before:
             self._changed()
-        self._timers["silence"] = asyncio.get_running_loop().call_later(delay, self._listen)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._listen)

@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from engine.actors.failures import failure_reason
-from engine.actors.fleet import Fleet
+from engine.actors.supervisor import Supervisor
 from engine.actors.wire import Order
 from engine.commands import (
     CancelTimer,
     Command,
+    DeleteCheckpoint,
     DiscardGroups,
     DrawPrompts,
     EnterState,
@@ -26,9 +27,9 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
-    StartReplica,
+    StartProcess,
     StopMeasuring,
-    StopReplica,
+    StopProcess,
     TrainStep,
 )
 from engine.events import Event, GroupFailed, PromptsDrawn
@@ -39,20 +40,23 @@ from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
 from engine.ids import GroupId
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 log = logging.getLogger(__name__)
 
-TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
+TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 
 class RayExecutor:
     """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run;
-    `held_out` counts the rows of a validation; `drawn` prompts were drawn in earlier lives of the run."""
+    `scorers`: the tasks of each scorer; `held_out` counts the rows of a validation; `drawn` prompts were drawn in
+    earlier lives of the run."""
 
     def __init__(
         self,
         *,
-        fleet: Fleet,
+        supervisor: Supervisor,
+        scorers: Sequence[Sequence[str]] = (),
         prompts: Prompts,
         trajectories: Any,
         weights: Any,
@@ -62,7 +66,8 @@ class RayExecutor:
         deliver: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
-        self._fleet = fleet
+        self._supervisor = supervisor
+        self._scorer_of = {task: index for index, tasks in enumerate(scorers) for task in tasks}
         self._prompts = prompts
         self._trajectories = trajectories
         self._weights = weights
@@ -88,10 +93,12 @@ class RayExecutor:
             CancelTimer: self._timers.cancel,
             RetireWeights: self._retire,
             StopMeasuring: self._stop_measuring,
-            StopReplica: fleet.stop_replica,
-            StartReplica: fleet.start_replica,
+            StopProcess: supervisor.stop,
+            StartProcess: supervisor.start,
             FinishRun: finish,
-            **dict.fromkeys((*TRAINER_COMMANDS, EnterState), fleet.order_trainer),
+            EnterState: lambda command: supervisor.order(ADDED_STATES, 0, Order(command)),
+            ScoreBatch: self._score,
+            **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, Order(command))),
         }
 
     def execute(self, commands: Sequence[Command]) -> None:
@@ -101,11 +108,11 @@ class RayExecutor:
             if one is not None:
                 one(command)
             else:
-                self._fleet.order_replica(Order(command))
+                self._order_replica(Order(command))
 
     def flush(self) -> None:
         """Make the calls that the commands so far ask for. To be called at the end of every drain."""
-        self.calls += self._fleet.flush()
+        self.calls += self._supervisor.flush()
         if self._discards:
             self._expect(self._trajectories.discard.remote(self._discards), self._discard_orders)
             self.calls += 1
@@ -149,16 +156,25 @@ class RayExecutor:
             )
             self._deliver(failed)
             return
-        self._fleet.order_replica(Order(command, prompt))
+        self._order_replica(Order(command, prompt))
+
+    def _order_replica(self, order: Order) -> None:
+        command: Any = order.command
+        self._supervisor.order(REPLICA, command.replica, order, command.incarnation)
+
+    def _score(self, command: ScoreBatch) -> None:
+        index = self._scorer_of.get(command.task)
+        kind = TRAINER if index is None else SCORER
+        self._supervisor.order(kind, index or 0, Order(command))
 
     def _discard(self, command: DiscardGroups) -> None:
-        self._fleet.discard(command)
+        self._supervisor.order(ADDED_STATES, 0, Order(command))
         self._discards.extend(command.groups)
         self._discard_orders.append(command.number)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
         """The replica stops, and so do the agents of held-out rows, if there are any."""
-        self._fleet.order_replica(Order(command))
+        self._order_replica(Order(command))
         if self._gateway is not None:
             groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
             self._gateway.discard.remote(groups)

@@ -1,8 +1,8 @@
 """How it is known that an actor is lost: it says so itself, Ray says that it died, or it gives no sign of life.
 
-Used by whoever watches an actor: `fleet` and `link`. The first two need no polls: a call that is answered at the end
-only. A process that hangs (stopped, swapping, its event loop blocked) answers nothing for ever, so it is asked for a
-sign of life now and then; work on its threads, however long, does not keep an event loop from giving one.
+Used by `supervisor.py`, `survived.py` and `scheduler_watch.py`. The first two need no polls: a call that is answered
+at the end only. A process that hangs (stopped, swapping, its event loop blocked) answers nothing for ever, so it is
+asked for a sign of life now and then; work on its threads, however long, does not keep an event loop from giving one.
 """
 
 import asyncio
@@ -14,6 +14,21 @@ from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
 from engine.actors.plan import Plan
+
+UNKNOWN = -1
+PATIENCE_S = 30.0
+"""For an answer, where no heartbeat says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a life ended."""
+
+    reason: str
+    told: bool = False
+    """The actor says so itself."""
+    silent: int | None = None
+    """Its process id, or `UNKNOWN`, if it gives no sign of life but may still run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +43,54 @@ class Pulse:
     def of(cls, plan: Plan) -> "Pulse":
         return cls(plan.heartbeat_s, plan.missed_beats)
 
-    async def lost(self, actor: Any) -> str:
-        """Returns when the actor is lost, with the reason."""
+    async def lost(self, actor: Any) -> "Ended":
+        """Returns when the actor is lost."""
         ended = asyncio.ensure_future(_ended(actor))
+        pid: int | None = None
         try:
             while self.every_s:
-                await asyncio.wait([ended], timeout=self.every_s)
-                if ended.done():
-                    break
                 beat = asyncio.ensure_future(_beat(actor))
                 await asyncio.wait([beat, ended], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
-                if not beat.done():
+                if beat.done():
+                    pid = beat.result() or pid
+                    await asyncio.wait([ended], timeout=self.every_s)
+                else:
                     beat.cancel()
-                if not beat.done() and not ended.done():
-                    return f"no sign of life for {self.limit_s:g} s"
+                if ended.done():
+                    break
+                if not beat.done():
+                    return Ended(f"no sign of life for {self.limit_s:g} s", silent=pid or UNKNOWN)
             return await ended
         finally:
             ended.cancel()
+
+    async def pid(self, actor: Any) -> int:
+        """The process id of an actor, or `UNKNOWN` if it gives no sign of life."""
+        try:
+            return await asyncio.wait_for(_beat(actor), self.patience_s) or UNKNOWN
+        except TimeoutError:
+            return UNKNOWN
 
     @property
     def limit_s(self) -> float:
         return self.every_s * self.missed
 
+    @property
+    def patience_s(self) -> float:
+        """How long an answer is waited for that a process gives at once; never 0."""
+        return self.limit_s or PATIENCE_S
 
-async def _beat(actor: Any) -> None:
+
+async def _beat(actor: Any) -> int | None:
+    """The process id of the actor."""
     with contextlib.suppress(RayError):  # it is dead then, which `_ended` tells
-        await actor.beat.remote()
+        pid: int = await actor.beat.remote()
+        return pid
+    return None
 
 
-async def _ended(actor: Any) -> str:
+async def _ended(actor: Any) -> Ended:
     try:
-        reason: str = await actor.alive.remote()
+        return Ended(await actor.alive.remote(), told=True)
     except Exception as error:
-        reason = failure_reason(error)
-    return reason
+        return Ended(failure_reason(error))

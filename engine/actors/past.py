@@ -180,9 +180,10 @@ def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Rec
 
 
 def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> list[str]:
-    """The checkpoint before the newest that was saved, where it should still be there and is not."""
-    before, there = recovered.scheduler.state.ended.floor, [steps for steps, _ in saved]
-    newer = sum(steps > before for steps in there)
-    if plan.force_from is not None or not before or before in there or newer >= plan.keep_checkpoints:
+    """Checkpoints older than the newest that should still be there and are not."""
+    if plan.force_from is not None:
         return []
-    return [f"step-{before:06d}, which was saved, is not there and is not needed"]
+    state, there = recovered.scheduler.state, {steps for steps, _ in saved}
+    deleted = {*state.checkpoints.surplus(state.limits), *state.orders.open("delete")}
+    gone = [steps for steps in state.checkpoints.steps if steps not in there and steps not in deleted]
+    return [f"step-{steps:06d}, which was saved, is not there and is not needed" for steps in gone]

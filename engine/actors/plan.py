@@ -15,7 +15,7 @@ from engine.hosts.added import Work
 from engine.hosts.durable import StorePolicy
 from engine.hosts.prompts import Prompts
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS
-from engine.ids import GroupId, ReplicaId, StepId
+from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
 from engine.roles import Generator, Scorer, Trainer
 from engine.states.limits import REWARDING, Limits
 from engine.trajectory import Prompt
@@ -54,7 +54,10 @@ class Restore:
     optimizer_steps: int = 0
     """Optimizer updates in those steps, by which learning rates are scheduled."""
     checkpoint: str | None = None
+    version: Version = NO_VERSION
+    """Published weights to begin from; -1: the checkpoint, or the initial weights."""
     weights: Any = None
+    """Those of `version`, once they are there."""
     redo: tuple[Redo, ...] = ()
     """The steps that follow, to be trained again before the trainer takes orders."""
 
@@ -88,7 +91,7 @@ class Plan:
     state_timeout_s: float | None = None
     """How long the work on one group may take; in the state `rewarding` it is each call of the reward that is timed."""
     reward_timeout_s: float = 0.0
-    """How long one call of the reward may take: `rollout.group_timeout_s` is not set to less while the run goes on."""
+    """How long one call of the reward may take: `timeouts.group_s` is not set to less while the run goes on."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
     resume: bool = False
@@ -111,8 +114,6 @@ class Plan:
     """None: the run takes no orders; 0: any free port. Takes a `run_dir`, where the token is."""
     most_replicas: int = 4096
     """As many there may be when a run is told to have another number of them."""
-    drain_s: float | None = None
-    """How long a drain may take before the run stops as it is; None: as long as it takes."""
     silence_s: float = 300.0
     """How long nothing may change before the run says what it waits for."""
     settings: Sequence[tuple[str, str]] = ()
@@ -124,9 +125,6 @@ class Plan:
     """Where the lines of `metrics.jsonl` go besides: options by name (`metrics.sinks.CLIENTS`)."""
     snapshot_every: int = 50_000
     """Events after which the whole state goes into the record; 0: never."""
-    keep_checkpoints: int = 2
-    keep_checkpoints_every: int = 0
-    """Checkpoints of every so many train steps stay for good; 0: none."""
     trajectories: str = "disk"
     """Where trajectories are kept: `memory`, or `disk`, in the run's directory if it has one."""
     store_policy: StorePolicy = field(default_factory=StorePolicy)
@@ -134,13 +132,6 @@ class Plan:
     force_from: str | None = None
     """With `resume`: the name of the checkpoint to go back to, or `initial` for the initial weights; what came after it
     is put aside. None: nothing is given up, and whatever is missing is refused by name."""
-    replica_restarts: int = 3
-    """Times each replica may be started again."""
-    trainer_restarts: int = 3
-    """Times in a row that the trainer may be started again without a step trained in between."""
-    worker_restarts: int = 3
-    """Times in a row that each scorer, and the process of the added states, may be started again without an order
-    carried out in between."""
     restarts: int = 5
     """Times the run is begun again from its record, in place, without a train step trained in between, where something
     is lost that nothing can take the place of."""

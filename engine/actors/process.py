@@ -1,5 +1,5 @@
 """What every actor's process does first: find the launching program's modules, log to a file of the run, bound the
-threads of numerical libraries."""
+threads of numerical libraries, register the file for its stacks."""
 
 import gc
 import logging
@@ -13,6 +13,7 @@ from uuid import uuid4
 from ray import cloudpickle
 
 from engine.actors.plan import Plan
+from engine.actors.stacks import register_stacks, stacks_file
 from engine.private_files import UMASK, make_directory, make_run_private, private_opener
 
 
@@ -29,12 +30,21 @@ class PackedPlan:
     """There is a record, from which a scheduler that ended can go on: the other actors outlive it."""
     orphan_s: float
     """How long they do if no other comes."""
+    run_dir: Path | None
+    """Absolute: for actors that do not unpack the plan."""
 
     @classmethod
     def of(cls, plan: Plan) -> "PackedPlan":
         path = tuple(os.path.abspath(place) for place in sys.path)
         launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
-        return cls(os.getcwd(), path, cloudpickle.dumps(plan), launch, plan.run_dir is not None, plan.orphan_s)
+        run_dir = None if plan.run_dir is None else plan.run_dir.absolute()
+        data, lasts = cloudpickle.dumps(plan), plan.run_dir is not None
+        return cls(os.getcwd(), path, data, launch, lasts, plan.orphan_s, run_dir)
+
+    def register_stacks(self, name: str) -> None:
+        """For an actor that calls no `prepare_process`: where it writes its stacks if it hangs."""
+        if self.run_dir is not None:
+            register_stacks(stacks_file(self.run_dir, name))
 
     def unpack(self) -> Plan:
         """The plan. This process then has the working directory of the launching one, and finds the modules that it
@@ -67,6 +77,7 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    register_stacks(stacks_file(run_dir, name))
     if failure is not None:
         logger.warning("others may read what the run writes: %s", failure)
 

@@ -92,6 +92,17 @@ class RayNode:
             raise RayProcessEnded(f"{what}; the run has no directory (Plan.run_dir) and cannot be resumed")
         raise RayProcessEnded(f"{what}; the run can be resumed with `engine resume {shlex.quote(str(self._run_dir))}`")
 
+    def started(self, process: int) -> bool:
+        """Whether a process of this node is one of Ray's workers here. False if that cannot be known: another PID
+        namespace may have another process of the same number."""
+        raylet = self._processes.get(RAYLET)
+        try:
+            while process > 1 and process != raylet:
+                process = _parent_of(process)
+        except OSError:
+            return False
+        return process == raylet
+
     @property
     def takes_orders(self) -> bool:
         """Whether Ray can still start and end actors. The GCS does this."""

@@ -1,9 +1,10 @@
 """The rollout actor: one replica in one of its lives, a `ReplicaHost` with an outbox.
 
-Started, watched and ended by `fleet.py`. Its event loop carries messages; models are loaded on a thread.
+Started, watched and ended by `supervisor.py`. Its event loop carries messages; models are loaded on a thread.
 """
 
 import asyncio
+import os
 from typing import Any
 
 import ray
@@ -61,8 +62,9 @@ class RolloutActor:
         """The scheduler is another process now, whose orders are numbered from here."""
         self._orders.begin_at(sequence)
 
-    async def beat(self) -> None:
-        """Answered at once, by an event loop that is free."""
+    async def beat(self) -> int:
+        """The process id: a sign of life, answered at once by an event loop that is free."""
+        return os.getpid()
 
     async def _open(self) -> None:
         plan, source = self._plan, f"rollout-{self._replica}"

@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from engine.actors.endpoint import leave_no_word
 from engine.actors.failures import raised, unwrapped
+from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import end_living
 from engine.actors.models import Progress, plan_of
 from engine.actors.placement import beside_the_run, with_gpus
@@ -27,12 +28,22 @@ from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.ray_node import RayNode, sessions_of_their_own
 from engine.actors.scheduler import SchedulerActor
+from engine.actors.scheduler_watch import SchedulerWatch
 from engine.actors.survived import status_at_end
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
-from engine.errors import ConfigError, EngineError, RayProcessEnded, RecordError, RecordHeld, RunFinished, StorageFull
+from engine.errors import (
+    ConfigError,
+    EngineError,
+    RayProcessEnded,
+    RecordError,
+    RecordHeld,
+    RunFailed,
+    RunFinished,
+    StorageFull,
+)
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
 
@@ -95,6 +106,8 @@ class Launched:
     actor: Any
     launch: str
     metrics_url: str | None
+    process: int = 0
+    """The scheduler's process id, on this node; 0 if it is not known."""
 
     @classmethod
     def of(cls, plan: Plan, node: RayNode) -> "Launched":
@@ -106,6 +119,7 @@ class Launched:
         actor = ray.remote(SchedulerActor).options(**options).remote(packed)
         try:
             url = node.answer(actor.open.remote())
+            process = node.answer(actor.beat.remote())
             node.answer(actor.begin.remote())
         except BaseException as error:
             if node.takes_orders:
@@ -114,7 +128,7 @@ class Launched:
             if isinstance(error, RayError):
                 raise raised(error) from None
             raise
-        return cls(actor, packed.launch, url)
+        return cls(actor, packed.launch, url, process)
 
     def end(self) -> None:
         """Leave no process of it behind."""
@@ -152,7 +166,8 @@ class RunHandle:
 
     def __init__(self, plan: Plan, launched: Launched, node: RayNode) -> None:
         self.note: Callable[[str], None] = log.warning
-        """Told, in a line, that the run begins again from its record."""
+        """Told, in a line, that the run begins again from its record, or that a hung scheduler was killed; the latter
+        on another thread."""
         self.told = False
         """Somebody has told the run to end: whoever holds this, or as `updates` say."""
         self._plan = plan
@@ -168,6 +183,16 @@ class RunHandle:
         self._found: Status | None = None
         """At its end, of a run that was to begin again and had finished."""
         self._closed = False
+        self._watch = self._begin_watch()
+
+    def _begin_watch(self) -> SchedulerWatch:
+        launched, pulse = self._launched, Pulse.of(self._plan)
+        watch = SchedulerWatch(
+            launched.actor, launched.process, pulse, self._node, self._plan.run_dir, launched.launch,
+            lambda line: self.note(line),
+        )  # fmt: skip
+        watch.begin()
+        return watch
 
     @property
     def metrics_url(self) -> str | None:
@@ -186,7 +211,7 @@ class RunHandle:
             except RayError as error:
                 if self._begins_again(error, step):
                     continue
-                raise raised(error) from unwrapped(error)
+                raise self._story(error) from unwrapped(error)
             self._seen = update.number
             self.told |= update.told
             self._relaunch = update.relaunch or self._relaunch
@@ -195,6 +220,7 @@ class RunHandle:
                 continue
             if update.last:
                 self._last = update.status
+                self._watch.stop()
             yield update.status
 
     def _next_update(self) -> Update:
@@ -206,10 +232,15 @@ class RunHandle:
 
     def _begins_again(self, error: RayError, step: int) -> bool:
         """After the scheduler is gone for good, or cannot go on where it is."""
-        story = raised(error)
+        story = self._story(error)
         if not isinstance(error, RayActorError) and not isinstance(story, BeginAgain):
             return False
         return self._begin_again(str(story), step)
+
+    def _story(self, error: RayError) -> EngineError:
+        """What went wrong; of a scheduler that was killed because it hung, that."""
+        killed = self._watch.killed if isinstance(error, RayActorError) else ""
+        return RunFailed(killed) if killed else raised(error)
 
     def _begin_again(self, reason: str, step: int) -> bool:
         """Start the run again from its record, unless it never gets any further or was told to end; should it have
@@ -222,6 +253,7 @@ class RunHandle:
             return False
         self._node.require_ray()
         self._note_again(reason)
+        self._watch.stop()
         self._launched.end()
         while True:
             try:
@@ -247,6 +279,8 @@ class RunHandle:
         except RunFinished:  # its scheduler died as it took the rest down
             leave_no_word(self._plan)
             self._found = status_at_end(run_dir)
+        else:
+            self._watch = self._begin_watch()
         self._seen, self._relaunch = 0, ""
 
     def wait(self) -> Status:
@@ -287,6 +321,7 @@ class RunHandle:
         if self._closed:
             return
         self._closed = True
+        self._watch.stop()
         if self._node.takes_orders:
             if self._last is None:
                 try:

@@ -7,6 +7,7 @@ and their commands leave before the call is answered. It must never block that l
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +19,6 @@ from engine.actors.control import Control
 from engine.actors.endpoint import Endpoint, leave_no_word
 from engine.actors.executor import RayExecutor
 from engine.actors.failures import named, raised
-from engine.actors.fleet import GOODBYE_S, Fleet
 from engine.actors.gateway import GatewayActor
 from engine.actors.lasting import Living, end_living, lasting, note_launch
 from engine.actors.outbox import Inbox
@@ -26,7 +26,9 @@ from engine.actors.past import Past, past_of
 from engine.actors.placement import beside_the_run
 from engine.actors.process import PackedPlan, collect_rarely, prepare_process
 from engine.actors.record import recorder_of
+from engine.actors.scheduler_watch import announce_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
+from engine.actors.supervisor import GOODBYE_S, Supervisor
 from engine.actors.survived import STORES, Survived, metrics_at_end, survived_of, take_hold
 from engine.actors.told import BeginAgain, Traffic, Update
 from engine.actors.watched import Watchers
@@ -81,6 +83,8 @@ class SchedulerActor:
         self._self = context.current_actor
         self._restarted: bool = context.was_current_actor_reconstructed
         self._revival: asyncio.Task[None] | None = None
+        if self._plan.run_dir is not None:
+            announce_process(self._plan.run_dir, plan.launch)
 
     async def open(self) -> str | None:
         """Build everything, start every actor; the metrics endpoint, if there is one.
@@ -99,7 +103,7 @@ class SchedulerActor:
         control = self._make(past, None)
         self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)
         await control.open()
-        await asyncio.gather(self._fleet.open(None if past is None else past.restore), self._open_gateway())
+        await asyncio.gather(self._supervisor.open(None if past is None else past.restore), self._open_gateway())
         return self._endpoint.url if self._endpoint else None
 
     async def _load(self) -> None:
@@ -136,12 +140,12 @@ class SchedulerActor:
         self._clock = self._new_clock(earlier)
         self._over = asyncio.get_running_loop().create_future()
         given = (self._packed, self._self, self._trajectories, self._weights)
-        lived = {replica.id: replica.incarnation for replica in self._scheduler.state.fleet.replicas.values()}
-        self._fleet = Fleet(
-            plan, given, self._deliver, self._lose_run, self._scheduler.state.orders, self._gateway, lived, living
+        self._supervisor = Supervisor(
+            plan, given, self._scheduler.state, self._deliver, self._lose_run, self._gateway, living
         )
         self._executor = RayExecutor(
-            fleet=self._fleet,
+            supervisor=self._supervisor,
+            scorers=plan.limits.scorers(),
             prompts=self._prompts,
             trajectories=self._trajectories,
             weights=self._weights,
@@ -163,6 +167,11 @@ class SchedulerActor:
             plan, self._metrics, self._driver, self._deliver, lambda: self._clock.now(), self._watchers.changed
         )
         return self._control
+
+    @ray.method(max_task_retries=-1)
+    async def beat(self) -> int:
+        """The process id: a sign of life, answered at once, also while the record is being replayed."""
+        return os.getpid()
 
     # another process of the same run
 
@@ -209,9 +218,8 @@ class SchedulerActor:
     async def _go_on(self, survived: Survived) -> None:
         """Take hold of the actors, and order again what none of them has answered."""
         plan, packed = self._plan, self._packed
-        replicas = survived.replicas(plan.lives())
         try:
-            living = await take_hold(packed.launch, plan, survived.recovered.events, replicas)
+            living = await take_hold(packed.launch, plan, survived)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
             control = self._make(survived, living)
@@ -220,12 +228,11 @@ class SchedulerActor:
             survived.lock.release()
             raise
         self._metrics.go_on()
-        self._fleet.take_up(replicas)
+        self._supervisor.take_up()
         self._deliver(SchedulerRecovered())
         self._executor.execute(survived.orders)
         self._executor.flush()
-        self._fleet.trainer.recover(survived.restore, survived.updates, survived.published)
-        self._fleet.recover(replicas)
+        self._supervisor.recover()
         if self._endpoint is not None:
             self._endpoint.announce()
         control.begin()
@@ -244,14 +251,15 @@ class SchedulerActor:
     async def begin(self) -> None:
         """Start the run; returns at once."""
         self._clock = self._driver.clock = self._new_clock(self._past)
+        lives = len(self._plan.lives())
         begun = self._past is not None and self._past.recovered.events > 0
-        self._deliver(self._past.event(len(self._plan.lives())) if begun and self._past else RunStarted())
+        self._deliver(self._past.event(lives) if begun and self._past else RunStarted(replicas=lives))
         self._deliver(*self._after_resuming)
         if self._endpoint is not None:
             self._endpoint.announce()
         if self._control is not None:
             self._control.begin()
-        self._fleet.join()
+        self._supervisor.begin()
         self._main = asyncio.get_running_loop().create_task(self._until_over())
 
     @ray.method(max_task_retries=-1)
@@ -272,7 +280,6 @@ class SchedulerActor:
         arrived = time.perf_counter()
         for step, said in figures:
             self._metrics.report(step, said)
-            self._fleet.trainer.reported(step, said)
         batch = unpack_events(events)
         for first in range(0, len(batch), SLICE):
             self._deliver(*batch[first : first + SLICE])
@@ -293,7 +300,7 @@ class SchedulerActor:
         """Asked by a scorer: have the trainer hand over the weights after so many steps, should it still owe them."""
         await self._there()
         with named():
-            await self._fleet.trainer.hand_over(steps)
+            await self._supervisor.hand_over(steps)
 
     @ray.method(max_task_retries=-1)
     async def next_update(self, since: int) -> Update:
@@ -330,14 +337,14 @@ class SchedulerActor:
         if self._ended:
             return
         self._executor.close()
-        self._fleet.stop_watching()
+        self._supervisor.stop_watching()
         if self._control is not None:
             await self._control.close()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await asyncio.wait([asyncio.ensure_future(gateway.close.remote())], timeout=GOODBYE_S)
             ray.kill(gateway)
-        await self._fleet.close()
+        await self._supervisor.close()
         await asyncio.wait([asyncio.ensure_future(self._trajectories.close.remote())], timeout=GOODBYE_S)
         for store in (self._trajectories, self._weights):
             ray.kill(store)
@@ -377,12 +384,13 @@ class SchedulerActor:
                 await self._gateway.open.remote()
 
     def _finish(self, command: FinishRun) -> None:
+        if command.again and self._plan.run_dir is not None:
+            self._relaunch = command.reason
         if not self._over.done():
             self._over.set_result(command)
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         self._metrics.observe(event, commands)
-        self._fleet.answered(event, self._scheduler.state.orders.matched)
         self._watchers.soon()
 
     async def _until_over(self) -> None:

@@ -7,6 +7,7 @@ memory. Either way they outlive the trainer.
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,17 @@ class TrajectoryStoreActor:
         fresh: bool = True,
     ) -> None:
         """`fresh`: `directory` must not hold trajectories yet; else what it holds is read."""
+        plan.register_stacks("trajectories")
         end_when_orphaned(plan, scheduler)
         self._failed = asyncio.Event()
         self._reason = ""
         self._store: TrajectoryStore[bytes] | DurableStore = (
             TrajectoryStore() if directory is None else DurableStore(directory, policy, fresh=fresh)
         )
+
+    async def beat(self) -> int:
+        """The process id: a sign of life, answered at once by an event loop that is free."""
+        return os.getpid()
 
     async def alive(self) -> str:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
@@ -148,10 +154,15 @@ class WeightsStoreActor:
     """Holds published versions for the replicas."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
+        plan.register_stacks("weights")
         end_when_orphaned(plan, scheduler)
         self._store = WeightsStore()
         self._transport = transport
         self._senders = Senders()
+
+    async def beat(self) -> int:
+        """The process id: a sign of life, answered at once by an event loop that is free."""
+        return os.getpid()
 
     async def alive(self) -> None:
         """Never answered: that the actor dies is known by this call."""

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
+from engine.actors.births import KEPT, source_of
 from engine.actors.failures import failure_reason
+from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import Living, find_living
-from engine.actors.plan import Plan, Redo, Restore
+from engine.actors.plan import Plan
 from engine.commands import Command
 from engine.errors import EngineError, RunFailed
-from engine.ids import Incarnation, ReplicaId, StepId
+from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import keep_rows
 from engine.metrics.status import Status
@@ -31,12 +32,6 @@ from engine.states.state import State
 
 SENT = 1 << 24
 """Calls that a scheduler may make to an actor for one event; far more than it does."""
-PATIENCE_S = 30.0
-"""For an actor to let itself be taken over, where no heartbeat says otherwise."""
-Replica = tuple[Incarnation, bool, bool]
-"""Its last life, whether that is up, and whether another comes."""
-NOT_UP = ("lost", "joining")
-"""What the record says of a replica that has no life, or none yet of which it was heard that it is up."""
 STORES = ("trajectories", "weights")
 
 log = logging.getLogger(__name__)
@@ -50,10 +45,6 @@ class Survived:
     recovered: Recovered
     lock: RecordLock
     orders: list[Command]
-    restore: Restore
-    """With the steps that the trainer may train again."""
-    updates: Mapping[StepId, int]
-    """The optimizer's, in these steps."""
     rows: StepRows
     """Of steps that are under way."""
 
@@ -71,20 +62,6 @@ class Survived:
     @property
     def ended(self) -> bool:
         return self.failure is not None or self.recovered.scheduler.state.outcome is not None
-
-    @property
-    def published(self) -> StepId:
-        """Train steps in the newest weights version."""
-        state = self.recovered.scheduler.state
-        return state.steps_in[state.latest_version]
-
-    def replicas(self, lives: list[ReplicaId]) -> dict[ReplicaId, Replica]:
-        """Of each replica, as the record shows it: its last life, whether that is up, and whether another comes.
-        `lives`: those that the run began with, of which the record need not have heard yet. One that is joining was
-        ordered, and is not up: it may wait for a node."""
-        known = self.recovered.scheduler.state.fleet.replicas
-        shown = {id: (one.incarnation, one.state not in NOT_UP, one.returns) for id, one in known.items()}
-        return dict.fromkeys(lives, (0, False, True)) | shown
 
 
 def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
@@ -106,15 +83,8 @@ def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
     except BaseException:
         lock.release()
         raise
-    first = min(state.kept.by_step, default=state.steps_trained)
-    restore = Restore(
-        steps=first,
-        optimizer_steps=state.updates_in[first],
-        redo=tuple(Redo(step=b.step, groups=b.groups, staleness=b.staleness) for b in recovered.batches(first)),
-    )
-    later = {step: state.updates_in[step + 1] - state.updates_in[step] for step in range(first, state.steps_trained)}
     orders = state.orders.reissued(recovered.at)
-    return Survived(recovered, lock, orders, restore, later, under_way.rows)
+    return Survived(recovered, lock, orders, under_way.rows)
 
 
 def status_at_end(run_dir: Path) -> Status:
@@ -140,47 +110,48 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
 
 
-async def take_hold(launch: str, plan: Plan, events: int, replicas: Mapping[ReplicaId, Replica]) -> Living:
-    """Find the actors of a launch and have them take orders from this process, after so many events of the run.
-    `replicas`: as the record shows them.
+async def take_hold(launch: str, plan: Plan, survived: Survived) -> Living:
+    """Find the actors of a launch and have them take orders from this process.
 
     Raises: `EngineError` where one is gone that nothing can take the place of.
     """
     actors = await asyncio.to_thread(find_living, launch)
-    first = events * SENT + 1
+    first = survived.recovered.events * SENT + 1
     known = Living(actors=actors, first=first)
     for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
         if known.newest(needed) is None:
             raise EngineError(f"the actor of {needed} is gone, as is what it held")
-    up = {f"rollout-{replica}": life for replica, (life, there, _) in replicas.items() if there}
-    silent = await let_take_over(known, up, plan.heartbeat_s * plan.missed_beats or PATIENCE_S)
+    state = survived.recovered.scheduler.state
+    processes = [*state.processes.values(), *(replica.process for replica in state.fleet.replicas.values())]
+    listed = {
+        (source_of(one.kind, one.index), one.incarnation): one.state == "up"
+        for one in processes
+        if one.state != "gone" and one.kind not in KEPT
+    }
+    silent = await let_take_over(known, listed, Pulse.of(plan).patience_s)
     log.info("took hold of %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
     return Living(actors=actors, first=first, silent=silent)
 
 
-async def let_take_over(known: Living, up: Mapping[str, Incarnation], patience_s: float) -> dict[str, str]:
-    """Have each actor number its orders anew; why one does not, by its source. `up`: the lives of replicas that are up.
+async def let_take_over(
+    known: Living, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
+) -> dict[str, str]:
+    """Have the listed lives number their orders anew; why one does not, by its source. `listed`: whether each is up.
     One that is being started is not waited for: there may be no room for it yet."""
     silent: dict[str, str] = {}
 
-    async def attach(source: str) -> None:
-        found: tuple[Incarnation, Any] = known.newest(source) or (0, None)
-        life, actor = found
-        for (name, earlier), gone in known.actors.items():
-            if name == source and earlier < life:
-                ray.kill(gone)
-        answer = actor.attach.remote(known.first)
-        if source.startswith("rollout-") and up.get(source) != life:
+    async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:
+        answer = known.actors[life].attach.remote(known.first)
+        if not is_up:
             return
         try:
             await asyncio.wait_for(_answered(answer), patience_s)
         except TimeoutError:
-            silent[source] = f"no sign of life for {patience_s:g} s after the scheduler came back"
+            silent[life[0]] = f"no sign of life for {patience_s:g} s after the scheduler came back"
         except RayError as error:
-            silent[source] = failure_reason(error)
+            silent[life[0]] = failure_reason(error)
 
-    sources = {source for source, _ in known.actors} - {*STORES, "gateway"}
-    await asyncio.gather(*(attach(source) for source in sorted(sources)))
+    await asyncio.gather(*(attach(life, is_up) for life, is_up in sorted(listed.items()) if life in known.actors))
     return silent
 
 

@@ -1,4 +1,4 @@
-"""The trainer actor: a `TrainerHost` with an outbox. Started and watched by `fleet.py`.
+"""The trainer actor: a `TrainerHost` with an outbox. Started and watched by `supervisor.py`.
 
 Models are loaded and trained on threads.
 """
@@ -17,7 +17,7 @@ from engine.hosts.threads import contained
 from engine.hosts.trainer import TrainerHost
 from engine.hosts.turns import taking_turns
 from engine.hosts.weights import Trained
-from engine.ids import Incarnation, StepId, Version
+from engine.ids import NO_VERSION, Incarnation, StepId, Version
 from engine.roles import Trainer
 
 log = logging.getLogger(__name__)
@@ -35,14 +35,12 @@ class TrainerActor(HostedActor):
         self._opened = asyncio.Event()
         self._weights = RemoteWeights(weights, self._plan.transport)
 
-    async def open(self, restore: Restore | None = None) -> dict[StepId, int]:
-        """Load the trainer, or bring a new one to where a dead one was; the optimizer updates in each step that it
-        trained again. Raises whatever the user's factory raises."""
+    async def open(self, restore: Restore | None = None) -> None:
+        """Load the trainer, or bring a new one to where another one was. Raises whatever the user's factory raises."""
         plan = self._plan
         outbox = self._begin(plan.trainer_threads)
-        if restore is not None and restore.checkpoint is None and restore.steps:
-            weights = await self._weights.get(await self._stores[1].newest.remote())
-            restore = replace(restore, weights=weights)
+        if restore is not None and restore.version != NO_VERSION:
+            restore = replace(restore, weights=await self._weights.get(restore.version))
         trainer = await asyncio.to_thread(contained, self._make, restore)
         host = TrainerHost(
             trainer=trainer,
@@ -51,22 +49,17 @@ class TrainerActor(HostedActor):
             emit=outbox.add,
             report=outbox.add_figures,
             checkpoints=None if plan.run_dir is None else plan.run_dir / "checkpoints",
-            keep=plan.keep_checkpoints,
-            keep_every=plan.keep_checkpoints_every,
             own_tasks=[task for task in plan.limits.scoring_tasks if task not in plan.limits.scored_apart],
             scored_apart=plan.limits.scored_apart,
             hands_over=plan.hands_over,
         )
-        updates = {
-            redo.step: await host.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
-            for redo in (() if restore is None else restore.redo)
-        }
+        for redo in () if restore is None else restore.redo:
+            await host.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
         if restore is not None and restore.reaches:
             await host.hand_over(restore.reaches)
         self._host = host
         self._opened.set()
         self._take_orders(host.carry_out)
-        return updates
 
     async def hand_over(self, steps: StepId) -> None:
         """Asked for a scorer: the weights after so many steps, should they still be owed."""

@@ -5,6 +5,7 @@ right after the run has been resumed; all else is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ FREE = (
     "rollout.replicas",
     "rollout.threads",
     "trainer.threads",
-    "trainer.keep_checkpoints",
-    "trainer.keep_checkpoints_every",
     "durability",
 )
 """Fields and sections on which nothing that was recorded depends."""
@@ -73,7 +72,7 @@ def _settings(before: Config, wished: Config, changed: Sequence[str]) -> Setting
     found = []
     for path in changed:
         decision = path.removeprefix(POLICIES)
-        value = getattr(limits, FIGURES[path][0]) if path in FIGURES else names.get(decision, "stop")
+        value = attrgetter(FIGURES[path][0])(limits) if path in FIGURES else names.get(decision, "stop")
         found.append((path, "null" if value is None else str(value)))
     falls = limits.max_staleness_steps < before.limits().max_staleness_steps
     return tuple(sorted(found, key=lambda one: falls and one[0] == "scheduler.max_staleness_steps"))

@@ -59,11 +59,6 @@ class RolloutSection(Section):
         le=16_384,
         description="MiB that a receiver (a replica; a vLLM worker) takes in at once, beyond the tensors.",
     )
-    group_timeout_s: float | None = Field(
-        None,
-        **BOUNDS["group_timeout_s"].as_field(),
-        description="Seconds one attempt of a group may take, its rewards included; then it is parked; null: any.",
-    )
     straggler_factor: float | None = Field(
         None,
         **BOUNDS["straggler_factor"].as_field(),

@@ -20,6 +20,7 @@ from engine.config.scheduler import SchedulerSection, divisor
 from engine.config.secrets import refuse_secrets
 from engine.config.section import HostName, Section
 from engine.config.sinks import SinksSection
+from engine.config.timeouts import TimeoutsSection
 from engine.config.trainer import TrainerSection
 from engine.config.validation import ValidationSection, refuse_validation, validation_limits
 from engine.errors import ConfigError
@@ -193,7 +194,9 @@ class DurabilitySection(Section):
         description="Newest trajectories that are kept in memory besides, in MiB, to be read there.",
     )
     drain_s: float | None = Field(
-        None, gt=0, le=86_400, description="Seconds a drain may take before the run stops as it is; null: as it takes."
+        None,
+        **BOUNDS["drain_s"].as_field(),
+        description="Seconds a drain may take before the run stops as it is; null: as it takes.",
     )
     snapshot_every: int = Field(
         50_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
@@ -232,6 +235,9 @@ class Config(Section):
     validation: ValidationSection = Field(
         default_factory=ValidationSection, description="Measuring on held-out prompts."
     )
+    timeouts: TimeoutsSection = Field(
+        default_factory=TimeoutsSection, description="How long each kind of order may take."
+    )
     durability: DurabilitySection = Field(
         default_factory=DurabilitySection, description="What outlives the loss of a process."
     )
@@ -259,7 +265,7 @@ class Config(Section):
             if value is None and self.model.make is None:
                 fix = "give it, or let model.make build model, data and reward"
                 raise ConfigError(field, value, "a model of your own needs it", fix)
-        require_time_for_rewards(self.rollout.group_timeout_s, self.reward.timeout_s)
+        require_time_for_rewards(self.limits().timeouts, self.reward.timeout_s)
         refuse_validation(self.validation, self.held_out, self.rollout)
         return self
 
@@ -280,6 +286,8 @@ class Config(Section):
             infrastructure_attempts=s.infrastructure_attempts,
             data_attempts=s.data_attempts,
             checkpoint_every=self.trainer.checkpoint_every,
+            keep_checkpoints=self.trainer.keep_checkpoints,
+            keep_checkpoints_every=self.trainer.keep_checkpoints_every,
             validation=validation_limits(self.validation, s.samples_per_prompt, r.replicas) if self.held_out else None,
             pools=limit_pools(self),
             train_after_sync=s.train_after_sync,
@@ -287,9 +295,14 @@ class Config(Section):
             over_sample=s.over_sample,
             added_states=(*rewarding(self), *added_states(s.states)),
             keeps_batches=self.trainer.checkpoint_every > 0,
-            group_timeout_s=r.group_timeout_s,
+            timeouts=self.timeouts.limits(
+                group=self.reward.timeout_s,
+                stage=s.state_timeout_s,
+                sync=max(r.transport_timeout_s, r.install_timeout_s),
+            ),
             straggler_factor=r.straggler_factor,
             give_up_s=r.give_up_s,
+            drain_s=self.durability.drain_s,
         )
 
     @property

@@ -86,9 +86,13 @@ class TrainerSection(Section):
         **BOUNDS["checkpoint_every"].as_field(),
         description="Train steps between checkpoints, the last included; 0: none.",
     )
-    keep_checkpoints: int = Field(2, ge=1, le=1000, description="Newest checkpoints kept.")
+    keep_checkpoints: int = Field(
+        2, **BOUNDS["keep_checkpoints"].as_field(), description="Newest checkpoints kept; the others are deleted."
+    )
     keep_checkpoints_every: int = Field(
-        0, ge=0, le=1_000_000, description="Checkpoints of every so many train steps are kept for good; 0: none."
+        0,
+        **BOUNDS["keep_checkpoints_every"].as_field(),
+        description="Checkpoints of every so many train steps are kept for good; 0: none.",
     )
 
     def settings(self, *, response_tokens: int, **shared: Any) -> TrainerSettings:

@@ -55,8 +55,8 @@ def changes(
         check_setting(limits, policies, setting, value)
         if setting in FIGURES:
             limits = changed_limits(limits, setting, value)
-            if setting == "rollout.group_timeout_s":
-                require_time_for_rewards(limits.group_timeout_s, reward_timeout_s)
+            if setting == "timeouts.group_s":
+                require_time_for_rewards(limits.timeouts, reward_timeout_s)
         else:
             policies = changed_policies(policies, setting, value)
     return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)
@@ -66,9 +66,9 @@ def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], re
     """What follows the `RunResumed` of a run that goes on with so many replicas: the settings it is to have, and where
     nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
     state = scheduler.state
-    wanted = state.live.wanted
+    wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())
     told = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
-    if wanted is None or wanted == replicas or REPLICAS in dict(settings):
+    if wanted in (0, replicas) or REPLICAS in dict(settings):
         return told
     return (*told, ReplicasWanted(replicas=wanted))
 
@@ -91,7 +91,8 @@ def check_replicas(replicas: int, limits: Limits, most: int) -> None:
 
 def _leaves(asked: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
     replica = scheduler.state.fleet.replicas.get(id)
-    if replica is None or replica.state == "lost":
-        there = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "lost"]
-        raise ConfigError("--replica", id, "is not there", f"one of {there}")
+    if replica is None or replica.state == "down":
+        there = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "down"]
+        law = "is not there" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
+        raise ConfigError("--replica", id, law, f"one of {there}")
     return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=asked.reason)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ConfigError, RunDamaged
@@ -35,9 +36,9 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int, keep_every: int = 0) -> Path:
-    """Have a checkpoint written under another name, make it visible by one rename, then remove all but the newest
-    `keep` and those of every `keep_every` steps. What a save that did not come to its end left is removed, too."""
+def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
+    """Have a checkpoint written under another name, then make it visible by one rename. What a save that did not come
+    to its end left is removed, too."""
     final = checkpoint_path(directory, steps)
     remove_unfinished(directory)
     if not final.exists():
@@ -55,16 +56,16 @@ def save_checkpoint(trainer: Trainer, directory: Path, steps: int, keep: int, ke
             remove_unfinished(directory)
             raise
         fsync(directory)
-    for number, old in list_checkpoints(directory)[:-keep]:
-        if not keep_every or number % keep_every:
-            remove_checkpoint(old)
     return final
 
 
 def remove_checkpoint(path: Path) -> None:
-    """All of it or, should this be cut short, what nobody takes for a checkpoint."""
+    """Delete a checkpoint; one that is gone already is no error. A removal that is cut short leaves a directory that
+    nobody takes for a checkpoint, and that the next save deletes. Raises: `OSError`."""
     doomed = path.with_name(f".{path.name}{UNFINISHED}")
-    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

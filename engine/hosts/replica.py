@@ -25,7 +25,7 @@ from engine.commands import (
     TruncateGroup,
 )
 from engine.errors import DataFailure, EngineError
-from engine.events import Event, GroupFailed, OrderDone, ReplicaJoined
+from engine.events import Event, GroupFailed, OrderDone, ProcessUp
 from engine.hosts.attempt import PARK_S, Attempt
 from engine.hosts.checks import Versions, check_generated
 from engine.hosts.done import DoneOrders
@@ -107,7 +107,11 @@ class ReplicaHost:
     def join(self, slots: int, version: Version = 0) -> None:
         """Report that the replica is up, with the weights of `version`."""
         self._weights.version = version
-        self._emit(ReplicaJoined(slots=slots, version=version, **self._who))
+        self._emit(
+            ProcessUp(
+                kind="replica", index=self.replica, incarnation=self.incarnation, slots=slots, version=version
+            )
+        )  # fmt: skip
         if isinstance(self.generator, Fallible):
             self._spawn(self._listen(self.generator))
 

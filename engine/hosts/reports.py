@@ -5,8 +5,8 @@ Called by `replica.ReplicaHost` with groups that `checks` has passed.
 
 from typing import Any
 
-from engine.events import NO_VERSION, GroupAborted, GroupGenerated, PrefixStored
-from engine.ids import Incarnation, ReplicaId
+from engine.events import GroupAborted, GroupGenerated, PrefixStored
+from engine.ids import NO_VERSION, Incarnation, ReplicaId
 from engine.trajectory import TrajectoryGroup
 
 

@@ -11,19 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import (
     BatchScored,
     CheckpointFailed,
     CheckpointSaved,
     Event,
+    OrderDone,
     PublishFailed,
     StepFailed,
     StepTrained,
     WeightsPublished,
 )
-from engine.hosts.checkpoints import save_checkpoint
+from engine.hosts.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
 from engine.hosts.figures import Figure, Figures, count_in
 from engine.hosts.one_by_one import OneByOne
 from engine.hosts.reasons import reason_of
@@ -43,9 +44,9 @@ Report = Callable[[StepId, Mapping[str, Any]], None]
 class TrainerHost(OneByOne[Command]):
     """Carries out the trainer's commands. `emit` takes events, `report(step, metrics)` what the trainer says of a step.
 
-    `checkpoints` is the directory of `step-N` directories, of which the newest `keep` stay, and those of every
-    `keep_every` steps for good; None: none can be saved. `own_tasks` are the scoring tasks that the trainer does,
-    `scored_apart` those that a scorer of its own does; with `hands_over` it needs the weights after every train step.
+    `checkpoints` is the directory of `step-N` directories; None: none can be saved. `own_tasks` are the scoring tasks
+    that the trainer does, `scored_apart` those that a scorer of its own does; with `hands_over` it needs the weights
+    after every train step.
     """
 
     def __init__(
@@ -57,8 +58,6 @@ class TrainerHost(OneByOne[Command]):
         emit: Callable[[Event], None],
         report: Report,
         checkpoints: Path | None = None,
-        keep: int = 2,
-        keep_every: int = 0,
         own_tasks: Sequence[str] = (),
         scored_apart: Sequence[str] = (),
         hands_over: bool = False,
@@ -69,8 +68,6 @@ class TrainerHost(OneByOne[Command]):
         self._weights = weights
         self._report = report
         self._checkpoints = checkpoints
-        self._keep = keep
-        self._keep_every = keep_every
         self._own_tasks = own_tasks
         self._scored_apart = scored_apart
         self._hands_over = hands_over
@@ -124,7 +121,9 @@ class TrainerHost(OneByOne[Command]):
         if isinstance(command, PublishWeights):
             return ("publish", command.version, command.attempt)
         if isinstance(command, SaveCheckpoint):
-            return ("save", command.steps)
+            return ("save", command.number)
+        if isinstance(command, DeleteCheckpoint):
+            return ("delete", command.number)
         raise EngineError(f"{type(command).__name__} is not for the trainer")
 
     async def _answer(self, command: Command) -> Event:
@@ -135,8 +134,10 @@ class TrainerHost(OneByOne[Command]):
             return await self._train(command)
         if isinstance(command, PublishWeights):
             return await self._publish(command)
-        assert isinstance(command, SaveCheckpoint)  # `_key` has refused every other
-        return await self._save(command)
+        if isinstance(command, SaveCheckpoint):
+            return await self._save(command)
+        assert isinstance(command, DeleteCheckpoint)  # `_key` has refused every other
+        return await self._delete(command)
 
     async def _score(self, command: ScoreBatch) -> Event:
         try:
@@ -184,10 +185,18 @@ class TrainerHost(OneByOne[Command]):
         try:
             if self._checkpoints is None:
                 raise EngineError("this run has no directory for checkpoints")
-            await self._call(
-                save_checkpoint, self.trainer, self._checkpoints, command.steps, self._keep, self._keep_every
-            )
+            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps)
         except Exception as error:
             log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
             return CheckpointFailed(steps=command.steps, reason=reason_of(error))
         return CheckpointSaved(steps=command.steps)
+
+    async def _delete(self, command: DeleteCheckpoint) -> Event:
+        """A deletion that fails is logged and acknowledged: the checkpoint stays, and nothing else depends on it."""
+        if self._checkpoints is not None:
+            path = checkpoint_path(self._checkpoints, command.steps)
+            try:
+                await self._call(remove_checkpoint, path)
+            except OSError as error:
+                log.warning("the checkpoint %s cannot be deleted and stays: %s", path, reason_of(error))
+        return OrderDone(orders=(command.number,))

@@ -6,12 +6,13 @@ Used by `engine states`.
 from engine.states.group import GROUP, group_table
 from engine.states.machine import Table
 from engine.states.pool import POOL
+from engine.states.process import PROCESS
 from engine.states.replica import REPLICA
 from engine.states.step import STEP
 from engine.states.validation import VALIDATION
 from engine.states.version import VERSION
 
-MACHINES = (GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL)
+MACHINES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 
 def machines_text(format: str, added: tuple[str, ...] = ()) -> str:

@@ -19,8 +19,8 @@ from engine.commands import (
 from engine.events import (
     BatchScored,
     Event,
+    ProcessLost,
     PromptsDrawn,
-    ReplicaLost,
     ReplicaPaused,
     StepFailed,
     StepTrained,
@@ -30,9 +30,10 @@ from engine.events import (
 from engine.ids import EventId, GroupId, ReplicaId, StepId
 from engine.inspect.wording import stamped, worded
 from engine.schedule import Handled
+from engine.states.process import REPLICA
 from engine.states.state import State
 
-ABOUT_ITS_REPLICA = (ReplicaPaused, WeightsInstalled, SyncFailed, ReplicaLost)
+ABOUT_ITS_REPLICA = (ReplicaPaused, WeightsInstalled, SyncFailed)
 ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed)
 
 
@@ -105,6 +106,8 @@ class Story:
         return bool(getattr(event, "group", None) == self.group)
 
     def _touched_by(self, event: Event) -> bool:
+        if isinstance(event, ProcessLost):
+            return event.kind == REPLICA and event.index == self._replica
         if isinstance(event, ABOUT_ITS_REPLICA):
             return event.replica == self._replica
         return isinstance(event, ABOUT_ITS_STEP) and event.step == self._step

@@ -5,6 +5,7 @@ from typing import Any
 from engine.inspect.wording import few
 from engine.states.machine import Phase
 from engine.states.state import State
+from engine.states.waiting import counted
 
 
 def summarize(state: State) -> dict[str, Any]:
@@ -40,11 +41,16 @@ def summarize(state: State) -> dict[str, Any]:
         ],
         "replicas": [
             {
-                "replica": r.id, "state": r.state, "incarnation": r.incarnation, "version": r.version,
+                "replica": r.id, "state": r.condition, "incarnation": r.process.incarnation, "version": r.version,
                 "staging": r.staging, "staged": r.staged, "slots": r.slots, "groups": list(r.groups),
                 "chunks": len(r.chunks), "validator": r.validator,
+                "waits": r.process.room,
             }
             for r in state.fleet.replicas.values()
+        ],
+        "processes": [
+            {"process": p.id, "state": p.state, "incarnation": p.incarnation, "deaths": p.deaths, "waits": p.room}
+            for p in state.processes.values()
         ],
         "versions": [{"version": v.id, "state": v.state, "steps": v.steps} for v in state.versions.values()],
         "validations": [
@@ -85,12 +91,14 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
         of = f" of step {pool['step']}" if pool["step"] >= 0 else ""
         wanted = ", wanted by the trainer" if pool["wanted"] else ""
         lines.append(f"pool      {' + '.join(pool['tasks'])}: {pool['task'] or 'free'}{of}{wanted}")
+    if said["processes"]:
+        lines.append("processes " + "; ".join(_process(p) for p in said["processes"]))
     lines.append("replicas" if said["replicas"] else "replicas  none has joined")
     for r in said["replicas"]:
         coming = "".join(f", {word} {r[word]}" for word in ("staging", "staged") if r[word] is not None)
         lines.append(
             f"  replica {r['replica']}: {r['state']}, incarnation {r['incarnation']}, version {r['version']}{coming}; "
-            f"{len(r['groups'])} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}"
+            f"{len(r['groups'])} of {r['slots']} slots: {few(r['groups'])}{_validating(r)}{_room(r)}"
         )
     publishing = "; one is being published" if said["publishing"] else ""
     lines.append(f"versions  {_versions(said['versions'])}{publishing}")
@@ -103,6 +111,15 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
     if said["outcome"] is not None:
         lines.append(f"outcome   {said['outcome']}")
     return lines
+
+
+def _process(process: dict[str, Any]) -> str:
+    ended = f", ended {counted(process['deaths'], 'time')} without progress" if process["deaths"] else ""
+    return f"{process['process']} {process['state']}, incarnation {process['incarnation']}{ended}{_room(process)}"
+
+
+def _room(process: dict[str, Any]) -> str:
+    return f", waits for room: {process['waits']}" if process["waits"] else ""
 
 
 def _validating(replica: dict[str, Any]) -> str:

@@ -5,12 +5,14 @@ once.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.commands import (
     CancelTimer,
     Command,
+    DeleteCheckpoint,
     DiscardGroups,
     DrawPrompts,
     EnterState,
@@ -22,12 +24,13 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
-    StartReplica,
-    StopReplica,
+    StartProcess,
+    StopProcess,
     TrainStep,
 )
 from engine.driver import Driver
-from engine.events import Event, GroupFailed, OrderDone, PromptsDrawn, ReplicaLost
+from engine.errors import EngineError
+from engine.events import Event, GroupFailed, OrderDone, ProcessLost, PromptsDrawn
 from engine.hosts.added import AddedStatesHost, Work
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import HeldOut
@@ -37,13 +40,18 @@ from engine.hosts.replica import ReplicaHost
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS, ScorerHost
 from engine.hosts.threads import contained
 from engine.hosts.trainer import Report, TrainerHost
-from engine.ids import ReplicaId
+from engine.ids import Incarnation, ReplicaId
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Scorer, Trainer
 from engine.states.limits import REWARDING
+from engine.states.process import REPLICA
 from engine.trajectory import Prompt
 
-TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint)
+log = logging.getLogger(__name__)
+
+TRAINER_COMMANDS = (ScoreBatch, TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
+CLOSE_S = 30.0
+"""How long a generator may take to close. Then its `close` is cancelled."""
 
 
 class LocalExecutor:
@@ -53,6 +61,8 @@ class LocalExecutor:
     def __init__(
         self,
         *,
+        generators: Sequence[Generator],
+        make: Callable[[ReplicaId], Generator] | None,
         trainer: Trainer,
         prompts: Prompts,
         samples: int,
@@ -60,29 +70,30 @@ class LocalExecutor:
         prefix_every_tokens: int,
         report: Report,
         checkpoints: Path | None,
-        replace: Callable[[ReplicaId], Generator] | None,
-        replacements: int,
         held_out: Sequence[Prompt] = (),
         scorers: Mapping[tuple[str, ...], Scorer] | None = None,
         works: Mapping[str, Work] | None = None,
         state_timeout_s: float | None = None,
     ) -> None:
-        """`replace` makes a new generator for a replica that was lost, `replacements` times at most for each;
-        `scorers` by the tasks that they score in the trainer's place; `works` by the added state that they are of."""
+        """`generators` are the first lives of replicas 0, 1 and so on; `make` makes every other life, and None makes
+        none. `scorers` by the tasks that they score in the trainer's place; `works` by the added state that they are
+        of."""
         self.trajectories = LocalTrajectories()
         self.weights = LocalWeights()
         self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
         self.driver: Driver | None = None
+        self._first = dict(enumerate(generators))
+        """First lives that are not hosted yet."""
+        self._make = make
         self._prompts = prompts
         self._samples = samples
         self._slots = slots
         self._prefix_every_tokens = prefix_every_tokens
-        self._replace = replace
-        self._replacements = replacements
         self._held_out = held_out
         self._drawn = 0
         self._replicas: dict[ReplicaId, ReplicaHost] = {}
-        self._lost: set[ReplicaHost] = set()
+        self._begun: dict[ReplicaId, Incarnation] = {}
+        """The newest life of each replica that was ordered."""
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
         self._scorers = {
@@ -126,24 +137,6 @@ class LocalExecutor:
             if not self.over.done():
                 self.over.set_exception(error)
 
-    def join(self, replica: ReplicaId, generator: Generator, incarnation: int = 1) -> None:
-        """Host a generator as one life of a replica."""
-        host = ReplicaHost(
-            replica=replica,
-            incarnation=incarnation,
-            generator=generator,
-            samples=self._samples,
-            trajectories=self.trajectories,
-            weights=self.weights,
-            emit=self.deliver,
-            broken=lambda reason: self._lose(replica, incarnation, reason),
-            prefix_every_tokens=self._prefix_every_tokens,
-            held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
-            rewarded=REWARDING not in self._works,
-        )
-        self._replicas[replica] = host
-        host.join(self._slots)
-
     def execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             self._carry_out(command)
@@ -154,13 +147,14 @@ class LocalExecutor:
     async def close(self) -> None:
         """End whatever still runs; nothing is reported any more."""
         self._timers.close()
-        replicas = (host.close() for host in self._replicas.values())
+        unused = (self._host(replica, 1, generator) for replica, generator in self._first.items())
+        replicas = (_close(host) for host in (*self._replicas.values(), *unused))
         scorers = (host.close() for host in self._scorers.values())
         await asyncio.gather(*replicas, *scorers, *self._closing, self._trainer.close(), self._added.close())
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, StartGroup | ResumeGroup):
-            self._start(command)
+            self._start_group(command)
         elif isinstance(command, ScoreBatch) and command.task in self._scorer_of:
             self._scorer_of[command.task].carry_out(command)
         elif isinstance(command, EnterState):
@@ -178,15 +172,21 @@ class LocalExecutor:
             self._timers.cancel(command)
         elif isinstance(command, RetireWeights):
             self.weights.store.retire(command.version)
-        elif isinstance(command, StopReplica):
-            self._lose(command.replica, command.incarnation, command.reason, wanted=command.returns)
-        elif isinstance(command, StartReplica):
-            self._begin(command.replica)
+        elif isinstance(command, StartProcess):
+            self._start_replica(command)
+        elif isinstance(command, StopProcess):
+            self._stop_replica(command)
         elif isinstance(command, FinishRun):
             if not self.over.done():
                 self.over.set_result(command)
         else:
-            self._replicas[command.replica].carry_out(command)  # type: ignore[attr-defined]
+            self._order_replica(command)
+
+    def _order_replica(self, command: Command, prompt: Prompt | None = None) -> None:
+        """Hand a command to the replica that it is for. A replica that is not there any more needs none."""
+        host = self._replicas.get(command.replica)  # type: ignore[attr-defined]
+        if host is not None:
+            host.carry_out(command, prompt)
 
     def _draw(self, command: DrawPrompts) -> None:
         drawn = draw_prompts(self._prompts, command, self._drawn)
@@ -194,7 +194,7 @@ class LocalExecutor:
             self._drawn += drawn.count
         self.deliver(drawn)
 
-    def _start(self, command: StartGroup | ResumeGroup) -> None:
+    def _start_group(self, command: StartGroup | ResumeGroup) -> None:
         try:
             prompt = read_prompt(self._prompts, command.group)
         except Exception as error:
@@ -208,43 +208,81 @@ class LocalExecutor:
             )
             self.deliver(failed)
             return
-        self._replicas[command.replica].carry_out(command, prompt)
+        self._order_replica(command, prompt)
 
-    def _begin(self, replica: ReplicaId) -> None:
-        """Host a replica that there has not been, or another life of one that was let go."""
-        before = self._replicas.get(replica)
-        if before is not None and before not in self._lost:
+    # lives of replicas
+
+    def _start_replica(self, command: StartProcess) -> None:
+        """Begin a life of a replica. A repeat changes nothing."""
+        assert command.kind == REPLICA, "everything else lives as long as the run"
+        replica, incarnation = command.index, command.incarnation
+        if self._begun.get(replica, 0) >= incarnation:
             return
-        incarnation = 0 if before is None else before.incarnation
-        generator, reason = self._made(replica, "it was wanted")
-        if generator is None:
-            self.deliver(ReplicaLost(replica=replica, incarnation=incarnation, returns=False, reason=reason))
-        else:
-            self.join(replica, generator, incarnation + 1)
-
-    def _made(self, replica: ReplicaId, reason: str) -> tuple[Generator | None, str]:
-        """A new generator, or why there is none."""
-        if self._replace is None:
-            return None, f"{reason}; the run was given its generators one by one and can make no other"
+        self._begun[replica] = incarnation
         try:
-            return contained(self._replace, replica), reason
+            host = self._host(replica, incarnation, self._generator(replica))
         except Exception as error:
-            return None, f"{reason}; another one could not be made: {reason_of(error)}"
-
-    def _lose(self, replica: ReplicaId, incarnation: int, reason: str, *, wanted: bool = True) -> None:
-        """End one life of a replica and begin the next, if it is wanted and there is one."""
-        host = self._replicas[replica]
-        if host.incarnation != incarnation or host in self._lost:
+            self._report_lost(replica, incarnation, f"its generator could not be made: {reason_of(error)}")
             return
-        self._lost.add(host)
-        closing = asyncio.get_running_loop().create_task(host.close())
+        self._replicas[replica] = host
+        host.join(self._slots)
+
+    def _generator(self, replica: ReplicaId) -> Generator:
+        """The generator of the next life of a replica. Raises: whatever the run's factory raises."""
+        if replica in self._first:
+            return self._first.pop(replica)
+        if self._make is None:
+            raise EngineError("the run was given its generators one by one and can make no other")
+        return contained(self._make, replica)
+
+    def _host(self, replica: ReplicaId, incarnation: Incarnation, generator: Generator) -> ReplicaHost:
+        return ReplicaHost(
+            replica=replica,
+            incarnation=incarnation,
+            generator=generator,
+            samples=self._samples,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self.deliver,
+            broken=lambda reason: self._lose_replica(replica, incarnation, reason),
+            prefix_every_tokens=self._prefix_every_tokens,
+            held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
+            rewarded=REWARDING not in self._works,
+        )
+
+    def _stop_replica(self, command: StopProcess) -> None:
+        """End a life of a replica: it is lost once it is closed. A life that has ended already is not ended again."""
+        closing = self._close_replica(command.index, command.incarnation)
+        if closing is not None:
+            lost = (command.index, command.incarnation, command.reason)
+            closing.add_done_callback(lambda _: self._report_lost(*lost))
+
+    def _lose_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
+        """End a life that cannot go on: it is lost already, whatever its generator does with `close`."""
+        if self._close_replica(replica, incarnation) is not None:
+            self._report_lost(replica, incarnation, reason)
+
+    def _close_replica(self, replica: ReplicaId, incarnation: Incarnation) -> asyncio.Task[None] | None:
+        """Begin to close a life that is hosted here; None: it is not."""
+        host = self._replicas.get(replica)
+        if host is None or host.incarnation != incarnation:
+            return None
+        del self._replicas[replica]
+        closing = asyncio.get_running_loop().create_task(_close(host))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        generator: Generator | None = None
-        if wanted and self._replace is not None and incarnation <= self._replacements:
-            generator, reason = self._made(replica, reason)
+        return closing
+
+    def _report_lost(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
         self.deliver(
-            ReplicaLost(replica=replica, incarnation=incarnation, returns=generator is not None, reason=reason)
+            ProcessLost(kind=REPLICA, index=replica, incarnation=incarnation, reason=reason, final=self._make is None)
         )
-        if generator is not None:
-            self.join(replica, generator, incarnation + 1)
+
+
+async def _close(host: ReplicaHost) -> None:
+    """Close a replica within `CLOSE_S`."""
+    closing = asyncio.get_running_loop().create_task(host.close())
+    _, unfinished = await asyncio.wait([closing], timeout=CLOSE_S)
+    if unfinished:
+        closing.cancel()
+        log.warning("the generator of replica %d did not close within %g s: close is cancelled", host.replica, CLOSE_S)

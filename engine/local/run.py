@@ -82,7 +82,7 @@ async def run_async(
     prefix_every_tokens: int = 1024,
     replicas: int = 1,
     epochs: int = 1,
-    replacements: int = 3,
+    replacements: int | None = None,
     policies: Mapping[str, str] | None = None,
     run_dir: str | Path | None = None,
     held_out: Sequence[Prompt | str] = (),
@@ -92,8 +92,9 @@ async def run_async(
 ) -> RunResult:
     """Run to the end on the current event loop.
 
-    Args: `generators` is one generator per replica, or a function that makes that of a replica (then there are
-    `replicas`, and each that is lost is replaced up to `replacements` times); `samples` trajectories per prompt;
+    Args: `generators` is one generator per replica, or a function that makes that of a replica: then there are
+    `replicas`, and one that is lost is replaced, up to `replacements` times in a row without a train step in between
+    (None: `limits.replica_restarts` times); `samples` trajectories per prompt;
     `slots` groups at once per replica; a generator may save prefixes every `prefix_every_tokens` (0: never); `epochs`
     passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
     checkpoints, which otherwise stay in memory; `held_out` prompts are measured, one response each
@@ -104,11 +105,13 @@ async def run_async(
     defect.
     """
     _require_counts(limits, samples, slots, run_dir)
-    limits = _with_held_out(limits, held_out, samples)
-    replace, first = _lives(generators, replicas + len(limits.validators()))
+    limits = _with_restarts(_with_held_out(limits, held_out, samples), replacements)
+    make, first = _lives(generators, replicas + len(limits.validators()))
     _require_numbers(limits, len(first))
     books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
     executor = LocalExecutor(
+        generators=first,
+        make=make,
         trainer=taking_turns(trainer) if limits.trains_in_turns else trainer,
         prompts=listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
         samples=samples,
@@ -116,8 +119,6 @@ async def run_async(
         prefix_every_tokens=prefix_every_tokens,
         report=books.report,
         checkpoints=books.directory / "checkpoints" if books.directory else None,
-        replace=replace,
-        replacements=replacements,
         held_out=as_prompts(held_out),
         scorers=_scorers(limits, make_scorer),
         works={
@@ -128,9 +129,7 @@ async def run_async(
     clock = WallClock()
     executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)
     try:
-        executor.deliver(RunStarted())
-        for replica, generator in enumerate(first):
-            executor.join(replica, generator)
+        executor.deliver(RunStarted(replicas=len(first)))
         finish = await asyncio.shield(executor.over)
     except asyncio.CancelledError:
         executor.deliver(StopRequested(reason="interrupted"))
@@ -196,7 +195,7 @@ def _scorers(limits: Limits, make: Callable[[tuple[str, ...]], Scorer] | None) -
 def _lives(
     generators: Generators, replicas: int
 ) -> tuple[Callable[[ReplicaId], Generator] | None, Sequence[Generator]]:
-    """How a lost generator is replaced, if at all, and the first ones."""
+    """What makes another life of a replica, if anything does, and the first lives."""
     if isinstance(generators, Sequence):
         if not generators:
             raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
@@ -204,6 +203,10 @@ def _lives(
     if replicas < 1:
         raise ConfigError("replicas", replicas, "must be at least 1", "1 would hold")
     return generators, [generators(replica) for replica in range(replicas)]
+
+
+def _with_restarts(limits: Limits, replacements: int | None) -> Limits:
+    return limits if replacements is None else dataclasses.replace(limits, replica_restarts=replacements)
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:

@@ -23,9 +23,9 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    ProcessLost,
+    ProcessUp,
     PublishFailed,
-    ReplicaJoined,
-    ReplicaLost,
     RowsFailed,
     RowsMeasured,
     RunResumed,
@@ -57,6 +57,7 @@ from engine.metrics.replicas import Replicas
 from engine.metrics.status import Status, describe
 from engine.metrics.steps import Row, StepRows
 from engine.metrics.transitions import Transitions
+from engine.states.process import KINDS, REPLICA
 from engine.states.state import State
 from engine.states.validation import VALIDATION
 
@@ -89,6 +90,8 @@ class RunMetrics:
         self.transitions = transitions
         self.idle = IdleTime(self.state)
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
+        self.deaths = dict.fromkeys(KINDS, 0)
+        """Processes that ended although they were wanted, by kind."""
         self.failed_group: dict[str, int] = {}
         """The group that last cost an attempt, by cause."""
         self.last_failure = ""
@@ -139,8 +142,8 @@ class RunMetrics:
             GroupAborted: self.replicas.aborted,
             GroupFailed: self._group_failed,
             StateFailed: self._state_failed,
-            ReplicaJoined: lambda event: self.replicas.joined(event.replica),
-            ReplicaLost: self._replica_lost,
+            ProcessUp: self._process_up,
+            ProcessLost: self._process_lost,
             WeightsInstalled: self.replicas.installed,
             SyncFailed: self._sync_failed,
             StepFailed: lambda event: self._retry("train_step", f"train step {event.step}: {event.reason}"),
@@ -325,12 +328,17 @@ class RunMetrics:
         self.failed_group[cause] = event.group
         self._retry(cause, f"group {event.group}, {event.state}: {event.reason}")
 
-    def _replica_lost(self, event: ReplicaLost) -> None:
-        self.replicas.lost(event)
-        wanted = self.state.live.wanted
-        if wanted is not None and event.replica >= wanted and not event.returns:
-            return  # it was let go, as the user wished
-        self._retry("replica_lost", f"replica {event.replica}: {event.reason}")
+    def _process_up(self, event: ProcessUp) -> None:
+        if event.kind == REPLICA:
+            self.replicas.joined(event.index)
+
+    def _process_lost(self, event: ProcessLost) -> None:
+        process = self.state.find_process(event.kind, event.index)
+        if event.kind == REPLICA:
+            self.replicas.lost(event)
+        if process is not None and process.wanted:  # else it was let go, as the user wished
+            self.deaths[event.kind] += 1
+            self._retry("replica_lost" if event.kind == REPLICA else "process_lost", f"{process.id}: {event.reason}")
 
     def _sync_failed(self, event: SyncFailed) -> None:
         self.replicas.reverted(event)

@@ -6,6 +6,7 @@ same however many groups live, and never walks what the scheduler is changing. I
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ from engine.metrics import names
 from engine.metrics.collector import RunMetrics
 from engine.metrics.groups import OldestGroup
 from engine.metrics.histogram import Histogram
-from engine.metrics.labels import ADMISSION_LIMITS, REPLICA_GROUP_ENDS
+from engine.metrics.labels import ADMISSION_LIMITS, REPLICA_GROUP_ENDS, REPLICA_STATES
 from engine.metrics.names import METRICS, Metric
+from engine.states.process import KINDS, PROCESS, Process
+from engine.states.replica import Replica
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """(label values in the order of `Metric.labels`, value)."""
@@ -55,7 +58,13 @@ class Exporter(Collector):
         self._metrics = metrics
         self._around = around or Around()
         self._oldest = OldestGroup(metrics.state)
-        self._read = self._of_the_scheduler() | self._of_going_on() | self._of_replicas() | self._of_its_surroundings()
+        self._read = (
+            self._of_the_scheduler()
+            | self._of_going_on()
+            | self._of_replicas()
+            | self._of_processes()
+            | self._of_its_surroundings()
+        )
 
     def collect(self) -> Iterator[Family]:
         self._metrics.catch_up()
@@ -167,26 +176,29 @@ class Exporter(Collector):
         }
 
     def _of_replicas(self) -> dict[str, Read]:
-        states, fleet, figures = names.REPLICA.states, self._metrics.state.fleet, self._metrics.replicas.of
+        states, fleet, figures = REPLICA_STATES, self._metrics.state.fleet, self._metrics.replicas.of
         modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
 
         def alive() -> list[tuple[str, int, int, int]]:
-            """(replica, version, slots held, slots) of those that are not lost."""
-            living = [r for r in list(fleet.replicas.values()) if r.state != "lost"]
+            """(replica, version, slots held, slots) of those that are up."""
+            living = [r for r in list(fleet.replicas.values()) if r.state != "down"]
             return [(str(r.id), r.version, len(r.groups), r.slots) for r in living]
 
+        def known() -> list[Replica]:
+            return [r for r in list(fleet.replicas.values()) if not r.process.dismissed]
+
         def by_state() -> Samples:
-            now = [r.state for r in list(fleet.replicas.values())]
+            now = [r.condition for r in known()]
             return [((state,), now.count(state)) for state in states]
 
         return {
             names.REPLICAS.name: by_state,
             names.REPLICA_WEIGHTS_VERSION.name: lambda: [((id,), version) for id, version, _, _ in alive()],
             names.REPLICA_STATE.name: lambda: [
-                ((str(r.id), state), r.state == state) for r in list(fleet.replicas.values()) for state in states
+                ((str(r.id), state), r.condition == state) for r in known() for state in states
             ],
             names.REPLICA_SLOW.name: lambda: [
-                ((str(r.id),), r.slow) for r in list(fleet.replicas.values()) if r.state != "lost"
+                ((str(r.id),), r.slow) for r in list(fleet.replicas.values()) if r.state != "down"
             ],
             names.REPLICA_SLOTS.name: lambda: [
                 ((id, state), held if state == "held" else max(0, slots - held))
@@ -201,6 +213,23 @@ class Exporter(Collector):
             names.REPLICA_PAUSE.name: lambda: [
                 ((str(id), mode), f.pause_s[mode]) for id, f in list(figures.items()) for mode in modes
             ],
+        }
+
+    def _of_processes(self) -> dict[str, Read]:
+        metrics = self._metrics
+
+        def processes() -> list[Process]:
+            state = metrics.state
+            replicas = [r.process for r in list(state.fleet.replicas.values()) if not r.process.dismissed]
+            return [*replicas, *list(state.processes.values())]
+
+        def by_state() -> Samples:
+            now = Counter((process.kind, process.state) for process in processes())
+            return [((kind, state), now[kind, state]) for kind in KINDS for state in PROCESS.states]
+
+        return {
+            names.PROCESSES.name: by_state,
+            names.PROCESS_DEATHS.name: lambda: _labelled(metrics.deaths),
         }
 
     def _of_its_surroundings(self) -> dict[str, Read]:

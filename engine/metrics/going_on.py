@@ -21,9 +21,6 @@ class GoingOn:
         """Running groups that were ordered to be parked, by why."""
         self.checkpoint_at = 0.0
         """When a checkpoint was last complete, or the run went on."""
-        pending = state.checkpoint_pending
-        self.checkpoint_steps = min(state.kept.by_step, default=0) if pending else state.checkpoint_ordered
-        """Train steps in the newest complete checkpoint, as far as a replayed state tells."""
 
     @property
     def recoveries(self) -> dict[str, int]:
@@ -36,11 +33,14 @@ class GoingOn:
     def resumed(self, event: RunResumed) -> None:
         self._transitions.heard(event)
         self.checkpoint_at = event.at
-        if not event.kept:
-            self.checkpoint_steps = event.steps
 
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self.checkpoint_at, self.checkpoint_steps = event.at, event.steps
+        self.checkpoint_at = event.at
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """Train steps in the newest complete checkpoint; 0 before the first."""
+        return self._state.checkpoints.newest
 
     def park_ordered(self, command: ParkGroup) -> None:
         group = self._state.groups.get(command.group)
@@ -53,13 +53,10 @@ class GoingOn:
 
     @property
     def replicas_wanted(self) -> int:
-        """Replicas that there should be: as the user wants, else those that are not gone for good."""
-        wanted = self._state.live.wanted
-        if wanted is not None:
-            return wanted
-        return sum(replica.state != "lost" or replica.returns for replica in self._state.fleet.rollouts())
+        """Replicas that generate and are wanted, also those that are down."""
+        return sum(replica.process.wanted for replica in list(self._state.fleet.rollouts()))
 
     @property
     def slow(self) -> list[int]:
         """Replicas that are slower than the others by more than may be."""
-        return [r.id for r in list(self._state.fleet.replicas.values()) if r.slow and r.state != "lost"]
+        return [r.id for r in list(self._state.fleet.replicas.values()) if r.slow and r.state != "down"]

@@ -21,12 +21,13 @@ from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAI
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
+from engine.states.process import TRAINER
 from engine.states.replica import Replica
 from engine.states.state import State
 
 FROZEN_STATES = ("installing",)
 """A replica in one of these samples nothing, whatever it holds."""
-NOT_THERE = ("lost", "joining")
+NOT_THERE = ("down",)
 RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
 NEVER = 1 << 62
 """More groups than any run has."""
@@ -320,8 +321,13 @@ class IdleTime:
         state, ledger = self._state, self._state.ledger
         step = state.training_step
         waits = step is not None and step.state == "scoring" and not state.scoring(step)
-        self.trainer_task = step.state if step is not None and step.state in TRAINER_TASKS and not waits else None
-        if waits:
+        trainer = state.processes.get(TRAINER)
+        away = trainer is not None and trainer.coming
+        trains = step is not None and step.state in TRAINER_TASKS and not (waits or away)
+        self.trainer_task = step.state if step is not None and trains else None
+        if away:
+            self.trainer_cause = "restarting"
+        elif waits:
             lease = state.pools.of("train")
             self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
         elif state.publishing:

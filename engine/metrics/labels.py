@@ -5,6 +5,7 @@ Beside `names.py`, which uses them; read by what keeps the figures.
 
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.states.group import GROUP
+from engine.states.replica import REPLICA
 from engine.states.validation import VALIDATION
 
 ROLLOUT_IDLE_CAUSES = (
@@ -37,12 +38,13 @@ TRAINER_IDLE_CAUSES = (
     "waiting_for_replicas",
     "no_prompts",
     "draining",
+    "restarting",
     "starting",
 )
 """Why no train step is being scored or trained: fewer groups are ready than a batch takes; enough are, but a deadline
 binds and its groups are still being generated; weights are being published; replicas in its pool are not asleep yet; a
 replica has not got the newest weights, for which `train_after_sync` waits; no replica is alive; the prompts are used
-up; the run comes to rest; it is starting."""
+up; the run comes to rest; another life of the trainer begins; the run is starting."""
 
 TRAINER_TASKS = ("scoring", "training")
 STEP_PHASES = ("collecting", "scoring", "training", "publishing")
@@ -51,6 +53,7 @@ RETRY_CAUSES = (
     "group_infrastructure",
     "group_data",
     "replica_lost",
+    "process_lost",
     "weight_sync",
     "train_step",
     "publish",
@@ -78,7 +81,9 @@ PARKED_REASONS = ("timeout", "moved")
 LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
 LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
 REPLICA_GROUP_ENDS = ("generated", "aborted", "failed")
-MACHINES = ("group", "step", "replica", "version", "validation", "pool")
+REPLICA_STATES = ("starting", "stopping", "gone", *(state for state in REPLICA.states if state != "down"))
+"""A replica that is down has the state of its process."""
+MACHINES = ("group", "step", "replica", "process", "version", "validation", "pool")
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 VALIDATION_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)

@@ -17,6 +17,7 @@ from engine.metrics.labels import (
     PARKED_REASONS,
     RECOVERY_KINDS,
     REPLICA_GROUP_ENDS,
+    REPLICA_STATES,
     REQUESTS,
     RETRY_CAUSES,
     ROLLOUT_IDLE_CAUSES,
@@ -26,7 +27,7 @@ from engine.metrics.labels import (
 )
 from engine.states.group import GROUP
 from engine.states.limits import SYNC_MODES
-from engine.states.replica import REPLICA
+from engine.states.process import KINDS, PROCESS
 from engine.states.validation import VALIDATION
 
 Labels = dict[str, tuple[str, ...]]
@@ -139,7 +140,13 @@ TRANSITIONS = _counter(
     "Changes of state, by machine and by the states left and entered.",
     {"machine": MACHINES, "from": (), "to": ()},
 )
-REPLICAS = _gauge("engine_replicas", "replicas", "Rollout replicas, by state.", {"state": REPLICA.states})
+REPLICAS = _gauge(
+    "engine_replicas",
+    "replicas",
+    "Rollout replicas, by state; one that is down has the state of its process. gone: it cannot restart. Replicas that "
+    "were let go do not count.",
+    {"state": REPLICA_STATES},
+)
 WEIGHTS_VERSION = _gauge("engine_weights_version", "version", "Newest weights version published by the trainer.")
 REPLICA_WEIGHTS_VERSION = _gauge(
     "engine_replica_weights_version", "version", "Weights version a replica samples from.", {"replica": ()}
@@ -148,10 +155,10 @@ REPLICA_STATE = _gauge(
     "engine_replica_state",
     "0 or 1",
     "1 for the state a replica is in, 0 for the others.",
-    {"replica": (), "state": REPLICA.states},
+    {"replica": (), "state": REPLICA_STATES},
 )
 REPLICA_SLOTS = _gauge(
-    "engine_replica_slots", "slots", "Slots of a replica that is not lost.", {"replica": (), "state": ("held", "free")}
+    "engine_replica_slots", "slots", "Slots of a replica that is up.", {"replica": (), "state": ("held", "free")}
 )
 REPLICA_TOKENS = _counter(
     "engine_replica_tokens_total", "tokens", "Response tokens of the groups a replica generated.", {"replica": ()}
@@ -209,10 +216,24 @@ TRAINER_FIGURE = _gauge(
     f"What the trainer said of the newest step it reported, by the name it gave; the first {FIGURES_KEPT} names.",
     {"figure": ()},
 )
+PROCESSES = _gauge(
+    "engine_processes",
+    "processes",
+    "Processes of the run, by kind and state. gone: none runs, and none is being started. Replicas that were let go do "
+    "not count.",
+    {"kind": KINDS, "state": PROCESS.states},
+)
+PROCESS_DEATHS = _counter(
+    "engine_process_deaths_total",
+    "processes",
+    "Processes that ended although they were wanted, or failed to start, by kind.",
+    {"kind": KINDS},
+)
 RETRIES = _counter(
     "engine_retries_total",
     "attempts",
-    "Attempts that failed, by what failed. A group on a lost replica counts under replica_lost. Exemplar: the group.",
+    "Attempts that failed, by what failed. A group on a lost replica counts under replica_lost; process_lost: any "
+    "other process. Exemplar: the group.",
     {"cause": RETRY_CAUSES},
 )
 BUDGET = _gauge(
@@ -313,7 +334,7 @@ POLICY_ERRORS = _counter(
 REPLICAS_WANTED = _gauge(
     "engine_replicas_wanted",
     "replicas",
-    "Replicas that there should be: as a user asked for, else those that are not gone for good.",
+    "Replicas that there should be, those that only validate not included.",
 )
 REPLICA_SLOW = _gauge(
     "engine_replica_slow",
@@ -342,8 +363,8 @@ METRICS: tuple[Metric, ...] = (
     STALENESS, STEP_STALENESS, DEADLINE_ROOM, OLDEST_GROUP_AGE, STEPS, STEP_AGE, STEP_SECONDS, TOKENS_GENERATED,
     TOKENS_TRAINED, RESPONSE_TOKENS, GROUP_SECONDS, TRANSITIONS, REPLICAS, WEIGHTS_VERSION, REPLICA_WEIGHTS_VERSION,
     REPLICA_STATE, REPLICA_SLOTS, REPLICA_TOKENS, REPLICA_GROUPS, REPLICA_RESUMED, REPLICA_PAUSE, SYNC_SECONDS,
-    ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, RETRIES, BUDGET, STALE_ECHOES, EVENTS,
-    EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES,
+    ROLLOUT_BUSY, ROLLOUT_IDLE, TRAINER_BUSY, TRAINER_IDLE, TRAINER_FIGURE, PROCESSES, PROCESS_DEATHS, RETRIES, BUDGET,
+    STALE_ECHOES, EVENTS, EVENTS_WAITING, DECISION_SECONDS, STORE_GROUPS, STORE_BYTES,
     STORE_DISK_BYTES, RECORD_BYTES, RECORD_LAG, DISK_FREE, DISK_SIZE, REWARD,
     ACCURACY, ACCURACY_STEPS, VALIDATION_VERSION, VALIDATIONS, VALIDATIONS_ENDED, VALIDATION_ROWS, VALIDATION_SECONDS,
     SILENCE, RECOVERIES, REQUESTS_TAKEN, DRAINING, PARKED, POLICY_ERRORS, REPLICAS_WANTED, REPLICA_SLOW, BATCHES_KEPT,

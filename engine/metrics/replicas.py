@@ -4,7 +4,7 @@ A replica keeps its figures when it is lost and comes back: the number of series
 """
 
 from engine.commands import Command, PauseReplica, ResumeGroup, ResumeReplica
-from engine.events import GroupAborted, GroupFailed, ReplicaLost, SyncFailed, WeightsInstalled
+from engine.events import GroupAborted, GroupFailed, ProcessLost, SyncFailed, WeightsInstalled
 from engine.ids import ReplicaId
 from engine.metrics.histogram import Histogram
 from engine.metrics.labels import REPLICA_GROUP_ENDS, SYNC_BUCKETS
@@ -64,8 +64,8 @@ class Replicas:
     def reverted(self, event: SyncFailed) -> None:
         self._unpause(event.replica, event.at)
 
-    def lost(self, event: ReplicaLost) -> None:
-        self._pausing.pop(event.replica, None)
+    def lost(self, event: ProcessLost) -> None:
+        self._pausing.pop(event.index, None)
 
     def _unpause(self, replica: ReplicaId, at: float) -> tuple[str, float] | None:
         began = self._pausing.pop(replica, None)

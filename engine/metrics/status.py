@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.metrics.journal import plain
+from engine.states.process import TRAINER
+from engine.states.waiting import start_text
 
 if TYPE_CHECKING:
     from engine.metrics.collector import RunMetrics
@@ -53,12 +55,13 @@ class Status:
     version: Version
     """Newest published by the trainer."""
     replica_versions: dict[ReplicaId, Version]
-    """Of replicas that are not lost."""
+    """Of replicas that are up."""
     replica_states: dict[ReplicaId, str]
+    """Of replicas that are up, or are starting or stopping, or cannot restart: `labels.REPLICA_STATES`."""
     replica_slots: dict[ReplicaId, tuple[int, int]]
-    """Slots held and slots, of replicas that are not lost."""
+    """Slots held and slots, of replicas that are up."""
     replicas_lost: int
-    """Replicas that are lost now."""
+    """Replicas that are down since a life of them ended by itself."""
     groups_live: dict[str, int]
     """Prompt groups that have not ended, by state."""
     step_phase: str
@@ -135,7 +138,8 @@ TRIES = 8
 def describe(metrics: RunMetrics, now: float) -> Status:
     """The snapshot of a run at `now` seconds since it began."""
     state, idle, staleness = metrics.state, metrics.idle, metrics.staleness
-    replicas = sorted((r for r in state.fleet.replicas.values() if r.state != "lost"), key=lambda r: r.id)
+    fleet = sorted((r for r in state.fleet.replicas.values() if not r.process.dismissed), key=lambda r: r.id)
+    replicas = [replica for replica in fleet if replica.state != "down"]
     rewards, limits, live = metrics.rewards, state.limits, metrics.going_on
     return Status(
         outcome=state.outcome.outcome if state.outcome else None,
@@ -161,9 +165,9 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         parked=state.ledger.parked,
         version=state.latest_version,
         replica_versions={r.id: r.version for r in replicas},
-        replica_states={r.id: r.state for r in replicas},
+        replica_states={r.id: r.condition for r in fleet},
         replica_slots={r.id: (len(r.groups), r.slots) for r in replicas},
-        replicas_lost=len(state.fleet.replicas) - len(replicas),
+        replicas_lost=sum(r.lost for r in fleet),
         groups_live=metrics.groups.by_state(),
         step_phase=next((s.state for s in list(state.steps.values()) if s.state != "finished"), "finished"),
         versions_kept=len(state.versions),
@@ -229,6 +233,11 @@ def _trainer_now(metrics: RunMetrics) -> str:
     step, size = state.steps_batched, state.limits.train_batch_size
     ready, running = state.ledger.ready, state.ledger.running
     formed = state.training_step
+    if idle.trainer_cause == "restarting" and idle.trainer_task is None:
+        order = state.orders.find("start", (TRAINER, 0))
+        return (
+            f"the trainer {start_text(order.command, state)}" if order is not None else "the trainer is being stopped"
+        )
     if idle.trainer_task is not None and formed is not None:
         return f"{idle.trainer_task} step {formed.id} on {_groups(len(formed.groups))}"
     cause = idle.trainer_cause

@@ -1,6 +1,6 @@
 """Resume: which parked group goes on first when a slot is free."""
 
-from engine.events import NO_VERSION
+from engine.ids import NO_VERSION
 from engine.policies.registry import register
 from engine.states.view import GroupView, View
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter
+from struct import error as StructError
 from typing import Any, Protocol
 
 from engine.commands import FinishRun
@@ -24,6 +25,7 @@ from engine.policies import PolicySet
 from engine.schedule.codec import command_from, plain_command
 from engine.schedule.packing import CodecError
 from engine.scheduler import Scheduler
+from engine.states.clocks import Clocks, OwnerClock
 from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import Group
@@ -34,7 +36,9 @@ from engine.states.limits import Limits
 from engine.states.live import Live
 from engine.states.orders import Order, OrderBook
 from engine.states.pool import PoolLease, Pools
+from engine.states.process import Process
 from engine.states.replica import Replica
+from engine.states.retention import Checkpoints
 from engine.states.stages import Stage, Stages
 from engine.states.state import Observer, State
 from engine.states.step import Step
@@ -52,24 +56,33 @@ SCALARS = {type(None), bool, int, float, str}
 SAMPLES: dict[str, Any] = {
     type(record).__name__: record
     for record in (
-        Step(0), Replica(0), WeightsVersion(0, 0), Chunk(0, 0, 1), Validation(0, 0, 0, 1, 1, 0.0),
-        FinishRun(outcome="", reason="", cause=0),
+        Step(0), Replica(0), Process(""), WeightsVersion(0, 0), Chunk(0, 0, 1), Validation(0, 0, 0, 1, 1, 0.0),
+        OwnerClock(), FinishRun(outcome="", reason="", cause=0),
     )
 }  # fmt: skip
 """A record of each class that is made anew from a snapshot, groups aside: its fields and their types."""
-PARTS = (State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Validations, Ended, KeptBatches, Live)
+DAMAGED = (
+    EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, StructError,
+)  # fmt: skip
+"""What a snapshot that says something else than snapshots do may raise."""
+PARTS = (
+    State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Validations, Ended, KeptBatches, Checkpoints,
+    Live, Clocks,
+)  # fmt: skip
 """What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
 WIRING: dict[str, set[str]] = {
     "State": {
-        "limits", "_ahead", "_phases", "_leave", "_enter", "groups", "hashed", "attempts", "census", "_group_machine",
+        "limits", "_ahead", "_phases", "_leave", "_enter", "groups", "hashed", "census", "_group_machine",
         "_step_machine",
-        "_replica_machine", "_version_machine", "_pool_machine",
+        "_replica_machine", "_version_machine", "_pool_machine", "_process_machine",
     },
     "Group": {"digest"},
+    "Clocks": {"_heap", "_queues", "_stalled", "_state", "least", "sooner", "timer_at"},
     "Pools": {"_of_task", "_of_replica", "listed"},
     "PoolLease": {"pool", "place_of"},
     "Fleet": {*Fleet.__slots__} - {"replicas"},
     "Replica": {"place", "touched"},
+    "Process": {"touched"},
     "Stages": {"_orders"},
     "Stage": {"_orders", "owner"},
     "Validations": {"_fleet", "_orders", "machine", "_disturb"},
@@ -121,7 +134,7 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
                 raise CodecError("nothing is said of what was counted until then")
             books.take(_value(counted))
         watch(scheduler, observe)
-    except (EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+    except DAMAGED as error:
         raise CodecError(f"no snapshot that this engine can go on from: {error}") from error
     return scheduler
 
@@ -142,9 +155,11 @@ def _restore_into(scheduler: Scheduler, fields: Plain, said: Plain, rows: Sequen
     scheduler.decisions.recall()
     state.hashed.begin(group for group in state.groups.values() if group.begun)
     state.settle()
+    for process in state.processes.values():
+        process.watch(None)
     state.fleet.rebuild(state.groups)
     state.census.rebuild()
-    state.attempts.rebuild(state.fleet, state.groups, timed=state.limits.group_timeout_s is not None)
+    state.clocks.rebuild()
 
 
 def watch(scheduler: Scheduler, observe: Observer | None) -> None:
@@ -152,7 +167,7 @@ def watch(scheduler: Scheduler, observe: Observer | None) -> None:
     state = scheduler.state
     for machine in (
         state._group_machine, state._step_machine, state._replica_machine, state._version_machine, state._pool_machine,
-        state.validations.machine,
+        state._process_machine, state.validations.machine,
     ):  # fmt: skip
         machine.observe = observe
 
@@ -202,7 +217,7 @@ def _fields(thing: Any) -> tuple[str, ...]:
     left_out = WIRING.get(cls.__name__, set())
     names = cls.__slots__ if hasattr(cls, "__slots__") else tuple(vars(thing))
     if cls is FinishRun:
-        names = ("outcome", "reason", "cause")
+        names = ("outcome", "reason", "again", "cause")
     return tuple(sorted(name for name in names if name not in left_out))
 
 
@@ -211,7 +226,7 @@ def _fields_of_all(scheduler: Scheduler) -> list[Plain]:
     things = [
         state, state.pools, *state.pools.leases[:1],
         state.stages, *list(state.stages.by_name.values())[:1], state.fleet, state.ledger, state.deadlines,
-        state.validations, state.ended, state.kept, state.live, *SAMPLES.values(),
+        state.validations, state.ended, state.kept, state.checkpoints, state.live, state.clocks, *SAMPLES.values(),
     ]  # fmt: skip
     return [list(GROUP_FIELDS), *([type(thing).__name__, *_fields(thing)] for thing in things)]
 
@@ -240,16 +255,16 @@ def _plain(value: Any, where: str = "") -> Plain:
 
 
 def _order(order: Order) -> Plain:
-    return [order.number, order.at, order.command.cause, *plain_command(order.command)]
+    return [order.number, order.at, order.mark, order.command.cause, *plain_command(order.command)]
 
 
 def _fill_orders(book: OrderBook, plain: Plain) -> None:
     kind, following, *orders = plain
     if kind != ORDERS:
         raise CodecError("no order book where one belongs")
-    for number, at, cause, *said in orders:
+    for number, at, mark, cause, *said in orders:
         told = [list(value) if type(value) is tuple else value for value in said]
-        book.put_back(number, command_from(told, cause), float(at))
+        book.put_back(number, command_from(told, cause), float(at), float(mark))
     book.next_number = following
 
 

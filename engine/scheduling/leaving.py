@@ -4,12 +4,14 @@ Called by `scheduler.py`. A replica that leaves gets no more groups; those it ha
 on elsewhere or, where the run comes to rest, when it is resumed. Nothing of that costs an attempt.
 """
 
-from engine.commands import PauseReplica, ResumeReplica, StartReplica, StopMeasuring, StopReplica
+from engine.commands import PauseReplica, ResumeReplica, SetTimer, StopMeasuring
 from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted
+from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
 from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
-from engine.scheduling.rollout import REASON_LENGTH, RolloutScheduling
+from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
+from engine.states.process import REPLICA
 from engine.states.replica import Replica
 from engine.states.state import State
 
@@ -18,8 +20,15 @@ class LeavingScheduling:
     """Drains replicas, one or all."""
 
     def __init__(
-        self, state: State, orders: Orders, rollout: RolloutScheduling, pools: PoolScheduling, sync: SyncScheduling
+        self,
+        state: State,
+        orders: Orders,
+        lifetimes: Lifetimes,
+        rollout: RolloutScheduling,
+        pools: PoolScheduling,
+        sync: SyncScheduling,
     ) -> None:
+        self.lifetimes = lifetimes
         self.state = state
         self.live = state.live
         self.orders = orders
@@ -30,54 +39,56 @@ class LeavingScheduling:
     # requests
 
     def on_drain_requested(self, event: DrainRequested) -> None:
+        state = self.state
         self.live.moved = True
-        if not self.live.draining:
-            self.live.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
+        if self.live.draining:
+            return
+        self.live.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
+        if state.limits.drain_s is not None:
+            self.live.drain_timer = state.new_timer()
+            delay = state.limits.drain_s
+            self.orders.add(SetTimer(timer=self.live.drain_timer, delay_s=delay, cause=self.orders.cause))
+
+    def on_drain_timer(self) -> None:
+        """The drain has taken too long: what is left of it is given up."""
+        self.live.drain_timer = None
+        self.orders.end_run("stopped", f"the drain took longer than durability.drain_s = {self.state.limits.drain_s:g}")
 
     def on_replica_leaves(self, event: ReplicaLeaves) -> None:
         replica = self.state.fleet.replicas[event.replica]
         self.live.moved = True
-        if not self._taken_away(replica):
-            self.state.fleet.let_leave(replica, event.reason, True)
+        if not replica.process.taken:
+            replica.process.taken, replica.process.reason = True, event.reason
+            self.state.fleet.leave_changed(replica)
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
         """Those of the highest ids leave, those that are missing are started."""
-        state, wanted = self.state, event.replicas
-        state.live.wanted, state.live.moved = wanted, True
+        state = self.state
+        self.live.moved = True
+        for index in range(event.replicas):
+            state.process(REPLICA, index)
         for replica in state.fleet.rollouts():
-            if replica.id >= wanted:
-                self.let_go(replica)
-            elif replica.id in self.live.leaving and not self._taken_away(replica):
-                state.fleet.let_stay(replica)
-        for id in range(wanted):
-            there = state.fleet.replicas.get(id) or self.sync.first_seen(id)
-            if there.returns or there.state not in ("lost", "joining"):
-                continue
-            if state.orders.find("stop", id) is not None:
-                continue  # it starts once the life that was let go has ended
-            there.returns = True
-            self.orders.add(StartReplica(replica=id, cause=self.orders.cause))
+            self._want(replica, replica.id < event.replicas, f"{event.replicas} replicas are wanted")
         state.none_left = ""
 
-    def let_go(self, replica: Replica) -> None:
-        """There are to be fewer replicas: this one is not wanted any more. One that is taken away leaves all the same,
-        however many are wanted until then."""
-        if (replica.state != "lost" or replica.returns) and not self._taken_away(replica):
-            self.state.fleet.let_leave(replica, f"{self.live.wanted} replicas are wanted", False)
-
-    def _taken_away(self, replica: Replica) -> bool:
-        return self.live.leaving.get(replica.id, ("", False))[1]
-
-    def _unwanted(self, replica: Replica) -> bool:
-        """Whether there are to be fewer replicas than with this one."""
-        return self.live.wanted is not None and replica.id >= self.live.wanted and not replica.validator
+    def _want(self, replica: Replica, wanted: bool, reason: str) -> None:
+        process = replica.process
+        if wanted and not process.wanted and process.state == "stopping":
+            process.taken = True  # it ends for no fault of its own: its next life costs nothing
+        process.wanted = wanted
+        if not process.taken:
+            process.reason = "" if wanted else reason
+        if wanted and process.state == "gone":
+            process.deaths = 0
+            self.lifetimes.start(process)
+        self.state.fleet.leave_changed(replica)
 
     # orders
 
     def advance(self) -> None:
         """Bring to rest who is to leave, and let go who has come to rest."""
         for replica in self.state.census.take_unexamined():
-            if replica.id in self.live.leaving:
+            if replica.process.leaves:
                 self._let_leave(replica)
                 continue
             pooled = self.state.pools.of_replica(replica.id) is not None
@@ -88,27 +99,21 @@ class LeavingScheduling:
                 self._bring_to_rest(replica)
 
     def _let_leave(self, replica: Replica) -> None:
-        reason, returns = self.live.leaving[replica.id]
-        returns = returns and not self._unwanted(replica)
-        if replica.state == "lost" and (returns or not replica.returns):
-            self.state.fleet.let_stay(replica)  # it left by itself
-        elif replica.state in ("lost", "joining"):
-            self._stop(replica, reason, returns=returns)  # it is on its way
-        elif replica.state not in ("drained", "asleep"):
+        """One that leaves has come to rest, or is brought to it."""
+        process = replica.process
+        if process.state == "up" and replica.state not in ("drained", "asleep"):
             self._bring_to_rest(replica, alone=True)
-        else:
-            self._stop(replica, reason, returns=returns)
+        elif process.state == "up":
+            self._stop(replica)
+        elif process.state == "starting" and not process.wanted:
+            self._stop(replica)  # it is on its way
 
-    def _stop(self, replica: Replica, reason: str, *, returns: bool) -> None:
+    def _stop(self, replica: Replica) -> None:
         """Nothing runs there: it need not be there any more."""
-        self.state.fleet.let_stay(replica)
-        replica.returns = returns
-        if replica.state != "lost":
+        reason = replica.process.reason
+        if replica.state != "down":
             self.rollout.lose_replica(replica, reason)
-        self.orders.add(
-            StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=reason[:REASON_LENGTH],
-                        returns=returns, cause=self.orders.cause)
-        )  # fmt: skip
+        self.lifetimes.stop(replica.process, reason)
         self.sync.note_none_left(replica, reason)
 
     def _bring_to_rest(self, replica: Replica, *, alone: bool = False) -> None:

@@ -34,15 +34,21 @@ class Orders:
         """Discard the trajectories of groups. One command covers all discards of an event."""
         self._discards += groups
 
-    def end_run(self, outcome: str, reason: str) -> None:
-        """End the run as `finished`, `stopped` or `failed`. The first outcome and reason stay."""
+    def end_run(self, outcome: str, reason: str, *, again: bool = False) -> None:
+        """End the run as `finished`, `stopped` or `failed`. The first outcome and reason stay. `again`: it is to begin
+        again from its record."""
         if self._state.outcome is None:
-            self._state.outcome = FinishRun(outcome=outcome, reason=reason, cause=self.cause)
+            self._state.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
+
+    def add_discards(self) -> None:
+        """Order the discards of the event so far."""
+        if self._discards:
+            self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
+            self._discards = []
 
     def take(self) -> tuple[Command, ...]:
         """The commands of the event, in order. `FinishRun` comes last."""
-        if self._discards:
-            self.add(DiscardGroups(groups=tuple(self._discards), number=self.number, cause=self.cause))
+        self.add_discards()
         if self._state.outcome is not None:
             self.add(self._state.outcome)
         return tuple(self._commands)

@@ -73,7 +73,7 @@ class PaceScheduling:
     def _list(self, replica: Replica) -> None:
         """Put the pace of a replica in its place among the others, if it counts."""
         pace = (replica.pace, replica.id)
-        counts = replica.state != "lost" and replica.paced >= SAMPLES and not replica.validator
+        counts = replica.state != "down" and replica.paced >= SAMPLES and not replica.validator
         known = self._listed.get(replica.id)
         if counts and known == pace:
             return
@@ -112,8 +112,8 @@ class PaceScheduling:
         if self._scanned == (fleet.seats_on_slow, newest):
             return  # whatever can be moved is on its way
         slow = [replica for id in fleet.slow if (replica := fleet.replicas[id]).state == "ready"]
-        groups = [state.groups[id] for r in slow if r.id not in state.live.leaving for id in r.groups]
-        movable = [g for g in groups if not (g.moving or g.parking or g.moved) and g.resumes_from <= newest]
+        groups = [state.groups[id] for r in slow if not r.process.leaves for id in r.groups]
+        movable = [g for g in groups if not (g.moving or g.overdue_s or g.moved) and g.resumes_from <= newest]
         if len(movable) <= free:
             self._scanned = (fleet.seats_on_slow, newest)
         for group in sorted(movable, key=lambda g: (g.deadline, g.id))[:free]:

@@ -8,8 +8,8 @@ those weights as a new version.
 """
 
 from engine.events import RunResumed
+from engine.scheduling.processes import ProcessScheduling
 from engine.scheduling.rollout import RolloutScheduling
-from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
 from engine.scheduling.validation import ValidationScheduling
 from engine.states.group import phase_of
@@ -23,7 +23,7 @@ def resume(
     state: State,
     rollout: RolloutScheduling,
     training: TrainingScheduling,
-    sync: SyncScheduling,
+    processes: ProcessScheduling,
     validation: ValidationScheduling,
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
@@ -40,7 +40,9 @@ def resume(
     else:
         state.branch(event.steps, event.consumed, event.released)
         state.checkpoint_ordered = event.steps
+    training.delete_checkpoints()
     state.begin_again()
+    processes.begin(event.replicas)
     training.publish()
 
 
@@ -76,8 +78,7 @@ def _lose_replicas(event: RunResumed, state: State, rollout: RolloutScheduling) 
                 rollout.park(group)
         replica.staged = replica.staging = None
         replica.failed_groups = 0
-        replica.returns = replica.id < event.replicas
-        if replica.state != "lost":
+        if replica.state != "down":
             state.fire_replica(replica, "lose")
 
 

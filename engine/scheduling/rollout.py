@@ -8,9 +8,8 @@ only through
 from math import isfinite
 from typing import Any
 
-from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, SetTimer, StartGroup, StopReplica
+from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, SetTimer, StartGroup
 from engine.events import (
-    NO_VERSION,
     DrawFailed,
     GroupAborted,
     GroupFailed,
@@ -20,8 +19,9 @@ from engine.events import (
     StateFailed,
     StateLeft,
 )
-from engine.ids import ReplicaId, Version
+from engine.ids import NO_VERSION, ReplicaId, Version
 from engine.scheduling.decisions import Decisions
+from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
 from engine.scheduling.orders import Orders
 from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.stages import StageScheduling
@@ -31,8 +31,6 @@ from engine.states.replica import Replica
 from engine.states.state import Key, State
 from engine.states.view import View, view_group
 
-REASON_LENGTH = 1000
-"""Characters of a reason that go into the record."""
 MOST_STARTS = 256
 """Groups that one event starts or resumes at most; where more could run, a timer that fires at once starts the rest, so
 that no event takes long."""
@@ -51,8 +49,10 @@ class RolloutScheduling:
         view: View,
         stages: StageScheduling,
         pace: PaceScheduling,
+        lifetimes: Lifetimes,
     ) -> None:
         self.state = state
+        self.lifetimes = lifetimes
         self.pace = pace
         self.stages = stages
         self.decisions = decisions
@@ -127,11 +127,10 @@ class RolloutScheduling:
             group.kept = True
             group.unfinished = event.unfinished
         unasked = self.state.fleet.replicas[event.replica].state == "ready"
-        too_long, moves = group.parking, group.moving
+        overdue_s, moves = group.overdue_s, group.moving
         self.state.unseat(group)
-        if too_long:
-            limit = self.state.limits.group_timeout_s  # None where it was lifted since the order
-            told = "an attempt took longer than " + ("it might" if limit is None else f"{limit:g} s")
+        if overdue_s:
+            told = f"an attempt exceeded its time limit of {overdue_s:g} s (timeouts.group_s)"
             self.park_after_failure(group, "infrastructure", told)
             return
         if moves:
@@ -172,16 +171,13 @@ class RolloutScheduling:
             self.stop_replica(replica, f"{replica.failed_groups} groups in a row failed on it, at last: {event.reason}")
 
     def stop_replica(self, replica: Replica, reason: str) -> None:
-        """Give a replica up; whoever runs it says whether another one comes."""
-        replica.returns = True
+        """Give a replica up: another life of it may do better."""
         self.lose_replica(replica, reason)
-        told = reason[:REASON_LENGTH]
-        self.orders.add(
-            StopReplica(replica=replica.id, incarnation=replica.incarnation, reason=told, cause=self.orders.cause)
-        )
+        self.lifetimes.stop(replica.process, reason)
 
     def lose_replica(self, replica: Replica, reason: str) -> None:
-        """Park what ran there: each group loses an attempt of the infrastructure budget, not its place."""
+        """Its process has ended, or is to. Park what ran there: each group loses an attempt of the infrastructure
+        budget, not its place."""
         state = self.state
         state.orders.fail(replica.id)
         replica.staged = replica.staging = None

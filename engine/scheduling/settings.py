@@ -14,6 +14,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.policies.registry import DEFAULTS, PolicySet
 from engine.states.limits import Limits
+from engine.states.timeouts import AUTO, KINDS, Limit, Timeouts
 
 POLICIES = "scheduler.policies."
 
@@ -32,6 +33,12 @@ def _number_or_none(text: str) -> float | None:
     return value
 
 
+def _limit(text: str) -> Limit:
+    if text in ("off", AUTO):
+        return None if text == "off" else AUTO
+    return _number_or_none(text)
+
+
 FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "scheduler.max_staleness_steps": ("max_staleness_steps", int, "a whole number of train steps"),
     "scheduler.max_concurrent_groups": ("max_concurrent_groups", int, "a whole number of groups"),
@@ -40,11 +47,20 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "scheduler.max_filtered_in_a_row": ("max_filtered_in_a_row", int, "a whole number of groups"),
     "scheduler.infrastructure_attempts": ("infrastructure_attempts", int, "a whole number"),
     "scheduler.data_attempts": ("data_attempts", int, "a whole number"),
-    "rollout.group_timeout_s": ("group_timeout_s", _number_or_none, "a number of seconds above 0, or null"),
     "rollout.straggler_factor": ("straggler_factor", _number_or_none, "a number above 1, or null"),
+    "durability.drain_s": ("drain_s", _number_or_none, "a number of seconds above 0, or null"),
     "rollout.give_up_s": ("give_up_s", _number, "a number of seconds"),
+    **{
+        f"timeouts.{kind}_s": (f"timeouts.{kind}_s", _limit, "a number of seconds above 0, or auto, or off")
+        for kind in KINDS
+    },
+    "timeouts.floor_s": ("timeouts.floor_s", _number, "a number of seconds above 0"),
+    "timeouts.cut_s": ("timeouts.cut_s", _number, "a number of seconds above 0"),
+    "timeouts.max_s": ("timeouts.max_s", _number_or_none, "a number of seconds above 0, or null"),
+    "trainer.keep_checkpoints": ("keep_checkpoints", int, "a whole number of checkpoints"),
+    "trainer.keep_checkpoints_every": ("keep_checkpoints_every", int, "a whole number of train steps"),
 }
-"""Path → the field of `Limits`, how its text is read, and what it should be."""
+"""Path → the field of `Limits` or of its `timeouts`, how its text is read, and what it should be."""
 
 
 def live_settings() -> list[str]:
@@ -59,14 +75,17 @@ def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
         figure = read(value)
     except ValueError:
         raise ConfigError(setting, value, f"must be {kind}") from None
+    if field.startswith("timeouts."):
+        return replace(limits, timeouts=replace(limits.timeouts, **{field.removeprefix("timeouts."): figure}))
     return replace(limits, **{field: figure})
 
 
-def require_time_for_rewards(group_timeout_s: float | None, reward_timeout_s: float) -> None:
+def require_time_for_rewards(timeouts: Timeouts, reward_timeout_s: float) -> None:
     """Raises: `ConfigError` where an attempt may take no longer than one call of the reward may."""
-    if group_timeout_s is not None and group_timeout_s <= reward_timeout_s:
+    limit_s = timeouts.group_s
+    if isinstance(limit_s, int | float) and limit_s <= reward_timeout_s:
         law = f"an attempt's rewards alone may take reward.timeout_s = {reward_timeout_s:g}"
-        raise ConfigError("rollout.group_timeout_s", group_timeout_s, law, f"more than {reward_timeout_s:g}")
+        raise ConfigError("timeouts.group_s", limit_s, law, f"more than {reward_timeout_s:g}")
 
 
 def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet:

@@ -12,10 +12,8 @@ from engine.commands import (
     RetireWeights,
     SetTimer,
     StageWeights,
-    StartReplica,
-    StopReplica,
 )
-from engine.events import ReplicaJoined, ReplicaLost, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
+from engine.events import ProcessUp, ReplicaPaused, SyncFailed, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
@@ -44,21 +42,14 @@ class SyncScheduling:
 
     # replicas come and go
 
-    def on_replica_joined(self, event: ReplicaJoined) -> None:
+    def join(self, replica: Replica, event: ProcessUp) -> None:
+        """The process of a replica is up."""
         state = self.state
         require(
             0 <= event.version <= state.latest_version and event.slots > 0,
             "law 6: a replica joins with a version that was never published, or without slots",
-            replica=event.replica, version=event.version, latest=state.latest_version, slots=event.slots,
+            replica=replica.id, version=event.version, latest=state.latest_version, slots=event.slots,
         )  # fmt: skip
-        replica = state.fleet.replicas.get(event.replica)
-        if replica is None:
-            replica = self.first_seen(event.replica)
-        elif replica.state not in ("lost", "joining"):
-            self.rollout.lose_replica(replica, "another incarnation joined in its place")
-            state.fire_replica(replica, "return")
-        elif replica.state == "lost":
-            state.fire_replica(replica, "return")
         if not replica.validator:
             self._some_left()
         replica.incarnation = event.incarnation
@@ -66,35 +57,9 @@ class SyncScheduling:
         replica.count_taken()
         replica.version = event.version
         replica.sync_attempt = replica.sync_failures = 0
-        replica.returns = False
         state.fleet.mark_slow(replica, False)
         replica.pace, replica.paced = 0.0, 0
         state.fire_replica(replica, "join")
-        wanted = state.live.wanted
-        if wanted is not None and replica.id >= wanted and not replica.validator:
-            state.fleet.let_leave(replica, f"{wanted} replicas are wanted", False)
-
-    def on_replica_lost(self, event: ReplicaLost) -> None:
-        replica = self.state.fleet.replicas.get(event.replica)
-        if replica is None:
-            replica = self.first_seen(event.replica)
-        replica.incarnation = event.incarnation
-        self.state.orders.fail(replica.id)
-        replica.returns = event.returns
-        if self._is_wanted_again(replica):
-            replica.returns = True
-            self.state.none_left = ""
-            self.orders.add(StartReplica(replica=replica.id, cause=self.orders.cause))
-        if replica.state != "lost":
-            self.rollout.lose_replica(replica, event.reason)
-        self.note_none_left(replica, event.reason)
-
-    def _is_wanted_again(self, replica: Replica) -> bool:
-        """Whether a replica that was let go has ended now, and was wanted again in the meantime."""
-        stops = [order.command for order in self.state.orders.matched if order.subject == "stop"]
-        let_go = any(isinstance(stop, StopReplica) and not stop.returns for stop in stops)
-        wanted = self.state.live.wanted
-        return let_go and wanted is not None and replica.id < wanted and not replica.validator
 
     def note_none_left(self, lost: Replica, reason: str) -> None:
         """To be called after a replica is gone: the last one is waited for, for a while, or ends the run."""
@@ -112,9 +77,6 @@ class SyncScheduling:
         timer, self.state.live.give_up_timer = self.state.live.give_up_timer, None
         if timer is not None:
             self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
-
-    def first_seen(self, id: ReplicaId) -> Replica:
-        return self.state.fleet.add(id, validator=self.state.limits.validates_only(id))
 
     # one replica's way to a version
 

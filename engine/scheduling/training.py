@@ -6,19 +6,22 @@ here whatever policy chose the batch.
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
-from engine.commands import CancelTimer, PublishWeights, SaveCheckpoint, SetTimer, TruncateGroup
+from engine.commands import CancelTimer, DeleteCheckpoint, PublishWeights, SaveCheckpoint, SetTimer, TruncateGroup
 from engine.events import (
     BatchScored,
+    CheckpointDamaged,
     CheckpointFailed,
     CheckpointSaved,
+    OrderDone,
     PublishFailed,
     StepFailed,
     StepTrained,
     TimerFired,
     WeightsPublished,
 )
-from engine.ids import GroupId
+from engine.ids import GroupId, StepId, Version
 from engine.policies.deadline import DECISIONS
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
@@ -229,13 +232,19 @@ class TrainingScheduling:
         self.pools.release(step.id, event.task)
 
     def on_step_failed(self, event: StepFailed) -> None:
-        step = self.state.steps[event.step]
+        self.fail_step(event.step, event.reason)
+
+    def fail_step(self, id: StepId, reason: str) -> None:
+        """An attempt to score or train a step came to nothing."""
+        step = self.state.steps[id]
+        for task in self.state.scoring(step):
+            self.state.orders.withdraw("score", (id, task))
         step.failures += 1
         if step.failures >= self.state.limits.infrastructure_attempts:
-            self.orders.end_run("failed", f"train step {step.id} failed {step.failures} times, at last: {event.reason}")
+            self.orders.end_run("failed", f"train step {id} failed {step.failures} times, at last: {reason}")
             return
         self.begin_again(step)
-        self.pools.release(step.id)
+        self.pools.release(id)
 
     def on_step_trained(self, event: StepTrained) -> None:
         state = self.state
@@ -295,24 +304,54 @@ class TrainingScheduling:
         )  # fmt: skip
 
     def on_weights_published(self, event: WeightsPublished) -> None:
+        self.take_published(event.version)
+
+    def take_published(self, published: Version) -> None:
+        """A version is in the weights store."""
         state = self.state
         state.publish_failures = 0
-        version = WeightsVersion(event.version, state.steps_trained)
-        state.versions[event.version] = version
-        state.steps_in[event.version] = state.steps_trained
-        state.latest_version = event.version
+        version = WeightsVersion(published, state.steps_trained)
+        state.versions[published] = version
+        state.steps_in[published] = state.steps_trained
+        state.latest_version = published
         step = state.training_step
         if step is not None and step.state == "publishing":
             state.fire_step(step, "published")
             self._finish(step)
 
     def on_publish_failed(self, event: PublishFailed) -> None:
+        self.fail_publication(event.version, event.reason)
+
+    def fail_publication(self, version: Version, reason: str) -> None:
+        """An attempt to publish a version came to nothing."""
         state = self.state
         state.publish_failures += 1
         if state.publish_failures >= state.limits.infrastructure_attempts:
-            self.orders.end_run("failed", f"version {event.version} could not be published, at last: {event.reason}")
+            self.orders.end_run("failed", f"version {version} could not be published, at last: {reason}")
             return
         self.publish()
+
+    # a new trainer
+
+    def beginning(self) -> dict[str, Any] | None:
+        """Where another life of the trainer begins, as fields of `StartProcess`: the newest checkpoint, with the steps
+        since then trained again from their batches, or published weights that hold every step. None: steps would be
+        lost."""
+        state = self.state
+        saved, trained = state.ended.newest, state.steps_trained
+        redo = tuple(range(saved, trained))
+        if all(step in state.kept.by_step for step in redo):
+            return {"steps": saved, "updates": state.updates_in[saved], "redo": redo}
+        if state.steps_in[state.latest_version] == trained and state.latest_version in state.versions:
+            updates = state.updates_in[trained]
+            return {"steps": trained, "version": state.latest_version, "updates": updates}
+        return None
+
+    def why_no_beginning(self) -> str:
+        """Why `beginning` is None."""
+        state = self.state
+        trained, saved = state.steps_trained, state.ended.newest
+        return f"the weights after {trained} train steps are lost: no checkpoint, publication or batches since {saved}"
 
     # checkpoints
 
@@ -320,14 +359,42 @@ class TrainingScheduling:
         """Order a checkpoint of the weights as they are now."""
         state = self.state
         state.checkpoint_ordered = state.steps_trained
-        self.orders.add(SaveCheckpoint(steps=state.steps_trained, cause=self.orders.cause))
+        self.orders.add(SaveCheckpoint(steps=state.steps_trained, number=self.orders.number, cause=self.orders.cause))
 
     def on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
         state = self.state
         if isinstance(event, CheckpointSaved):
             self.orders.discard(*state.kept.let_go(event.steps))
             state.ended.saved(event.steps)
+            state.checkpoints.add(event.steps)
+            self.delete_checkpoints()
         elif self.nothing_left():
             self.orders.end_run(
                 "failed", f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"
             )
+
+    def delete_checkpoints(self) -> None:
+        """Order the deletion of checkpoints that the limits do not keep."""
+        state = self.state
+        for steps in state.checkpoints.surplus(state.limits):
+            if state.orders.find("delete", steps) is None:
+                self.orders.add(DeleteCheckpoint(steps=steps, number=self.orders.number, cause=self.orders.cause))
+
+    def on_order_done(self, event: OrderDone) -> None:
+        """Deletions are over; other orders that only had to arrive leave nothing to do."""
+        state = self.state
+        for order in state.orders.matched:
+            if isinstance(order.command, DeleteCheckpoint):
+                state.checkpoints.remove(order.command.steps)
+                state.hashed.disturb()
+
+    def on_checkpoint_damaged(self, event: CheckpointDamaged) -> None:
+        """Forget the checkpoint. Older ones that are to be kept in its place are not deleted: no trainer runs that
+        could have begun."""
+        state = self.state
+        state.checkpoints.remove(event.steps)
+        state.ended.damaged(state.checkpoints.newest)
+        state.checkpoint_ordered = min(state.checkpoint_ordered, state.checkpoints.newest)
+        surplus = state.checkpoints.surplus(state.limits)
+        for steps in [steps for steps in state.orders.open("delete") if steps not in surplus]:
+            state.orders.withdraw("delete", steps)

@@ -4,12 +4,15 @@ Called by `scheduler.py`. A run takes nothing but slots of the replicas it holds
 installs. Whatever becomes of it, the training run goes on.
 """
 
+from typing import Any
+
 from engine.commands import MeasureRows, StopMeasuring
-from engine.events import RowsFailed, RowsMeasured
+from engine.events import OrderDone, RowsFailed, RowsMeasured
 from engine.ids import StepId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.states.limits import ValidationLimits
+from engine.states.orders import Order
 from engine.states.replica import Replica
 from engine.states.state import State
 from engine.states.validation import Chunk, Validation
@@ -48,6 +51,30 @@ class ValidationScheduling:
     def on_rows_failed(self, event: RowsFailed) -> None:
         self._attempt_lost(*self._subject(event), event.reason)
 
+    def on_order_done(self, event: OrderDone) -> None:
+        """A replica that stopped measuring has slots for rows again."""
+        for order in self.state.orders.matched:
+            if order.subject == "stop rows":
+                self.books.look_again([order.id])
+
+    def cut(self, order: Order, reason: str) -> None:
+        """A chunk exceeded its time limit: its replica stops measuring, and all of its chunks wait again. The others
+        are not charged an attempt."""
+        late: Any = order.command
+        run, replica = self.books.runs[late.validation], self.state.fleet.replicas[late.replica]
+        self.orders.add(
+            StopMeasuring(validation=run.id, replica=replica.id, incarnation=replica.incarnation,
+                          number=self.orders.number, cause=self.orders.cause)
+        )  # fmt: skip
+        for index in list(replica.chunks):
+            self.books.put_back(run, run.chunks[index], failed=index == late.chunk)
+        run.reason = reason[:REASON_LENGTH]
+
+    def _stopping(self, run: Validation, replica: Replica) -> bool:
+        """Whether a replica has yet to stop measuring for a run: it would drop new chunks, too."""
+        stop: Any = self.state.orders.find("stop rows", replica.id)
+        return stop is not None and stop.command.validation == run.id
+
     def _subject(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk]:
         """What an answer is about."""
         run = self.books.runs[event.validation]
@@ -85,7 +112,7 @@ class ValidationScheduling:
             if not run.waiting:
                 return
             pool = self.state.pools.of_replica(replica.id)
-            wanted = pool is not None and pool.wanted
+            wanted = (pool is not None and pool.wanted) or self._stopping(run, replica)
             if replica.state == "ready" and replica.version == run.version and not wanted:
                 while run.waiting and replica.free_for_chunks > 0:
                     if run.state == "queued":
@@ -201,6 +228,8 @@ class ValidationScheduling:
     def _end(self, run: Validation, trigger: str, reason: str) -> None:
         run.reason = reason
         run.ended_at = self.state.now
+        if self.state.clocks.doubled:
+            self.state.clocks.forget_keys(*(("rows", (run.id, chunk.index)) for chunk in run.chunks))
         for id in run.replicas:
             replica = self.state.fleet.replicas[id]
             if replica.chunks:

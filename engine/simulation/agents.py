@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from engine.commands import (
     AbortGroup,
     Command,
+    DeleteCheckpoint,
     EnterState,
     InstallWeights,
     MeasureRows,
@@ -29,7 +30,6 @@ from engine.commands import (
     TruncateGroup,
 )
 from engine.events import (
-    NO_VERSION,
     BatchScored,
     CheckpointFailed,
     CheckpointSaved,
@@ -52,7 +52,7 @@ from engine.events import (
     WeightsPublished,
     WeightsStaged,
 )
-from engine.ids import GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, ValidationId, Version
 
 Emit = Callable[[Event], None]
 NEVER = -1.0
@@ -75,6 +75,8 @@ class SimGroup:
     """Tokens, with the share of the next one."""
     saved: int = 0
     """Tokens when its prefixes were last stored."""
+    stuck: bool = False
+    """It gets no more tokens on this attempt."""
     since: float = NEVER
     """When `progress` was so much, in the seconds of whoever keeps a clock."""
 
@@ -135,6 +137,8 @@ class SimReplica:
         self.groups: dict[GroupId, SimGroup] = {}
         self.measuring: dict[tuple[ValidationId, int], MeasureRows] = {}
         self.frozen = False
+        self.hung = False
+        """It takes no more orders, does nothing and says nothing."""
         self.work: deque[StageWeights | PauseReplica | InstallWeights] = deque()
         """Sync orders not yet carried out, one after another."""
         self._seen: dict[GroupId, int] = {}
@@ -318,6 +322,8 @@ class SimTrainer:
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
+        self.hung = False
+        """It does nothing more and says nothing."""
         self.work: deque[Command] = deque()
         self.saved: list[int] = []
         """Train steps in the checkpoints that are complete."""
@@ -345,5 +351,9 @@ class SimTrainer:
                     self.emit(CheckpointSaved(steps=command.steps))
                 else:
                     self.emit(CheckpointFailed(steps=command.steps, reason="fault"))
+            case DeleteCheckpoint():
+                if command.steps in self.saved:
+                    self.saved.remove(command.steps)
+                self.emit(OrderDone(orders=(command.number,)))
             case _:
                 raise TypeError(f"a trainer cannot {type(command).__name__}")

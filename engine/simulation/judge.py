@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine.commands import Command, DiscardGroups, FinishRun, PublishWeights, TrainStep
+from engine.commands import Command, DeleteCheckpoint, DiscardGroups, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
 from engine.events import (
     CheckpointSaved,
     Event,
+    ProcessLost,
     PromptsDrawn,
     RunResumed,
     SettingChanged,
@@ -23,6 +24,7 @@ from engine.ids import GroupId, StepId, ValidationId, Version
 from engine.simulation.agents import SimReplica, SimStore, row_reward
 from engine.states.limits import Limits
 from engine.states.pool import PoolLease
+from engine.states.process import TRAINER
 from engine.states.state import State
 
 
@@ -53,6 +55,8 @@ class Judge:
         """The largest S there has been."""
         self.saved = 0
         """Train steps in the newest checkpoint that the scheduler was told of."""
+        self._trainer_life = 0
+        """The last life of the trainer that ended."""
         self._resumed = False
         """The next version holds the weights that the run goes on from, and so perhaps no new step."""
 
@@ -65,11 +69,13 @@ class Judge:
         if isinstance(event, CheckpointSaved):
             self.saved = max(self.saved, event.steps)
         if isinstance(event, WeightsPublished) and event.attempt in self._publishing:
-            order = self._publishing.pop(event.attempt)
-            new = order.steps > self.steps_in[order.version - 1]
-            self._expect(new or self._resumed, "a version holds no new step", order)
-            self._resumed = False
-            self.steps_in[order.version] = order.steps
+            self._publish(self._publishing.pop(event.attempt))
+        if isinstance(event, ProcessLost) and event.kind == TRAINER and event.incarnation > self._trainer_life:
+            self._trainer_life = event.incarnation
+            lost, self._publishing = self._publishing, {}
+            for order in lost.values():
+                if order.version <= event.published:
+                    self._publish(order)
         if isinstance(event, WeightsInstalled):
             self.installed_at.setdefault((event.replica, event.version), event.at)
         if isinstance(event, PromptsDrawn):
@@ -79,9 +85,17 @@ class Judge:
                 self._publishing[command.attempt] = command
             elif isinstance(command, DiscardGroups):
                 self._discard(command)
+            elif isinstance(command, DeleteCheckpoint):
+                self._expect(command.steps < self.saved, "the newest checkpoint is deleted", command)
             elif isinstance(command, TrainStep):
                 self.trained_at.setdefault(command.step, event.at)
                 self._train(command)
+
+    def _publish(self, order: PublishWeights) -> None:
+        new = order.steps > self.steps_in[order.version - 1]
+        self._expect(new or self._resumed, "a version holds no new step", order)
+        self._resumed = False
+        self.steps_in[order.version] = order.steps
 
     def _discard(self, command: DiscardGroups) -> None:
         """Where batches are kept, none is forgotten before a checkpoint contains its step."""

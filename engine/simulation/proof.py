@@ -18,6 +18,7 @@ from engine.simulation.judge import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import ROUNDING, Limits
 from engine.states.state import State
+from engine.states.timeouts import Timeouts
 
 WORLDS = 24
 EVENTS = 20_000
@@ -45,7 +46,8 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> 
 
 
 def scaled_down(limits: Limits) -> Limits:
-    """The same figures in small: a step of at most four groups, ratios kept where the laws allow it."""
+    """The same figures in small: a step of at most four groups, ratios kept where the laws allow it. Time limits are
+    for real durations, so they are left out."""
     batch, staleness = min(limits.train_batch_size, 4), min(limits.max_staleness_steps, 3)
     every = min(limits.sync_every, staleness + 1)
     ratio = limits.async_ratio
@@ -60,6 +62,7 @@ def scaled_down(limits: Limits) -> Limits:
         "added_states": tuple(replace(s, concurrency=min(s.concurrency, 3)) for s in limits.added_states),
         "pools": (),
         "validation": None,
+        "timeouts": Timeouts(),
     }
     if limits.validation is not None:
         own = 2 if limits.validation.own else None

@@ -13,6 +13,7 @@ from random import Random
 from engine.commands import (
     CancelTimer,
     Command,
+    DeleteCheckpoint,
     DiscardGroups,
     DrawPrompts,
     EnterState,
@@ -25,13 +26,13 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
-    StartReplica,
-    StopReplica,
+    StartProcess,
+    StopProcess,
     TrainStep,
 )
 from engine.driver import Driver
 from engine.errors import EngineError
-from engine.events import Event, OrderDone, PromptsDrawn, ReplicaJoined, ReplicaLost, RunStarted, TimerFired
+from engine.events import Event, OrderDone, ProcessLost, ProcessUp, PromptsDrawn, RunStarted, TimerFired
 from engine.ids import GroupId, ReplicaId
 from engine.policies import DEFAULTS, PolicySet
 from engine.ports import Recorder
@@ -40,6 +41,7 @@ from engine.simulation.agents import NEVER, SimGroup, SimReplica, SimStore, SimT
 from engine.simulation.judge import Finding, Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
+from engine.states.process import REPLICA, SCORER, TRAINER
 
 STORES = -1000
 """The channel on which both stores answer."""
@@ -58,13 +60,21 @@ class Faults:
     die: float = 0.0
     """A replica dies when it is given a group; what it sent before may still arrive after it was declared lost."""
     stay_dead: float = 0.0
-    """A dead replica does not come back."""
+    """Nothing can start another life of a replica that died."""
+    die_trainer: float = 0.0
+    """The trainer, or a scorer, dies over an order."""
+    fail_start: float = 0.0
+    """A process ends before it is up."""
     fail_group: float = 0.0
     fail_data: float = 0.0
     fail_sync: float = 0.0
     fail_trainer: float = 0.0
     fail_state: float = 0.0
     """The work of an added state comes to nothing."""
+    hang: float = 0.0
+    """Whoever is given an order hangs: it never answers, nor does it do anything else until it is replaced."""
+    stick: float = 0.0
+    """A group that is started gets no token and never ends, unless it is cut short."""
     fail_rows: float = 0.0
     """An attempt at measuring held-out rows fails."""
 
@@ -132,20 +142,26 @@ class World:
             self.scheduler, self, recorder or _NoRecord(), self, self._observe, snapshot_every=snapshot_every
         )
         self.replicas: dict[ReplicaId, SimReplica] = {}
-        self._lives: dict[ReplicaId, int] = {}
+        self._begun: dict[tuple[str, int], int] = {}
+        """The newest life of each process that was begun."""
+        self._ended: set[tuple[str, int, int]] = set()
+        """Lives that are over."""
+        self._down: set[tuple[str, int]] = set()
+        """Trainer and scorers whose next life is not up yet. Their orders wait."""
         self.trainer_busy_s = 0.0
-        self.trainer = SimTrainer(lambda event: self._send(-1, event))
+        self.trainer = SimTrainer(self._from_trainer)
         self._scorers = {
-            lease.id: SimTrainer(lambda event, id=lease.id: self._send(-2 - id, event))  # type: ignore[misc]
-            for lease in self.scheduler.state.pools.leases
+            index: SimTrainer(lambda event, index=index: self._send(-2 - index, event))  # type: ignore[misc]
+            for index in range(len(setting.limits.scorers()))
         }
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._arrival: dict[tuple[str, int], float] = {}
         self._drawn = 0
         self._timers: set[int] = set()
-        self._after(0.0, lambda: self.driver.deliver(RunStarted()))
-        for id in [*range(setting.replicas), *setting.limits.validators()]:
+        lives = [*range(setting.replicas), *setting.limits.validators()]
+        self._after(0.0, lambda: self.driver.deliver(RunStarted(replicas=len(lives))))
+        for id in lives:
             self._join(id, 1)
 
     # clock
@@ -214,12 +230,12 @@ class World:
                     self._set_timer(command)
                 case CancelTimer():
                     self._timers.discard(command.timer)
-                case ScoreBatch() | TrainStep() | PublishWeights() | SaveCheckpoint():
+                case ScoreBatch() | TrainStep() | PublishWeights() | SaveCheckpoint() | DeleteCheckpoint():
                     self._train(command)
-                case StopReplica():
-                    self._kill(command.replica, command.incarnation, wanted=command.returns)
-                case StartReplica():
-                    self._start(command.replica)
+                case StopProcess():
+                    self._stop(command)
+                case StartProcess():
+                    self._start(command)
                 case DiscardGroups():
                     self.store.discard(command.groups)
                 case EnterState():
@@ -228,7 +244,7 @@ class World:
                     pass
                 case _:
                     self._order_replica(command)
-        if done:
+        if done and not self._chance(self.setting.faults.hang):
             self._send(STORES, OrderDone(orders=done))
 
     def _draw(self, command: DrawPrompts) -> None:
@@ -236,11 +252,14 @@ class World:
         first, self._drawn = self._drawn, self._drawn + count
         exhausted = self._drawn == self.setting.prompts
         drawn = PromptsDrawn(first=first, count=count, exhausted=exhausted, number=command.number)
-        self._after(0.0, lambda: self.driver.deliver(drawn))
+        if not self._chance(self.setting.faults.hang):
+            self._after(0.0, lambda: self.driver.deliver(drawn))
 
     def _work(self, order: EnterState) -> None:
         """Do the work of an added state; the result is on its way then, whatever has become of the group."""
         failed = self._chance(self.setting.faults.fail_state)
+        if self._chance(self.setting.faults.hang):
+            return
         answer = state_answer(order, self.random.choice(("infrastructure", "data")) if failed else "")
         self._after(self.setting.state_s * self.random.uniform(0.5, 1.5), lambda: self._send(-2, answer))
 
@@ -254,56 +273,112 @@ class World:
         self._after(command.delay_s, fire)
 
     def _train(self, command: Command) -> None:
-        worker = self.trainer
-        pools = self.scheduler.state.pools
+        worker, kind, index = self.trainer, TRAINER, 0
+        limits, pools = self.setting.limits, self.scheduler.state.pools
         if isinstance(command, ScoreBatch | TrainStep):
-            lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
-            self.judge.begin_task(lease, self.replicas.values(), command)
-            if lease is not pools.of("train"):
-                worker = self._scorers[lease.id]
+            task = command.task if isinstance(command, ScoreBatch) else "train"
+            self.judge.begin_task(pools.of(task), self.replicas.values(), command)
+            for number, tasks in enumerate(limits.scorers()):
+                if task in tasks:
+                    worker, kind, index = self._scorers[number], SCORER, number
         worker.take(command)
-        if len(worker.work) == 1:
-            self._after(self._training_time(command), lambda: self._trainer_done(worker))
+        worker.hung |= self._chance(self.setting.faults.hang)
+        if len(worker.work) == 1 and (kind, index) not in self._down:
+            self._plan_training(worker, kind, index)
+
+    def _plan_training(self, worker: SimTrainer, kind: str, index: int) -> None:
+        """Look at a trainer or scorer again once its first order is done; a life that ended meanwhile does nothing."""
+        life = self._begun.get((kind, index), 1)
+        self._after(self._training_time(worker.work[0]), lambda: self._trainer_done(worker, kind, index, life))
+
+    def _from_trainer(self, event: Event) -> None:
+        if isinstance(event, OrderDone):  # a checkpoint is deleted: it takes no time and no random draw
+            self._after(0.0, lambda: self.driver.deliver(event))
+        else:
+            self._send(-1, event)
 
     def _training_time(self, command: Command) -> float:
+        if isinstance(command, DeleteCheckpoint):
+            return 0.0
         base = self.setting.train_s if isinstance(command, TrainStep) else self.setting.sync_s
         seconds = base * self.random.uniform(0.5, 1.5)
         self.trainer_busy_s += seconds
         return seconds
 
-    def _trainer_done(self, worker: SimTrainer) -> None:
-        worker.do(succeed=not self._chance(self.setting.faults.fail_trainer))
+    def _trainer_done(self, worker: SimTrainer, kind: str, index: int, life: int) -> None:
+        if worker.hung or self._begun.get((kind, index), 1) != life or (kind, index) in self._down:
+            return
+        if self._chance(self.setting.faults.die_trainer):
+            self._lose(kind, index, life)
+            return
+        fails = not isinstance(worker.work[0], DeleteCheckpoint) and self._chance(self.setting.faults.fail_trainer)
+        worker.do(succeed=not fails)
         if worker.work:
-            self._after(self._training_time(worker.work[0]), lambda: self._trainer_done(worker))
+            self._plan_training(worker, kind, index)
 
-    # replicas
+    # processes
 
     def _join(self, id: ReplicaId, incarnation: int) -> None:
         replica = SimReplica(id, incarnation, self.setting.slots, 0, self.store, lambda event: self._send(id, event))
         self.replicas[id] = replica
-        self._lives[id] = incarnation
-        self._send(id, ReplicaJoined(replica=id, incarnation=incarnation, slots=self.setting.slots, version=0))
+        self._begun[REPLICA, id] = incarnation
+        self._send(id, ProcessUp(kind=REPLICA, index=id, incarnation=incarnation, slots=self.setting.slots, version=0))
 
-    def _start(self, id: ReplicaId) -> None:
-        """Bring up a replica, or one that was let go."""
-        if id not in self.replicas:
-            self._lives[id] = self._lives.get(id, 0) + 1
-            self._after(self.setting.sync_s * 5, lambda: self._join(id, self._lives[id]))
-
-    def _kill(self, id: ReplicaId, incarnation: int, wanted: bool = True) -> None:
-        replica = self.replicas.get(id)
-        if replica is None or replica.incarnation != incarnation:
+    def _start(self, command: StartProcess) -> None:
+        """Begin a life of a process. One that was begun before is not begun again."""
+        process, life = (command.kind, command.index), command.incarnation
+        if self._begun.get(process, 0) >= life:
             return
-        del self.replicas[id]
-        returns = wanted and not self._chance(self.setting.faults.stay_dead)
-        self._after(
-            self.setting.latency_s,
-            lambda: self.driver.deliver(
-                ReplicaLost(replica=id, incarnation=incarnation, returns=returns, reason="fault")
-            ),
-        )
-        if returns:
-            self._after(self.setting.sync_s * 5, lambda: self._join(id, incarnation + 1))
+        self._begun[process] = life
+        if self._chance(self.setting.faults.hang):
+            return
+        delay = self.setting.sync_s * 5 + len(command.redo) * self.setting.train_s
+        self._after(delay, lambda: self._started(command))
+
+    def _started(self, command: StartProcess) -> None:
+        kind, index, life = command.kind, command.index, command.incarnation
+        if self._begun[kind, index] != life or (kind, index, life) in self._ended:
+            return
+        if self._chance(self.setting.faults.fail_start):
+            self._lose(kind, index, life)
+        elif kind == REPLICA:
+            self._join(index, life)
+        else:
+            self._down.discard((kind, index))
+            self._send(-1 if kind == TRAINER else -2 - index, ProcessUp(kind=kind, index=index, incarnation=life))
+            worker = self._worker(kind, index)
+            if worker is not None and worker.work:
+                self._plan_training(worker, kind, index)
+
+    def _worker(self, kind: str, index: int) -> SimTrainer | None:
+        if kind == TRAINER:
+            return self.trainer
+        return self._scorers[index] if kind == SCORER else None
+
+    def _stop(self, command: StopProcess) -> None:
+        self._lose(command.kind, command.index, command.incarnation, command.reason)
+
+    def _lose(self, kind: str, index: int, life: int, reason: str = "fault") -> None:
+        """End a life, once. What it sent before still arrives, perhaps later."""
+        if (kind, index, life) in self._ended or self._begun.get((kind, index), 1) != life:
+            return
+        self._ended.add((kind, index, life))
+        final = False
+        if kind == REPLICA:
+            self.replicas.pop(index, None)
+            final = self._chance(self.setting.faults.stay_dead)
+        else:
+            self._down.add((kind, index))
+            worker = self._worker(kind, index)
+            if worker is not None:
+                worker.hung = False
+                worker.work.clear()
+        lost = ProcessLost(kind=kind, index=index, incarnation=life, reason=reason, final=final)
+        self._after(self.setting.latency_s, lambda: self.driver.deliver(lost))
+
+    def _works(self, replica: SimReplica) -> bool:
+        """Whether a life of a replica is neither over nor hung."""
+        return self.replicas.get(replica.id) is replica and not replica.hung
 
     def _order_replica(self, command: Command) -> None:
         id: ReplicaId = getattr(command, "replica")  # noqa: B009  every command left has one
@@ -313,12 +388,17 @@ class World:
             replica = self.replicas.get(id)
             if replica is None or replica.incarnation != incarnation:
                 return
+            replica.hung |= self._chance(self.setting.faults.hang)
+            if replica.hung:
+                return
             started = command.group if isinstance(command, StartGroup | ResumeGroup) else None
             if started is None:
                 self._sample(replica)
             replica.take(command)
+            if started in replica.groups:
+                replica.groups[started].stuck = self._chance(self.setting.faults.stick)
             if self._chance(self.setting.faults.die):
-                self._kill(id, incarnation)
+                self._lose(REPLICA, id, incarnation)
             elif isinstance(command, MeasureRows):
                 seconds = self.setting.measure_s * self.random.uniform(0.5, 1.5)
                 self._after(seconds, lambda: self._measured(replica, command))
@@ -335,7 +415,7 @@ class World:
             self._sample_group(replica, group)
 
     def _sample_group(self, replica: SimReplica, group: SimGroup) -> None:
-        if not replica.frozen:
+        if not (replica.frozen or group.stuck):
             group.progress += self.time - group.since
             group.sample(int(group.progress + ROUNDING) - group.tokens, replica.version)
         group.since = self.time
@@ -356,13 +436,13 @@ class World:
             return  # finished at once: it was resumed to be truncated
         if group.since == NEVER:
             group.since = self.time
-        if not replica.frozen:
+        if not (replica.frozen or group.stuck):
             self._after(max(group.target - group.progress, 0.0), lambda: self._finish(replica, id, group))
             if self.setting.prefix_every_tokens:
                 self._after(self.setting.prefix_every_tokens, lambda: self._keep_prefix(replica, id, group))
 
     def _sync(self, replica: SimReplica) -> None:
-        if self.replicas.get(replica.id) is not replica or not replica.can_sync():
+        if not self._works(replica) or not replica.can_sync():
             return
         self._sample(replica)
         replica.sync(succeed=not self._chance(self.setting.faults.fail_sync))
@@ -370,7 +450,7 @@ class World:
 
     def _keep_prefix(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
         """Store what a group has, if it goes on; one that was frozen is looked at again after that."""
-        if self.replicas.get(replica.id) is not replica or replica.groups.get(id) is not group or replica.frozen:
+        if not self._works(replica) or replica.groups.get(id) is not group or replica.frozen:
             return
         self._sample_group(replica, group)
         every = self.setting.prefix_every_tokens
@@ -380,12 +460,12 @@ class World:
 
     def _measured(self, replica: SimReplica, order: MeasureRows) -> None:
         chunk = (order.validation, order.chunk)
-        if self.replicas.get(replica.id) is replica and replica.measuring.get(chunk) == order:
+        if self._works(replica) and replica.measuring.get(chunk) == order:
             replica.measure(chunk, succeed=not self._chance(self.setting.faults.fail_rows))
 
     def _finish(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
         """A group may be done, unless its replica was frozen meanwhile: then it is looked at again after that."""
-        if self.replicas.get(replica.id) is not replica or replica.groups.get(id) is not group or replica.frozen:
+        if not self._works(replica) or replica.groups.get(id) is not group or replica.frozen:
             return
         self._sample_group(replica, group)
         if group.tokens < group.target:

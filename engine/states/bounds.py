@@ -57,8 +57,13 @@ BOUNDS: dict[str, Bound] = {
     "infrastructure_attempts": Bound("scheduler.infrastructure_attempts", 1, 1000),
     "data_attempts": Bound("scheduler.data_attempts", 1, 1000),
     "checkpoint_every": Bound("trainer.checkpoint_every", 0, 1 << 40),
-    "group_timeout_s": Bound("rollout.group_timeout_s", 0, 1_000_000, above=True, whole=False, optional=True),
+    "keep_checkpoints": Bound("trainer.keep_checkpoints", 1, 1000),
+    "keep_checkpoints_every": Bound("trainer.keep_checkpoints_every", 0, 1_000_000),
     "straggler_factor": Bound("rollout.straggler_factor", 1, 1_000_000, above=True, whole=False, optional=True),
+    "drain_s": Bound("durability.drain_s", 0, 86_400, above=True, whole=False, optional=True),
+    "replica_restarts": Bound("limits.replica_restarts", 0, 1_000_000),
+    "trainer_restarts": Bound("limits.trainer_restarts", 0, 1_000_000),
+    "worker_restarts": Bound("limits.worker_restarts", 0, 1_000_000),
     "give_up_s": Bound("rollout.give_up_s", 0, 1_000_000, whole=False),
 }
 """By the field of `Limits`."""

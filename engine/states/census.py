@@ -17,14 +17,14 @@ from engine.states.replica import Replica
 if TYPE_CHECKING:
     from engine.states.state import State
 
-GONE = ("lost", "draining", "drained", "joining")
+GONE = ("down", "draining", "drained")
 """Replicas in these states get no weights and serve no validation."""
-NOT_SYNCED = ("lost", "draining", "drained")
+NOT_SYNCED = GONE
 """Training does not wait for replicas in these states."""
 IN_SYNC = ("pausing", "installing")
-AT_REST = ("drained", "asleep", "lost", "joining")
+AT_REST = ("drained", "asleep", "down")
 """Nothing runs on a replica in one of these states."""
-OUT_OF_THE_WAY = ("asleep", "lost")
+OUT_OF_THE_WAY = ("asleep", "down")
 """Replicas in these states use no resources of their pool."""
 
 
@@ -59,9 +59,9 @@ class Kind:
         self.seen = Tally()
         """All replicas, by version."""
         self.alive = Tally()
-        """Replicas that are not lost, by version."""
+        """Replicas that are up, by version."""
         self.coming = Tally()
-        """Lost replicas whose next incarnation will join."""
+        """Replicas that are down and whose next life is on its way."""
         self.present = Tally()
         """Replicas that may serve a validation."""
         self.unheld = Tally()
@@ -98,7 +98,7 @@ class Census:
         self._wakeable: dict[int, dict[ReplicaId, None]] = {lease.id: {} for lease in self.shared}
         self._unexamined: dict[ReplicaId, None] = {}
         self._unjudged: dict[ReplicaId, None] = {}
-        self._examined_for: tuple[bool, bool, int | None] | None = None
+        self._examined_for: tuple[bool, bool] | None = None
         self._unhashed: dict[ReplicaId, None] = {}
         self._digests: dict[ReplicaId, int] = {}
         self._sum = 0
@@ -121,7 +121,7 @@ class Census:
 
     @property
     def rollouts_left(self) -> int:
-        """Number of replicas that generate and are not permanently lost."""
+        """Number of replicas that generate and are up or on their way."""
         rollouts = self.rollouts
         return rollouts.alive.total + rollouts.coming.total
 
@@ -157,7 +157,7 @@ class Census:
 
     def is_present(self, replica: Replica) -> bool:
         """Whether a replica may serve a validation."""
-        return replica.state not in GONE and replica.id not in self._state.live.leaving
+        return replica.state not in GONE and not replica.process.leaves
 
     def is_occupied(self, lease: PoolLease) -> bool:
         """Whether any replica uses resources of a pool that it shares with the trainer."""
@@ -206,7 +206,7 @@ class Census:
         """Replicas that changed since the last call, so that their leaving or staying must be decided again."""
         self._refresh()
         live = self._state.live
-        examined_for = (live.moved, bool(live.draining), live.wanted)
+        examined_for = (live.moved, bool(live.draining))
         if examined_for != self._examined_for:
             self._examined_for = examined_for
             self._unexamined.update(dict.fromkeys(self._fleet.order))
@@ -274,13 +274,13 @@ class Census:
         for wanted in (replica.staging, replica.staged):
             if wanted is not None:
                 found.append((self._wanted, wanted))
-        if replica.state != "lost":
+        if replica.state != "down":
             found.append((kind.alive, version))
-        elif replica.returns:
+        elif replica.process.coming:
             found.append((kind.coming, version))
         if replica.state not in AT_REST:
             found.append((self._restless, version))
-        leaves = replica.id in self._state.live.leaving
+        leaves = replica.process.leaves
         if self.is_present(replica):
             found.append((kind.present, version))
             if replica.held < 0:
@@ -291,7 +291,7 @@ class Census:
         if replica.validator:
             return tuple(found)
         under_way = replica.state != "ready" or replica.staging is not None
-        if replica.returns if replica.state == "lost" else under_way:
+        if replica.process.coming if replica.state == "down" else under_way:
             found.append((self._under_way, version))
         if replica.held < 0 and replica.state not in NOT_SYNCED:
             found.append((self._asleep if replica.state == "asleep" else self._to_sync, version))
@@ -303,7 +303,7 @@ class Census:
         """Add a replica to the lists it belongs to, and remove it from the others."""
         id, state = replica.id, replica.state
         target = self._state.target_of(replica)
-        syncs = replica.version < target and state in ("ready", "asleep") and id not in self._state.live.leaving
+        syncs = replica.version < target and state in ("ready", "asleep") and not replica.process.leaves
         _put(self._unstaged, id, syncs and replica.staging is None and replica.staged != target)
         staged = syncs and state == "ready" and replica.staged == target
         _put(self._staged_validators, id, staged and replica.validator)

@@ -51,12 +51,17 @@ class Ended:
     def saved(self, steps: int) -> None:
         """A checkpoint after so many train steps is complete."""
         if steps > self.newest:
-            self.floor, self.newest = self.newest, steps
+            self.floor, self.newest = max(self.floor, self.newest), steps
             self._forget()
 
+    def damaged(self, newest: int) -> None:
+        """A checkpoint cannot be used. `newest`: train steps in the newest of the others."""
+        self.newest = min(self.newest, newest)
+
     def branch(self, steps: int) -> None:
-        """The run goes back to so many train steps: what came after has not been."""
-        self.floor, self.newest = min(self.floor, steps), min(self.newest, steps)
+        """The run goes back to the checkpoint after so many train steps, or to the initial weights: what came after has
+        not been."""
+        self.floor, self.newest = min(self.floor, steps), steps
         self.trained = {step: batch for step, batch in self.trained.items() if step < steps}
         self.released = {step: groups for step, groups in self.released.items() if step < steps}
 

@@ -11,7 +11,6 @@ from operator import itemgetter
 
 from engine.ids import GroupId, ReplicaId, Version
 from engine.states.group import Group
-from engine.states.live import Live
 from engine.states.replica import Replica
 
 
@@ -34,12 +33,11 @@ class Fleet:
     """Every replica ever seen, lost ones included."""
 
     __slots__ = (
-        "_idle", "_live", "_moving", "_open", "_open_at", "idle_at", "idle_slots", "moving", "order", "replicas",
+        "_idle", "_moving", "_open", "_open_at", "idle_at", "idle_slots", "moving", "order", "replicas",
         "room", "seats_on_slow", "slow", "touched",
     )  # fmt: skip
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
+    def __init__(self) -> None:
         self.replicas: dict[ReplicaId, Replica] = {}
         self.order: list[ReplicaId] = []
         """Ids in the order first seen: a replica's `place` is its index here."""
@@ -102,17 +100,8 @@ class Fleet:
         self.seats_on_slow += 1
         self.changed(replica)
 
-    def let_leave(self, replica: Replica, reason: str, returns: bool) -> None:
-        """A replica is to leave as soon as it can. `returns`: another life of it may come."""
-        self._note_leaving(replica, (reason, returns))
-
-    def let_stay(self, replica: Replica) -> None:
-        """A replica need not leave any more, or has left."""
-        self._note_leaving(replica, None)
-
-    def _note_leaving(self, replica: Replica, entry: tuple[str, bool] | None) -> None:
-        self._live.note_leaving(replica.id, entry)
-        self.touched[replica.id] = None
+    def leave_changed(self, replica: Replica) -> None:
+        """To be called after a replica was told to leave, or to stay."""
         self.seats_on_slow += replica.slow
         self.changed(replica)
 
@@ -132,7 +121,7 @@ class Fleet:
             del self._open[version]
 
     def _count_idle(self, replica: Replica, free: int) -> None:
-        idle = free if not replica.slow and replica.id not in self._live.leaving else 0
+        idle = free if not replica.slow and not replica.process.leaves else 0
         version, before = self._idle.get(replica.id, (-1, 0))
         if idle == before and version == replica.version:
             return
@@ -202,7 +191,7 @@ class Fleet:
 
     @property
     def alive(self) -> int:
-        return sum(1 for r in self.replicas.values() if r.state != "lost" and not r.validator)
+        return sum(1 for r in self.replicas.values() if r.state != "down" and not r.validator)
 
     def newest_open_version(self) -> Version:
         """Newest version among replicas that can take a group; -1 when none can."""

@@ -7,8 +7,7 @@ The table is the law of what may happen to a group; the record is what the sched
 from functools import lru_cache
 from hashlib import blake2b
 
-from engine.events import NO_VERSION
-from engine.ids import GroupId, ReplicaId, Version
+from engine.ids import NO_VERSION, GroupId, ReplicaId, Version
 from engine.states.machine import Phase, Table, Transition, transitions
 
 GROUP = Table(
@@ -71,7 +70,7 @@ class Group:
         "moving",
         "newest_version",
         "oldest_version",
-        "parking",
+        "overdue_s",
         "ready_at",
         "ready_number",
         "replica",
@@ -115,8 +114,8 @@ class Group:
         """Its replica was told to park it, so that a faster one goes on with it."""
         self.moved = False
         """That has happened once; it stays then."""
-        self.parking = False
-        """Its replica was told to park it: the attempt takes too long."""
+        self.overdue_s = 0.0
+        """Its attempt exceeded a time limit of so many seconds, and its replica was told to park it; 0: it has not."""
         self.failed_on: ReplicaId = -1
         """The replica its last attempt failed on; another one is preferred for the next."""
         self.ready_number = 0
@@ -142,9 +141,9 @@ class Group:
     def figures(self) -> tuple[float, ...]:
         """The fields that are no integers; hashed as well, since policies see them."""
         figures = (self.started_at, self.ready_at, self.reward_mean, *self.resume_key)
-        if not (self.seated_at or self.moved):
+        if not (self.seated_at or self.moved or self.overdue_s):
             return figures
-        return (*figures, self.seated_at, self.seated_tokens, self.parking + 2 * self.moving + 4 * self.moved)
+        return (*figures, self.seated_at, self.seated_tokens, self.overdue_s, 2 * self.moving + 4 * self.moved)
 
     def forget_tokens(self) -> None:
         """What earlier attempts left is gone: the next one begins with the prompt."""

@@ -46,7 +46,10 @@ def digest_records(state: "State") -> int:
         *state.versions.values(),
         state.validations,
         state.kept,
+        state.checkpoints,
         state.live,
+        state.clocks,
+        *state.processes.values(),
         *state.validations.runs.values(),
     ]
     return digest(tuple(chain.from_iterable(record.identity() for record in records)))

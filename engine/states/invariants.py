@@ -80,7 +80,9 @@ def check_all(state: State) -> None:
                 slots=replica.slots)  # fmt: skip
         require(not (replica.validator and replica.groups), "law 2: groups run on a validator", replica=replica.id)
         require(
-            replica.state != "lost" or not replica.groups, "law 1: groups run on a lost replica", replica=replica.id
+            replica.state != "down" or not replica.groups,
+            "law 1: groups run on a replica that is down",
+            replica=replica.id,
         )
         require(replica.version <= state.latest_version, "law 6: a replica is ahead of the trainer", replica=replica.id)
         for id in replica.groups:
@@ -117,13 +119,17 @@ def check_all(state: State) -> None:
     require(set(state.ready) == {g.id for g in state.groups.values() if phase_of(g.state) is Phase.READY},
             "law 1: the ready list and the records differ")  # fmt: skip
     check_orders(state)
+    for problem in state.clocks.problems() if state.outcome is None else ():
+        require(False, f"law 10: {problem}")
     check_validations(state)
     if state.outcome is None:  # the book is empty once the run is over
+        check_processes(state)
         check_stages(state)
         check_pools(state)
     check_fleet(state)
     require(state.hash == state.hashed.from_scratch(), "law 8: the state hash does not match the state")
-    require(state.live.books_agree() and state.kept.books_agree(), "law 8: something changed in secret")
+    agree = state.kept.books_agree() and state.checkpoints.books_agree()
+    require(agree, "law 8: something changed in secret")
 
 
 def check_fleet(state: State) -> None:
@@ -137,7 +143,7 @@ def check_fleet(state: State) -> None:
     open = fleet.open()
     newest = max((r.version for r in open), default=-1)
     require(fleet.newest_open_version() == newest, "law 3: an open replica is forgotten", newest=newest)
-    idle = [r for r in open if not r.slow and r.id not in state.live.leaving]
+    idle = [r for r in open if not r.slow and not r.process.leaves]
     slots = sum(r.free_slots for r in idle)
     require(fleet.idle_slots == slots, "idle slots are miscounted", kept=fleet.idle_slots, found=slots)
     require(set(fleet.idle_at) == {r.version for r in idle}, "idle replicas are miscounted", kept=fleet.idle_at)
@@ -145,9 +151,6 @@ def check_fleet(state: State) -> None:
     moving = sum(state.groups[id].moving for r in slow for id in r.groups)
     require(set(fleet.slow) == {r.id for r in slow}, "slow replicas and their list differ", kept=list(fleet.slow))
     require(fleet.moving == moving, "groups that move are miscounted", kept=fleet.moving, found=moving)
-    timed = {**state.attempts.running, **state.attempts.parking}
-    running = {id for r in fleet.replicas.values() for id in r.groups} if state.limits.group_timeout_s else set()
-    require(set(timed) == running, "law 7: a timed attempt is forgotten, or one that is over is not", timed=list(timed))
 
 
 IN_SYNC = {
@@ -176,12 +179,14 @@ def check_orders(state: State) -> None:
     require(all(at > state.latest_version for at in orders.open("publish")), "law 10: a version is published twice")
     require(not orders.open("retire").keys() & state.versions.keys(), "law 10: a version is dropped that is live")
     require(not orders.open("abort").keys() & running, "law 10: a group is aborted that runs")
+    gone = orders.open("delete").keys() - {*state.checkpoints.steps}
+    require(not gone, "law 10: a checkpoint is deleted that is not there", steps=sorted(gone))
     for order in orders.all():
         lost = (
             isinstance(order.owner, int)
             and order.subject not in ("start", "stop")
             and (
-                replicas[order.owner].state == "lost"
+                replicas[order.owner].state == "down"
                 or replicas[order.owner].incarnation != getattr(order.command, "incarnation", None)
             )
         )
@@ -191,6 +196,24 @@ def check_orders(state: State) -> None:
         kind = IN_SYNC.get(replica.state, StageWeights if replica.staging is not None else None)
         ordered = None if sync is None else type(sync.command)
         require(ordered is kind, "law 10: a replica and its order disagree", replica=replica.id, state=replica.state)
+
+
+def check_processes(state: State) -> None:
+    """Law 10: a process that starts or stops was ordered to, and a replica works only while its process is up."""
+    processes = [*state.processes.values(), *(replica.process for replica in state.fleet.replicas.values())]
+    for subject, there in (("start", "starting"), ("stop", "stopping")):
+        ordered = {(p.kind, p.index) for p in processes if p.state == there}
+        require(state.orders.open(subject).keys() == ordered, "law 10: a process and its order disagree", state=there)
+    for replica in state.fleet.replicas.values():
+        process = replica.process
+        require(
+            (replica.state != "down") <= (process.state == "up"), "a replica works and its process is not up",
+            replica=replica.id, state=replica.state, process=process.state,
+        )  # fmt: skip
+        require(
+            process.state != "up" or replica.incarnation == process.incarnation, "a replica is of an older life",
+            replica=replica.id,
+        )  # fmt: skip
 
 
 def check_stages(state: State) -> None:
@@ -261,7 +284,7 @@ def check_validations(state: State) -> None:
         require(run.books == sum(c.fresh_digest() for c in run.chunks) & MASK, "law 8: a chunk changed in secret")
         for id in run.replicas:
             require(id not in held, "two validations hold a replica", replica=id)
-            require(replicas[id].state != "lost", "a validation holds a lost replica", replica=id)
+            require(replicas[id].state != "down", "a validation holds a replica that is down", replica=id)
             require(replicas[id].heading <= run.version, "a held replica leaves its version", replica=id)
             held[id] = run.id
     for replica in replicas.values():

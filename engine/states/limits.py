@@ -3,6 +3,7 @@
 Built by the config layer or by a library user; recorded in the header of a schedule; never changed by the scheduler.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import floor, isfinite
@@ -11,6 +12,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.ids import ReplicaId
 from engine.states.bounds import BOUNDS
+from engine.states.timeouts import Timeouts
 
 SYNC_MODES = ("keep", "abort", "wait")
 CONFLICTS = ("hold", "cancel")
@@ -133,15 +135,27 @@ class Limits:
     """What a group passes through between its last token and `generated`, in order."""
     keeps_batches: bool = False
     """Trajectories stay in their store until a checkpoint contains their step: it can be trained again from them."""
-    group_timeout_s: float | None = None
-    """How long one attempt of a group may take; then it is parked, and costs an attempt; None: for ever."""
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    """How long orders may take, by kind."""
     straggler_factor: float | None = None
     """A replica that takes so many times as long for a token as the others hands groups over to idle faster ones;
     None: none does."""
     give_up_s: float = 0.0
     """How long a run waits for a replica once the last one is gone for good; then it ends, resumably."""
+    drain_s: float | None = None
+    """How long a drain may take before the run stops as it is; None: as long as it takes."""
+    replica_restarts: int = 3
+    """Lives of one replica that may end in a row without a train step in between and be followed by another."""
+    trainer_restarts: int = 3
+    """The same for the trainer."""
+    worker_restarts: int = 3
+    """The same for each scorer and the process of the added states, without an answered order in between."""
     max_filtered_in_a_row: int = 1000
     """Groups that the filter may drop one after another before the run ends; see `filtered_in_a_row`."""
+    keep_checkpoints: int = 2
+    """The newest checkpoints, so many, are kept."""
+    keep_checkpoints_every: int = 0
+    """Checkpoints after every so many train steps are kept for good; 0: none."""
 
     @property
     def trains_in_turns(self) -> bool:
@@ -289,7 +303,7 @@ class Limits:
     @property
     def timed(self) -> bool:
         """Whether it matters when an attempt began."""
-        return self.group_timeout_s is not None or self.straggler_factor is not None
+        return self.straggler_factor is not None
 
     def to_plain(self) -> dict[str, Any]:
         """For the header of a record."""
@@ -308,7 +322,8 @@ class Limits:
         )
         added = tuple(AddedState(**state) for state in plain.get("added_states", ()))
         tasks = tuple(plain.get("scoring_tasks", ()))
-        return cls(**{**plain, "scoring_tasks": tasks, "validation": validation, "pools": pools, "added_states": added})
+        parts = {"scoring_tasks": tasks, "validation": validation, "pools": pools, "added_states": added}
+        return cls(**{**plain, **parts, "timeouts": Timeouts.from_plain(plain.get("timeouts", {}))})
 
 
 def _require_known(cls: type, plain: Mapping[str, Any], field: str) -> None:

@@ -11,12 +11,13 @@ No other field may encode "this is in flight".
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.commands import (
     AbortGroup,
     CancelTimer,
     Command,
+    DeleteCheckpoint,
     DiscardGroups,
     DrawPrompts,
     EnterState,
@@ -34,9 +35,9 @@ from engine.commands import (
     SetTimer,
     StageWeights,
     StartGroup,
-    StartReplica,
+    StartProcess,
     StopMeasuring,
-    StopReplica,
+    StopProcess,
     TrainStep,
     TruncateGroup,
 )
@@ -51,10 +52,11 @@ from engine.events import (
     GroupGenerated,
     OrderDone,
     PrefixStored,
+    ProcessLost,
+    ProcessUp,
+    ProcessWaits,
     PromptsDrawn,
     PublishFailed,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaPaused,
     RowsFailed,
     RowsMeasured,
@@ -69,12 +71,17 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import ReplicaId
+from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, name_of
+
+if TYPE_CHECKING:
+    from engine.states.clocks import Clocks
 
 Owner = ReplicaId | str
 """Who executes an order: a replica by its number, any other process by its name."""
 
-TRAINER, DATA_SOURCE, TIMERS = "trainer", "data source", "timers"
-TRAJECTORY_STORE, WEIGHTS_STORE = "trajectory store", "weights store"
+DATA_SOURCE, TIMERS = "data source", "timers"
+SCORER_OF = "scorer of "
+"""The owner of a scoring task that a process of its own executes is this and the task."""
 SPREAD = 0x9E3779B97F4A7C15
 """An odd multiplier for order numbers. It makes sums of different orders differ in the state hash."""
 
@@ -95,21 +102,24 @@ class Relation:
     """Fields that an event must repeat to match."""
     reports: tuple[type[Event], ...] = ()
     """Events that need the open order and leave it open."""
+    limit: str
+    """The kind of its time limit, `timeouts.<kind>_s`; empty: it has none."""
     withdraws: tuple[str, ...] = ()
     """Subjects whose order with the same id ends without an answer when this order is given."""
 
 
 _ON_REPLICA = ("replica", "incarnation")
+_PROCESS = ("kind", "index")
 _GROUP = Relation(
-    subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
+    subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA), limit="group",
     answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored,),
 )  # fmt: skip
 
 
-def _cut(subject: str) -> Relation:
+def _cut(subject: str, limit: str) -> Relation:
     """A running group is cut short: whatever ends its attempt answers."""
     return Relation(
-        subject=subject, id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA),
+        subject=subject, id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA), limit=limit,
         answers=(GroupGenerated, GroupAborted, GroupFailed),
     )  # fmt: skip
 
@@ -117,53 +127,69 @@ def _cut(subject: str) -> Relation:
 def _sync(*answers: type[Event]) -> Relation:
     """A replica has one sync order at a time: a pause for another reason replaces the open staging order."""
     return Relation(
-        subject="sync", id=("replica",), owner="replica", echo=("incarnation", "attempt"),
+        subject="sync", id=("replica",), owner="replica", echo=("incarnation", "attempt"), limit="sync",
         answers=(*answers, SyncFailed),
     )  # fmt: skip
 
 
-def _acknowledged(subject: str, id: tuple[str, ...], owner: str, withdraws: tuple[str, ...] = ()) -> Relation:
+def _acknowledged(
+    subject: str, id: tuple[str, ...], owner: str, limit: str, withdraws: tuple[str, ...] = ()
+) -> Relation:
     """An order that needs only an acknowledgment; the answer repeats its number."""
-    return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), withdraws=withdraws)
+    return Relation(subject=subject, id=id, owner=owner, answers=(OrderDone,), limit=limit, withdraws=withdraws)
 
 
 RELATIONS: dict[type[Command], Relation] = {
     DrawPrompts: Relation(
-        subject="draw", id=(), owner=DATA_SOURCE, echo=("number",), answers=(PromptsDrawn, DrawFailed)
+        subject="draw", id=(), owner=DATA_SOURCE, echo=("number",), answers=(PromptsDrawn, DrawFailed), limit="draw"
     ),
     StartGroup: _GROUP,
     ResumeGroup: _GROUP,
-    TruncateGroup: _cut("truncate"),
-    ParkGroup: _cut("park"),
-    AbortGroup: _acknowledged("abort", ("group",), "replica", withdraws=("group", "truncate", "park")),
-    DiscardGroups: _acknowledged("discard", ("number",), TRAJECTORY_STORE),
+    TruncateGroup: _cut("truncate", "group"),
+    ParkGroup: _cut("park", "cut"),
+    AbortGroup: _acknowledged("abort", ("group",), "replica", "cut", withdraws=("group", "truncate", "park")),
+    DiscardGroups: _acknowledged("discard", ("number",), TRAJECTORY_STORE, "store"),
     StageWeights: _sync(WeightsStaged),
     PauseReplica: _sync(ReplicaPaused),
     InstallWeights: _sync(WeightsInstalled),
-    ResumeReplica: _acknowledged("resume", ("replica",), "replica"),
-    StartReplica: Relation(subject="start", id=("replica",), owner="replica", answers=(ReplicaJoined, ReplicaLost)),
-    StopReplica: Relation(subject="stop", id=("replica",), owner="replica", answers=(ReplicaLost, ReplicaJoined)),
-    RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE),
+    ResumeReplica: _acknowledged("resume", ("replica",), "replica", "resume"),
+    StartProcess: Relation(subject="start", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
+                           answers=(ProcessUp, ProcessLost), reports=(ProcessWaits,)),
+    StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
+                          answers=(ProcessLost,)),
+    RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE, "store"),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
-                         answers=(BatchScored, StepFailed)),
+                         answers=(BatchScored, StepFailed), limit="score"),
     TrainStep: Relation(subject="train", id=("step",), owner=TRAINER, echo=("attempt",),
-                        answers=(StepTrained, StepFailed)),
+                        answers=(StepTrained, StepFailed), limit="train"),
     PublishWeights: Relation(subject="publish", id=("version",), owner=TRAINER, echo=("attempt",),
-                             answers=(WeightsPublished, PublishFailed)),
+                             answers=(WeightsPublished, PublishFailed), limit="publish"),
     SaveCheckpoint: Relation(subject="checkpoint", id=("steps",), owner=TRAINER,
-                             answers=(CheckpointSaved, CheckpointFailed)),
-    SetTimer: Relation(subject="timer", id=("timer",), owner=TIMERS, answers=(TimerFired,)),
+                             answers=(CheckpointSaved, CheckpointFailed), limit="checkpoint"),
+    DeleteCheckpoint: _acknowledged("delete", ("steps",), TRAINER, "store"),
+    SetTimer: Relation(subject="timer", id=("timer",), owner=TIMERS, answers=(TimerFired,), limit=""),
     MeasureRows: Relation(subject="rows", id=("validation", "chunk"), owner="replica", echo=("attempt", *_ON_REPLICA),
-                          answers=(RowsMeasured, RowsFailed)),
-    StopMeasuring: _acknowledged("stop rows", ("replica",), "replica"),
+                          answers=(RowsMeasured, RowsFailed), limit="rows"),
+    StopMeasuring: _acknowledged("stop rows", ("replica",), "replica", "cut"),
     EnterState: Relation(subject="stage", id=("group",), owner="state", echo=("attempt", "state"),
-                         answers=(StateLeft, StateFailed)),
+                         answers=(StateLeft, StateFailed), limit="stage"),
 }  # fmt: skip
 """Every order. `CancelTimer` (withdraws its timer) and `FinishRun` (withdraws everything) are not orders."""
 
 NO_ORDERS: tuple[type[Command], ...] = (CancelTimer, FinishRun)
 
-UNSOLICITED: tuple[type[Event], ...] = (ReplicaJoined, ReplicaLost)
+KINDS_OF_SUBJECTS: dict[str, str] = {
+    relation.subject: relation.limit for relation in RELATIONS.values() if relation.limit
+}
+"""The kind of the time limit of each subject that has one."""
+
+FAILURES: frozenset[type[Event]] = frozenset((
+    DrawFailed, GroupAborted, GroupFailed, SyncFailed, ProcessLost, StepFailed, PublishFailed, CheckpointFailed,
+    RowsFailed, StateFailed,
+))  # fmt: skip
+"""Answers that do not say that the order was carried out."""
+
+UNSOLICITED: tuple[type[Event], ...] = (ProcessUp, ProcessLost)
 """Events that answer an order if one is open, but need none."""
 
 
@@ -172,10 +198,21 @@ def stage_owner(state: str) -> Owner:
     return f"state {state}"
 
 
-class Order:
-    """One open order. `at`: time it was given, in seconds since the run began."""
+def owner_of(kind: str, index: int) -> Owner:
+    """The owner of the orders that start and stop a process."""
+    return index if kind == REPLICA else name_of(kind, index)
 
-    __slots__ = ("at", "command", "id", "number", "owner", "subject")
+
+def works_in_order(owner: Owner) -> bool:
+    """Whether a process executes its orders one after another, oldest first."""
+    return owner == TRAINER or (isinstance(owner, str) and owner.startswith(SCORER_OF))
+
+
+class Order:
+    """One open order. `at`: time it was given, in seconds since the run began. `mark`: when its clock started, in the
+    work time of its owner (`clocks.py`)."""
+
+    __slots__ = ("at", "command", "id", "mark", "number", "owner", "subject")
 
     def __init__(self, number: int, subject: str, id: Any, owner: Owner, command: Command, at: float) -> None:
         self.number = number
@@ -183,13 +220,13 @@ class Order:
         self.id = id
         self.owner = owner
         self.command = command
-        self.at = at
+        self.at = self.mark = at
 
 
 class OrderBook:
     """The open orders of a run, indexed by subject and by owner, oldest first."""
 
-    __slots__ = ("_apart", "_by_number", "_by_subject", "_owned", "digest", "matched", "next_number")
+    __slots__ = ("_apart", "_by_number", "_by_subject", "_owned", "clocks", "digest", "matched", "next_number")
 
     def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
         """`scored_apart`: scoring tasks that a separate process executes instead of the trainer."""
@@ -203,6 +240,8 @@ class OrderBook:
         """The book's share of the state hash: a sum over the numbers of the open orders."""
         self.matched: tuple[Order, ...] = ()
         """The orders that the newest event answered or reported on. They caused it."""
+        self.clocks: Clocks | None = None
+        """Measures how long orders take; None if no order has a time limit."""
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -220,6 +259,17 @@ class OrderBook:
     def owned(self, owner: Owner) -> list[Order]:
         """The open orders of a process, oldest first."""
         return list(self._owned[owner].values()) if owner in self._owned else []
+
+    def first(self, owner: Owner) -> Order | None:
+        """The oldest open order of a process."""
+        return next(iter(self._owned.get(owner, {}).values()), None)
+
+    def numbered(self, number: int) -> Order:
+        """The open order with that number."""
+        return self._by_number[number]
+
+    def is_open(self, order: Order) -> bool:
+        return order.number in self._by_number
 
     def held(self, owner: Owner) -> int:
         """The number of open orders of a process."""
@@ -245,7 +295,7 @@ class OrderBook:
 
     def scorer(self, task: str) -> Owner:
         """The owner of a scoring task."""
-        return f"scorer of {task}" if task in self._apart else TRAINER
+        return f"{SCORER_OF}{task}" if task in self._apart else TRAINER
 
     # orders
 
@@ -271,11 +321,14 @@ class OrderBook:
             owned = self._owned[owner] = {}
         owned[number] = order
         self.digest += (number + 1) * SPREAD
+        if self.clocks is not None:
+            self.clocks.opened(order)
 
-    def put_back(self, number: int, command: Command, at: float) -> None:
-        """Restore an order from a snapshot. Call it oldest first."""
-        self.next_number = number
+    def put_back(self, number: int, command: Command, at: float, mark: float) -> None:
+        """Restore an order from a snapshot. Call it oldest first, and `Clocks.rebuild` at the end."""
+        self.next_number, self.clocks = number, None
         self.add(command, at)
+        self._by_number[number].mark = mark
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""
@@ -296,6 +349,8 @@ class OrderBook:
         for orders in (*self._by_subject.values(), *self._owned.values(), self._by_number):
             orders.clear()
         self.digest = 0
+        if self.clocks is not None:
+            self.clocks.cleared()
 
     # events
 
@@ -312,9 +367,14 @@ class OrderBook:
             found = rule.find(orders, event) if orders else ()
             if found:
                 matched += found
-                if rule.closes:
-                    for order in found:
+                clocks = self.clocks
+                for order in found:
+                    if rule.closes:
+                        if clocks is not None:
+                            clocks.answered(order, event)
                         self._close(order)
+                    elif clocks is not None:
+                        clocks.progressed(order)
         self.matched = matched
         return bool(matched) or type(event) in UNSOLICITED
 
@@ -325,9 +385,11 @@ class OrderBook:
             self.clear()
 
     def _close(self, order: Order) -> None:
-        number = order.number
-        del self._by_number[number], self._owned[order.owner][number], self._by_subject[order.subject][order.id]
+        number, owned = order.number, self._owned[order.owner]
+        del self._by_number[number], owned[number], self._by_subject[order.subject][order.id]
         self.digest -= (number + 1) * SPREAD
+        if self.clocks is not None:
+            self.clocks.closed(order, was_first=next(iter(owned), number) >= number)
 
 
 class _Rule:
@@ -374,6 +436,8 @@ def _owner_of(relation: Relation, command: type[Command]) -> Callable[[OrderBook
         return lambda book, order: book.scorer(order.task)
     if relation.owner == "state":
         return lambda book, order: stage_owner(order.state)
+    if relation.owner == "kind":
+        return lambda book, order: owner_of(order.kind, order.index)
     if relation.owner not in command.__dataclass_fields__:
         return lambda book, order: relation.owner
     owner = attrgetter(relation.owner)

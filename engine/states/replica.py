@@ -5,19 +5,21 @@ from typing import Any
 
 from engine.ids import EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
 from engine.states.machine import Table, transitions
+from engine.states.process import REPLICA as REPLICA_KIND
+from engine.states.process import Process
 
 REPLICA = Table(
     name="replica",
-    states=("joining", "ready", "pausing", "installing", "lost", "yielding", "asleep", "draining", "drained"),
+    states=("down", "ready", "pausing", "installing", "yielding", "asleep", "draining", "drained"),
     transitions=transitions(
-        ("join", "joining", "ready", "it is up, with the weights it says"),
+        ("join", "down", "ready", "its process is up, with the weights it says"),
         ("pause", "ready", "pausing", "a newer version is staged"),
         ("yield", "ready", "yielding", "a task of the trainer wants the pool it stands in"),
         ("sleep", "yielding", "asleep", "its groups are parked, its memory is given back"),
         ("wake", "asleep", "ready", "rollout has the pool again, and there are no newer weights"),
         ("install", "pausing asleep", "installing", "it samples no token: the swap is ordered"),
         ("installed", "installing", "ready", "it samples from the new version"),
-        ("drain", "ready", "draining", "it is let go, or the run comes to rest: what runs there is parked"),
+        ("drain", "ready", "draining", "it leaves, or the run comes to rest: what runs there is parked"),
         ("drained", "draining", "drained", "nothing runs there"),
         ("keep", "drained", "ready", "it is wanted after all"),
         (
@@ -28,11 +30,10 @@ REPLICA = Table(
         ),
         (
             "lose",
-            "joining ready pausing installing yielding asleep draining drained",
-            "lost",
-            "it died, or could not be brought up to date",
+            "ready pausing installing yielding asleep draining drained",
+            "down",
+            "its process ended, or is to end",
         ),
-        ("return", "lost", "joining", "its next incarnation is up"),
     ),
     terminal=(),
 )
@@ -43,7 +44,7 @@ class Replica:
 
     __slots__ = (
         "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "pace", "paced", "place",
-        "returns", "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "touched",
+        "process", "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "touched",
         "validator", "version",
     )  # fmt: skip
 
@@ -65,7 +66,10 @@ class Replica:
         self.validator = validator
         """It does nothing but validate: no group ever runs on it."""
         self.state: str = REPLICA.initial
+        self.process = Process(REPLICA_KIND, id, self.touched)
+        """Its lifetimes."""
         self.incarnation: Incarnation = 0
+        """The life that joined last."""
         self.slots = 0
         self.taken = 0
         """Slots that groups cannot have: all of a validator, and those that a validation has."""
@@ -87,8 +91,6 @@ class Replica:
         """Groups in it, of this life."""
         self.slow = False
         """It is slower than the others by more than may be."""
-        self.returns = False
-        """Lost, and another incarnation is on its way."""
         self.groups: dict[GroupId, None] = {}
         """Running here, in the order they started; a dict for its order."""
         self.held: ValidationId = -1
@@ -102,10 +104,23 @@ class Replica:
         alone."""
         object.__setattr__(self, "id", id)
         object.__setattr__(self, "touched", touched)
+        if hasattr(self, "process"):
+            self.process.watch(touched)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         self.touched[self.id] = None
+
+    @property
+    def condition(self) -> str:
+        """Its state; while it is down, the state of its process."""
+        return self.process.state if self.state == "down" else self.state
+
+    @property
+    def lost(self) -> bool:
+        """It is wanted, and down since a life of it ended by itself."""
+        process = self.process
+        return self.state == "down" and process.wanted and (process.state == "gone" or process.deaths > 0)
 
     @property
     def free_slots(self) -> int:
@@ -135,7 +150,7 @@ class Replica:
         return (
             self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
             -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
-            self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, self.returns,
+            self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, *self.process.identity(),
             *((1,) if self.validator else ()), *((round(self.pace * 1e9), self.paced, self.slow) if self.paced else ()),
         )  # fmt: skip
 

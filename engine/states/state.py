@@ -10,10 +10,9 @@ from heapq import heappop, heappush
 from typing import Any
 
 from engine.commands import FinishRun
-from engine.events import NO_VERSION
-from engine.ids import GroupId, StepId, TimerId, Version
-from engine.states.attempts import Attempts
+from engine.ids import NO_VERSION, GroupId, StepId, TimerId, Version
 from engine.states.census import Census
+from engine.states.clocks import Clocks
 from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import Group, group_table
@@ -23,9 +22,12 @@ from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
 from engine.states.live import Live
 from engine.states.machine import Phase, SharedMachine
-from engine.states.orders import OrderBook
+from engine.states.orders import OrderBook, Owner, owner_of
 from engine.states.pool import POOL, PoolLease, Pools
+from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
+from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.replica import REPLICA, Replica
+from engine.states.retention import Checkpoints
 from engine.states.stages import Stages
 from engine.states.step import STEP, Step
 from engine.states.validation import VALIDATION, Validations
@@ -60,9 +62,10 @@ class State:
         self.next_step(0)
         self.stages = Stages(self.limits.added_states, self.orders)
         self.live = Live(limits)
-        self.fleet = Fleet(self.live)
-        self.attempts = Attempts()
-        self.kept = KeptBatches()
+        self.fleet = Fleet()
+        self.processes: dict[str, Process] = {}
+        """Every process that is no replica, by its name. A replica has its own: `Replica.process`."""
+        self.kept, self.checkpoints = KeptBatches(), Checkpoints()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
         """Train steps in each version ever published."""
@@ -108,6 +111,10 @@ class State:
         """Something other than a group may have changed since the weights were last looked after."""
         self.validations = Validations(self.fleet, self.orders, SharedMachine(VALIDATION, observe), self.disturb)
         self.census = Census(self)
+        self.clocks = Clocks(self)
+        self._take_initial_weights()
+
+    def _take_initial_weights(self) -> None:
         self.versions[0] = WeightsVersion(0, 0)
         self.steps_in[0] = 0
         self.fire_version(self.versions[0], "live")
@@ -126,6 +133,7 @@ class State:
         self._replica_machine = SharedMachine(REPLICA, observe)
         self._version_machine = SharedMachine(VERSION, observe)
         self._pool_machine = SharedMachine(POOL, observe)
+        self._process_machine = SharedMachine(PROCESS, observe)
 
     # groups
 
@@ -174,6 +182,8 @@ class State:
     def _end(self, group: Group, key: Key) -> None:
         """It was trained on, or released."""
         del self.groups[group.id]
+        if self.clocks.doubled:
+            self.clocks.forget_keys(("group", group.id), ("truncate", group.id), ("stage", group.id))
         if self.ended.tracks and self._phases[group.state] is Phase.RELEASED:
             self.ended.release(group.id, self.steps_trained)
 
@@ -214,6 +224,7 @@ class State:
         self.deadlines = Deadlines(self.limits.surplus)
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
         self.ended.branch(steps)
+        self.checkpoints.branch(steps)
         for pool in self.pools.leases:
             if pool.task:
                 self.give_back(pool)
@@ -237,6 +248,7 @@ class State:
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0
         self.last_failure = self.none_left = ""
         self.live.rest_is_over()
+        self.clocks.begin_again()
         self.census.rebuild()
 
     def seat(self, group: Group, replica: Replica) -> None:
@@ -245,8 +257,6 @@ class State:
         group.replica = replica.id
         if self._timed:
             group.seated_at, group.seated_tokens = self.now, group.tokens
-            if self.limits.group_timeout_s is not None:
-                self.attempts.begin(group)
         replica.groups[group.id] = None
         if replica.slow:
             self.fleet.seats_on_slow += 1
@@ -257,10 +267,11 @@ class State:
         replica = self.fleet.replicas[group.replica]
         del replica.groups[group.id]
         group.replica = -1
-        self.attempts.end(group)
+        if replica.state == "pausing" and not replica.groups and self.clocks.on:
+            self.clocks.emptied(replica)
         if group.moving:
             self.fleet.note_moving(replica, -1)
-        group.seated_at, group.parking, group.moving = 0.0, False, False
+        group.seated_at, group.overdue_s, group.moving = 0.0, 0.0, False
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
@@ -314,6 +325,53 @@ class State:
             self.fleet.seats_on_slow += 1
         self.disturb()
         self.fleet.changed(replica)
+        if self.clocks.on:
+            self.clocks.replica_changed(replica)
+
+    def find_process(self, kind: str, index: int) -> Process | None:
+        """A process; None for one that was never seen."""
+        if kind == REPLICA_KIND:
+            replica = self.fleet.replicas.get(index)
+            return None if replica is None else replica.process
+        return self.processes.get(name_of(kind, index))
+
+    def process(self, kind: str, index: int) -> Process:
+        """A process. One that was never seen before is added, and is gone."""
+        found = self.find_process(kind, index)
+        if found is None and kind == REPLICA_KIND:
+            found = self.fleet.add(index, validator=self.limits.validates_only(index)).process
+        elif found is None:
+            found = self.processes[name_of(kind, index)] = Process(kind, index)
+        return found
+
+    def owners_of(self, process: Process) -> list[Owner]:
+        """Under which names the work of a process is in the book of orders."""
+        if process.kind == SCORER:
+            return [self.orders.scorer(task) for task in self.limits.scorers()[process.index]]
+        if process.kind == ADDED_STATES:
+            return [stage.owner for stage in self.stages.by_name.values()]
+        return [owner_of(process.kind, process.index)]
+
+    def process_of(self, owner: Owner) -> Process | None:
+        """The process that executes the orders of an owner; None for the data source, which is no process."""
+        if isinstance(owner, int):
+            return self.fleet.replicas[owner].process
+        if owner in self.processes:
+            return self.processes[owner]
+        return next((one for one in self.processes.values() if owner in self.owners_of(one)), None)
+
+    def fire_process(self, process: Process, trigger: str) -> None:
+        self._process_machine.fire(process, trigger)
+        self.disturb()
+        if self.clocks.on:
+            self.clocks.process_changed(process)
+
+    def wait_for_room(self, process: Process, reason: str) -> None:
+        """A process cannot start before it has room; with an empty reason, it has room now."""
+        process.room = reason
+        self.disturb()
+        if self.clocks.on:
+            self.clocks.room_changed(process)
 
     def target_of(self, replica: Replica) -> Version:
         """What a replica works towards: the newest version; where a validation holds it, that one's; a validator that
@@ -331,7 +389,10 @@ class State:
 
     def change(self, limits: Limits) -> None:
         """Other bounds from now on; groups keep the deadlines they have."""
+        other_timeouts = limits.timeouts != self.limits.timeouts
         self.limits, self._ahead, self._timed = limits, limits.ahead, limits.timed
+        if other_timeouts:
+            self.clocks.use()
         self.live.loosest = max(self.live.loosest, limits.max_staleness_steps)
         self.live.over = max(0, self.ledger.running - limits.max_concurrent_groups)
         self.disturb()
@@ -366,6 +427,11 @@ class State:
     def checkpoint_pending(self) -> bool:
         """A checkpoint is being written."""
         return bool(self.orders.open("checkpoint"))
+
+    @property
+    def deletion_pending(self) -> bool:
+        """A checkpoint is being deleted."""
+        return bool(self.orders.open("delete"))
 
     def scoring(self, step: Step) -> list[str]:
         """The scoring tasks of a step that are ordered and not done."""

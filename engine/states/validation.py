@@ -224,9 +224,9 @@ class Validations:
         self._changed()
         return chunk
 
-    def put_back(self, run: Validation, chunk: Chunk) -> None:
-        """An attempt failed: the chunk waits again."""
-        chunk.failures += 1
+    def put_back(self, run: Validation, chunk: Chunk, *, failed: bool = True) -> None:
+        """The chunk waits again. `failed`: it has lost an attempt."""
+        chunk.failures += failed
         self._unseat(run, chunk)
         run.put_back(chunk)
         self._changed()

@@ -11,6 +11,7 @@ from typing import Any
 from engine.commands import (
     AbortGroup,
     Command,
+    DeleteCheckpoint,
     DiscardGroups,
     DrawPrompts,
     EnterState,
@@ -27,16 +28,16 @@ from engine.commands import (
     SetTimer,
     StageWeights,
     StartGroup,
-    StartReplica,
+    StartProcess,
     StopMeasuring,
-    StopReplica,
+    StopProcess,
     TrainStep,
     TruncateGroup,
 )
-from engine.events import ReplicaLost
+from engine.events import ProcessLost
 from engine.ids import GroupId
-from engine.states.orders import RELATIONS, Order
-from engine.states.replica import Replica
+from engine.states.orders import DATA_SOURCE, RELATIONS, TIMERS, Order, Owner
+from engine.states.process import ADDED_STATES, SCORER, TRAINER
 from engine.states.state import State
 
 Since = Mapping[tuple[str, int], float]
@@ -71,6 +72,11 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
     found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
     said = [wait for _, _, wait in found if wait is not None]
     return [*said, *_unordered(state, since or {})]
+
+
+def described(order: Order, state: State) -> Wait:
+    """The wait for one open order."""
+    return _of([order], state)
 
 
 LAST = 9
@@ -117,7 +123,7 @@ def _together(order: Order) -> tuple[str, Any]:
 def _of(like: list[Order], state: State) -> Wait:
     """One wait for orders that share a sentence. `like` has at least one, oldest first."""
     oldest = like[0]
-    by = f"replica {oldest.owner}" if isinstance(oldest.owner, int) else f"the {oldest.owner}"
+    by = _whose(oldest.owner)
     if oldest.subject == "timer":
         by = f"timer {oldest.id}"
     elif oldest.subject == "rows":
@@ -126,11 +132,20 @@ def _of(like: list[Order], state: State) -> Wait:
     return Wait(what=WORDS[type(oldest.command)](like, state), by=by, since=oldest.at, ends=_ends(oldest))
 
 
+def _whose(owner: Owner) -> str:
+    """The owner of an order as the subject of a sentence."""
+    if isinstance(owner, int):
+        return f"replica {owner}"
+    if owner.startswith(f"{SCORER} "):
+        return owner
+    return f"the process of the {owner}" if owner == ADDED_STATES else f"the {owner}"
+
+
 def _ends(order: Order) -> str:
-    """The events that close an order, from the table. `ReplicaLost` ends every order of a replica."""
+    """The events that close an order, from the table. `ProcessLost` ends every order of a process."""
     names = [event.__name__ for event in RELATIONS[type(order.command)].answers]
-    if isinstance(order.owner, int) and ReplicaLost.__name__ not in names:
-        names.append(ReplicaLost.__name__)
+    if order.owner not in (TIMERS, DATA_SOURCE) and ProcessLost.__name__ not in names:
+        names.append(ProcessLost.__name__)
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -178,11 +193,37 @@ def _fires(like: list[Order], state: State) -> str:
     timer, step = like[0].id, state.steps[state.steps_batched]
     if timer == step.timer:
         return f"step {step.id} waits for stragglers, then the deadline policy acts"
-    if timer == state.live.group_timer:
-        return f"parks the oldest attempt once it exceeds {state.limits.group_timeout_s:g} s"
+    if timer == state.live.limit_timer:
+        return "acts on the first order that exceeds its time limit"
     if timer == state.live.fill_timer:
         return "starts the groups that one event could not"
+    if timer == state.live.drain_timer:
+        return f"stops the run as it is once the drain exceeds {state.limits.drain_s:g} s"
     return f"no replica is left; the run ends after {state.limits.give_up_s:g} s without one"
+
+
+def _starts(like: list[Order], state: State) -> str:
+    return start_text(like[0].command, state)
+
+
+def start_text(command: Any, state: State) -> str:
+    """What a process that starts by this `StartProcess` does, where it begins, and what it waits for."""
+    text = "restarts" if command.incarnation > 1 else "starts"
+    if command.kind == TRAINER:
+        text += f" from {_beginning(command)}"
+    process = state.find_process(command.kind, command.index)
+    return f"{text}, once the cluster has room: {process.room}" if process is not None and process.room else text
+
+
+def _beginning(command: Any) -> str:
+    """Which weights a trainer begins with, and the steps that it trains again."""
+    if command.version >= 0:
+        weights = f"published version {command.version}"
+    elif command.steps:
+        weights = f"the checkpoint after {counted(command.steps, 'train step')}"
+    else:
+        weights = "the initial weights"
+    return weights + (f" and trains {counted(len(command.redo), 'step')} again" if command.redo else "")
 
 
 def _says(words: str) -> Words:
@@ -202,13 +243,14 @@ WORDS: dict[type[Command], Words] = {
     PauseReplica: _pauses,
     InstallWeights: _says("installs version {order.version}"),
     ResumeReplica: _says("resumes sampling"),
-    StartReplica: _says("starts"),
-    StopReplica: _says("is stopped: {order.reason}"),
+    StartProcess: _starts,
+    StopProcess: _says("is stopped: {order.reason}"),
     RetireWeights: lambda like, state: f"drops {counted(len(like), 'version')}",
     ScoreBatch: _scores,
     TrainStep: _trains,
     PublishWeights: _says("publishes version {order.version}"),
     SaveCheckpoint: lambda like, state: f"writes the checkpoint after {counted(like[0].id, 'train step')}",
+    DeleteCheckpoint: lambda like, state: f"deletes the checkpoint after {counted(like[0].id, 'train step')}",
     SetTimer: _fires,
     MeasureRows: _measures,
     StopMeasuring: _says("stops measuring"),
@@ -225,24 +267,13 @@ def _unordered(state: State, since: Since) -> Iterator[Wait]:
             what = f"{batch} waits for its pool, or for replicas to take the newest weights"
             ends = "ReplicaPaused, WeightsInstalled or BatchScored"
             yield Wait(what=what, by="the scheduler", since=since.get(("step", step.id)), ends=ends)
-    for replica in state.fleet.replicas.values():
-        what = _on_its_way(replica)
-        if what and state.orders.find("start", replica.id) is None:
-            entered = since.get(("replica", replica.id))
-            yield Wait(what=what, by=f"replica {replica.id}", since=entered, ends="ReplicaJoined or ReplicaLost")
     run = state.validations.served
     if run is not None and not run.out:
         left = sum(chunk.count for chunk in run.chunks if not chunk.done)
         entered = since.get(("validation", run.id), run.started_at if run.started_at >= 0 else run.queued_at)
         what = f"{counted(left, 'held-out row')} {_wait(left)} for a replica with version {run.version}"
-        ends = "WeightsInstalled, GroupGenerated or ReplicaJoined"
+        ends = "WeightsInstalled, GroupGenerated or ProcessUp"
         yield Wait(what=what, by="the validation", since=entered, ends=ends)
-
-
-def _on_its_way(replica: Replica) -> str:
-    if replica.state == "lost" and replica.returns:
-        return "restarts"
-    return "starts" if replica.state == "joining" else ""
 
 
 def _named(groups: list[GroupId]) -> str:

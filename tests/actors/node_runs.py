@@ -1,5 +1,6 @@
 """A run on a cluster of several nodes, in a process of its own: one node is taken away, and another one comes."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from ray_plans import check_record, events_of, paced, plan
 
 from engine.actors.plan import Rollout
 from engine.actors.run import RunHandle, start
-from engine.events import GroupGenerated, ReplicaJoined, ReplicaLost
+from engine.events import GroupGenerated, ProcessLost, ProcessUp
 from engine.hosts.prompts import listed
 from engine.metrics.status import Status
 
@@ -39,21 +40,22 @@ def lose_a_node(directory: Path) -> dict[str, Any]:
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         many = plan(
-            directory, make_rollout=partial(noted, directory), rollout_gpus=1.0, replica_restarts=1,
+            directory, make_rollout=partial(noted, directory), rollout_gpus=1.0,
             make_prompts=lambda: listed([f"question {n}" for n in range(100_000)]),
         )  # fmt: skip
+        many = replace(many, limits=replace(many.limits, replica_restarts=3))
         head = ray.get_runtime_context().get_node_id()
         with start(many) as run:
-            until(run, directory, ReplicaJoined, 2)
+            until(run, directory, ProcessUp, 2)
             first = {path.name: path.read_text() for path in directory.glob("node-*")}
             at_home = [actor["node_id"] for actor in _actors() if "Rollout" not in actor["class_name"]]
             cluster.remove_node(second, allow_graceful=False)
-            until(run, directory, ReplicaLost, 1)
+            until(run, directory, ProcessLost, 1)
             generated = len(events_of(directory, GroupGenerated))
             until(run, directory, GroupGenerated, generated + 40)
-            joined = len(events_of(directory, ReplicaJoined))
+            joined = len(events_of(directory, ProcessUp))
             third = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 << 20)
-            until(run, directory, ReplicaJoined, 3)
+            until(run, directory, ProcessUp, 3)
             run.stop("enough")
             status = run.wait()
         check_record(directory)
@@ -61,7 +63,7 @@ def lose_a_node(directory: Path) -> dict[str, Any]:
             "outcome": status.outcome, "nodes": set(first.values()), "head": head, "at_home": set(at_home),
             "joined_before": joined, "third": third.node_id,
             "last": max(directory.glob("node-*-1")).read_text(),
-            "lost": [(event.returns, event.reason) for event in events_of(directory, ReplicaLost)],
+            "lost": [(event.kind, event.final, event.reason) for event in events_of(directory, ProcessLost)],
         }  # fmt: skip
     finally:
         ray.shutdown()

@@ -52,14 +52,6 @@ class Quick(SimpleGenerator):
         return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
 
 
-class Doomed(SimpleGenerator):
-    """No process of its kind survives a group."""
-
-    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return []
-
-
 class Treacherous(Quick):
     """Takes the scheduler's process with it as it is closed."""
 
@@ -130,14 +122,6 @@ class Mortal(Counter):
     def save(self, directory: str, step: int) -> None:
         assert step == self.steps
         Path(directory, "steps").write_text(str(step))
-
-
-class Fatal(Counter):
-    """Never survives a step."""
-
-    def train(self, batch: Batch) -> dict[str, float]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return {}
 
 
 def restore_mortal(trainer: Any, restore: Restore) -> None:

@@ -1,14 +1,28 @@
-"""`RayExecutor`: when orders to the stores are answered, without Ray."""
+"""`RayExecutor`: who gets an order, and when orders to the stores are answered, without Ray."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fleets import settled
+import pytest
+from handles import RayOfHandles, Scene, play, settled
 
 from engine.actors.executor import RayExecutor
-from engine.commands import Command, DiscardGroups, RetireWeights
+from engine.commands import (
+    Command,
+    DiscardGroups,
+    EnterState,
+    RetireWeights,
+    ScoreBatch,
+    StartGroup,
+    StartProcess,
+    StopProcess,
+    TrainStep,
+)
 from engine.events import Event, OrderDone
+from engine.hosts.prompts import listed
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 
 class Store:
@@ -30,14 +44,14 @@ class Store:
             answer.set_exception(error)
 
 
-class Scene:
-    def __init__(self) -> None:
+class Executor:
+    """One that orders what there is in a scene, where one task is scored apart."""
+
+    def __init__(self, scene: Scene) -> None:
         self.trajectories, self.weights, self.events = Store(), Store(), list[Event]()
-        fleet: Any = SimpleNamespace(
-            flush=lambda: 0, discard=lambda command: None, order_trainer=None, stop_replica=None, start_replica=None
-        )
         self.executor = RayExecutor(
-            fleet=fleet, prompts=None, trajectories=self.trajectories, weights=self.weights,  # type: ignore[arg-type]
+            supervisor=scene.supervisor, scorers=[("ref_logprobs",)], prompts=listed(["question 0"]),
+            trajectories=self.trajectories, weights=self.weights,
             deliver=lambda *events: self.events.extend(events), finish=lambda command: None,
         )  # fmt: skip
 
@@ -50,34 +64,63 @@ def discard(number: int) -> DiscardGroups:
     return DiscardGroups(groups=(number,), number=number, cause=0)
 
 
-def test_orders_to_the_stores_are_done_when_their_calls_are_answered_and_told_of_together() -> None:
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, RayOfHandles(monkeypatch))
+
+
+def test_orders_to_the_stores_are_done_when_their_calls_are_answered_and_told_of_together(scene: Scene) -> None:
     async def story() -> None:
-        scene = Scene()
-        scene.order(discard(3), discard(4), RetireWeights(version=1, number=5, cause=0))
-        scene.order(discard(6))
+        made = Executor(scene)
+        made.order(discard(3), discard(4), RetireWeights(version=1, number=5, cause=0))
+        made.order(discard(6))
         await settled()
-        assert scene.events == [] and scene.executor.calls == 3
-        assert [said for said, _ in scene.trajectories.calls] == [[3, 4], [6]]
-        scene.trajectories.answer(0)
-        scene.weights.answer(0)
+        assert made.events == [] and made.executor.calls == 3
+        assert [said for said, _ in made.trajectories.calls] == [[3, 4], [6]]
+        made.trajectories.answer(0)
+        made.weights.answer(0)
         await settled()
-        assert scene.events == [OrderDone(orders=(3, 4, 5))]
-        scene.trajectories.answer(1)
+        assert made.events == [OrderDone(orders=(3, 4, 5))]
+        made.trajectories.answer(1)
         await settled()
-        assert scene.events[1:] == [OrderDone(orders=(6,))]
+        assert made.events[1:] == [OrderDone(orders=(6,))]
 
-    asyncio.run(story())
+    play(story)
 
 
-def test_a_store_that_is_gone_or_full_leaves_its_orders_open() -> None:
+def test_a_store_that_is_gone_or_full_leaves_its_orders_open(scene: Scene) -> None:
     async def story() -> None:
-        scene = Scene()
-        scene.order(discard(3))
-        scene.order(discard(4))
-        scene.trajectories.answer(0, RuntimeError("the node is gone"))
+        made = Executor(scene)
+        made.order(discard(3))
+        made.order(discard(4))
+        made.trajectories.answer(0, RuntimeError("the node is gone"))
         await settled()
-        scene.executor.close()
+        made.executor.close()
         await settled()
-        assert scene.events == []
+        assert made.events == []
 
-    asyncio.run(story())
+    play(story)
+
+
+def test_each_order_goes_to_the_process_that_it_is_for(scene: Scene) -> None:
+    """In the order in which they are given: one that starts a process comes before what that is to do."""
+
+    async def story() -> None:
+        made = Executor(scene)
+        own = ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(0,), cause=0)
+        apart = ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(0,), cause=0)
+        train = TrainStep(step=0, attempt=1, groups=(0,), staleness=(0,), cause=0)
+        enter = EnterState(group=0, attempt=1, state="judging", cause=0)
+        group = StartGroup(group=0, attempt=1, replica=0, incarnation=1, cause=0)
+        kinds = (TRAINER, SCORER, ADDED_STATES, REPLICA)
+        starts = [StartProcess(kind=kind, index=0, incarnation=1, cause=0) for kind in kinds]
+        made.order(own, *starts, own, apart, train, enter, group, discard(3))
+        names = {"trainer/1": [own, train], "scorer-0/1": [apart], "states/1": [enter, discard(3)],
+                 "rollout-0/1": [group]}  # fmt: skip
+        assert {name: handle.orders for name, handle in scene.cluster.handles.items()} == names
+        assert made.executor.calls == 5
+        made.order(StopProcess(kind=REPLICA, index=0, incarnation=1, reason="enough", cause=0), group)
+        assert scene.lost == [("rollout-0", 1, "enough")] and scene.handle("rollout-0/1").orders == [group]
+        made.trajectories.answer(0)
+
+    play(story)

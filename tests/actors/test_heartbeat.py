@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from engine.actors.heartbeat import Pulse
+from engine.actors.heartbeat import PATIENCE_S, UNKNOWN, Ended, Pulse
 
 
 class Patient:
-    """An actor's handle: it answers so many beats, then it is silent, or its end is known."""
+    """An actor's handle: it answers so many beats with its process id, then it is silent, or its end is known."""
 
     def __init__(self, beats: int, end: str | Exception | None = None) -> None:
         self.beats = beats
@@ -26,7 +26,7 @@ class Patient:
             raise self.end
         return self.end
 
-    async def _beat(self) -> None:
+    async def _beat(self) -> int:
         self.beats -= 1
         if self.beats < 0:
             if self.end is None:
@@ -34,29 +34,38 @@ class Patient:
             self.over.set()
             if isinstance(self.end, Exception):
                 raise RayError("it died")
+        return PID
+
+
+PID = 4711
 
 
 @pytest.mark.parametrize(
-    ("end", "reason"),
+    ("beats", "end", "ended"),
     [
-        (None, "no sign of life for 0.03 s"),
-        ("its engine died", "its engine died"),
-        (RayError("gone"), "RayError: gone"),
+        (3, None, Ended("no sign of life for 0.03 s", silent=PID)),
+        (0, None, Ended("no sign of life for 0.03 s", silent=UNKNOWN)),
+        (3, "its engine died", Ended("its engine died", told=True)),
+        (3, RayError("gone"), Ended("RayError: gone")),
     ],
-    ids=["silent", "broken", "dead"],
+    ids=["silent", "silent from the first", "broken", "dead"],
 )
-def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(end: Any, reason: str) -> None:
-    async def story() -> tuple[str, int]:
-        actor = Patient(3, end)
+def test_an_actor_is_lost_after_its_last_sign_of_life_with_the_reason(beats: int, end: Any, ended: Ended) -> None:
+    async def story() -> tuple[Ended, int]:
+        actor = Patient(beats, end)
         return await Pulse(every_s=0.01, missed=3).lost(actor), actor.beats
 
-    assert asyncio.run(story()) == (reason, -1)
+    assert asyncio.run(story()) == (ended, -1)
 
 
 def test_without_beats_none_is_asked_for() -> None:
-    async def story() -> tuple[str, int]:
+    async def story() -> tuple[Ended, int]:
         actor = Patient(3, "its engine died")
         asyncio.get_running_loop().call_soon(actor.over.set)
         return await Pulse(every_s=0.0, missed=3).lost(actor), actor.beats
 
-    assert asyncio.run(story()) == ("its engine died", 3)
+    assert asyncio.run(story()) == (Ended("its engine died", told=True), 3)
+
+
+def test_no_answer_is_waited_for_without_end() -> None:
+    assert (Pulse(0.0, 3).patience_s, Pulse(2.0, 3).patience_s) == (PATIENCE_S, 6.0)

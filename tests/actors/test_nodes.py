@@ -16,7 +16,7 @@ def test_a_replica_whose_node_is_lost_waits_for_another_node_at_no_cost(tmp_path
     assert story["outcome"] == "stopped"
     assert len(story["nodes"]) == 2, "one replica on each node"
     assert story["at_home"] == {story["head"]}, "scheduler, stores and trainer are where the run's directory is"
-    ((returns, reason),) = story["lost"]
-    assert returns and "died" in reason
+    # Until Ray knows that the node is gone, it may place the next life there: that life is lost, too.
+    assert {(kind, final) for kind, final, _ in story["lost"]} == {("replica", False)}
     assert story["joined_before"] == 2, "there was no room for it, and nothing was given up"
     assert story["last"] == story["third"]

@@ -48,7 +48,7 @@ class Scene:
         for steps in (1, SAVED):
             trainer = Mortal(run_dir, ())
             trainer.steps = steps
-            save_checkpoint(trainer, run_dir / "checkpoints", steps, keep=2)
+            save_checkpoint(trainer, run_dir / "checkpoints", steps)
         rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED - 1)]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -186,7 +186,7 @@ def test_a_step_that_is_trained_and_not_finished_is_trained_again_only_where_no_
     scene.fill(without=() if saved == SAVED else [*scene.trained, *scene.formed])
     trainer = Mortal(scene.directory.parent, ())
     trainer.steps = saved
-    save_checkpoint(trainer, scene.directory.parent / "checkpoints", saved, keep=2)
+    save_checkpoint(trainer, scene.directory.parent / "checkpoints", saved)
     past = scene.past()
     assert past.event(replicas=1).kept
     assert [redo.step for redo in past.restore.redo] == list(range(saved, TRAINED + 1))

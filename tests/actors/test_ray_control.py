@@ -64,7 +64,7 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
         up = until(run, lambda status: len(status.replica_versions) == 3 and status.max_concurrent_groups == 16)
         assert up.outcome is None and up.max_staleness_steps == 3
         assert cli.main(["set", str(tmp_path), "scheduler.max_concurrent_groups=99"]) == 2
-        assert cli.main(["set", str(tmp_path), "rollout.group_timeout_s=20"]) == 2
+        assert cli.main(["set", str(tmp_path), "timeouts.group_s=20"]) == 2
         assert "may take reward.timeout_s = 30; more than 30" in capsys.readouterr().err
         assert cli.main(["scale", str(tmp_path), "--replicas", "1"]) == 0
         assert "hold less than B" not in capsys.readouterr().out
@@ -95,7 +95,8 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
 
 
 def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_becomes_a_stop(tmp_path: Path) -> None:
-    mine = plan(tmp_path, lambda replica: Hanging(), make_trainer=Stuck, control_port=0, silence_s=0.3, drain_s=0.2)
+    mine = plan(tmp_path, lambda replica: Hanging(), make_trainer=Stuck, control_port=0, silence_s=0.3)
+    mine = replace(mine, limits=replace(mine.limits, drain_s=0.2))
     with start(mine) as run:
         until(run, lambda status: status.step_phase == "training")
         said = until(run, lambda status: bool(status.silence)).silence

@@ -21,7 +21,7 @@ from engine.actors.plan import Rollout
 from engine.actors.run import RunHandle, start
 from engine.commands import TrainStep
 from engine.control.place import FILE as CONTROL_FILE
-from engine.events import ReplicaLost, RunResumed, SchedulerRecovered, StepFailed
+from engine.events import ProcessLost, RunResumed, SchedulerRecovered, StepFailed
 from engine.hosts.prompts import listed
 from engine.metrics.endpoint import FILE as METRICS_FILE
 from engine.schedule import Handled, read
@@ -72,7 +72,7 @@ def test_a_scheduler_that_is_killed_again_and_again_goes_on_with_the_same_proces
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", 30)
     assert len(events_of(tmp_path, SchedulerRecovered)) == 3
-    assert events_of(tmp_path, ReplicaLost, StepFailed, RunResumed) == []
+    assert events_of(tmp_path, ProcessLost, StepFailed, RunResumed) == []
     assert check_record(tmp_path).state.ledger.consumed == prompts
     assert trained(tmp_path) == Counter(range(prompts))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -89,8 +89,7 @@ def test_replicas_that_die_together_with_the_scheduler_are_lost_as_at_any_time(t
         kill("SchedulerAct")
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", 20)
-    assert {event.replica for event in events_of(tmp_path, ReplicaLost)} == {0, 1}
-    assert all(event.returns for event in events_of(tmp_path, ReplicaLost))
+    assert {(event.kind, event.index) for event in events_of(tmp_path, ProcessLost)} == {("replica", 0), ("replica", 1)}
     assert len(events_of(tmp_path, SchedulerRecovered)) == 2
     assert check_record(tmp_path).state.ledger.consumed == 80
     assert trained(tmp_path) == Counter(range(80))
@@ -172,10 +171,11 @@ def test_a_process_that_hangs_is_lost_and_one_that_only_works_is_not(tmp_path: P
     with start(status_of) as run:
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
-    (lost,) = events_of(tmp_path, ReplicaLost)
-    assert lost.reason == "no sign of life for 1.2 s" and lost.returns
-    (failed,) = events_of(tmp_path, StepFailed)
-    assert failed.step == 5 and "no sign of life for 1.2 s" in failed.reason
+    lost = events_of(tmp_path, ProcessLost)
+    assert sorted(event.kind for event in lost) == ["replica", "trainer"]
+    for event in lost:
+        assert event.reason.startswith("no sign of life for 1.2 s; it wrote no stacks: state T"), event.reason
+        assert f"logs/{'trainer' if event.kind == 'trainer' else f'rollout-{event.index}'}.stacks" in event.reason
     assert check_record(tmp_path).state.ledger.consumed == PROMPTS
     wait_for_no_actors()
 

@@ -11,7 +11,7 @@ from engine.actors.models import plan_of
 from engine.actors.plan import Rollout
 from engine.actors.run import start
 from engine.config.loading import parse_config
-from engine.events import GroupGenerated, StateFailed, StateLeft
+from engine.events import GroupGenerated, ProcessLost, ProcessUp, StateLeft
 from engine.hosts.prompts import listed
 from engine.roles import Batch
 from engine.states.limits import AddedState, Limits
@@ -46,10 +46,10 @@ def test_the_process_of_the_states_dies_and_goes_on(tmp_path: Path) -> None:
     with start(judged) as run:
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", STEPS), status.reason
-    failed = events_of(tmp_path, StateFailed)
-    assert 1 <= len(failed) <= 2 and 6 in {event.group for event in failed}
-    assert all("the process of the added states is lost" in event.reason for event in failed)
-    assert all(event.cause == "infrastructure" for event in failed)
+    (lost,) = events_of(tmp_path, ProcessLost)
+    assert lost.kind == "added states" and "died" in lost.reason
+    (up,) = [event for event in events_of(tmp_path, ProcessUp) if event.kind == "added states"]
+    assert up.incarnation == 2
     assert events_of(tmp_path, StateLeft)
 
 

@@ -12,7 +12,7 @@ from ray_plans import PROMPTS, Quick, check_record, events_of, plan
 from engine.actors.plan import Plan, Rollout
 from engine.actors.run import start
 from engine.errors import ConfigError
-from engine.events import GroupGenerated, ReplicaLost, RowsMeasured
+from engine.events import GroupGenerated, ProcessLost, RowsMeasured
 from engine.hosts.measuring import held_out_group
 from engine.metrics.status import Status
 from engine.roles import GroupWork
@@ -63,7 +63,7 @@ def test_a_replica_that_dies_measuring_costs_its_rows_an_attempt(tmp_path: Path)
     assert set(ends) == {0, 4, 8, LAST}
     assert all(row["measured"] == 10 for row in ends.values() if row["outcome"] == "reported")
     assert ends[4]["accuracy"] in (0.4, None)
-    assert len(events_of(tmp_path, ReplicaLost)) == 1
+    assert len(events_of(tmp_path, ProcessLost)) == 1
     scheduler = check_record(tmp_path)
     assert scheduler.state.ledger.consumed == PROMPTS
 

@@ -14,7 +14,7 @@ from engine.actors.models import plan_of
 from engine.actors.run import start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
-from engine.events import GroupGenerated, PrefixStored, ReplicaLost, SyncFailed, WeightsInstalled
+from engine.events import GroupGenerated, PrefixStored, ProcessLost, SyncFailed, WeightsInstalled
 from engine.schedule import Handled, read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
@@ -54,8 +54,8 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     assert scheduler.state.steps_trained == STEPS
     assert len(events_of(run_dir, WeightsInstalled)) >= STEPS - 1, "the last version is not needed any more"
 
-    (lost,) = events_of(run_dir, ReplicaLost)
-    assert (lost.replica, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
+    (lost,) = events_of(run_dir, ProcessLost)
+    assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
     stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
     assert int((run_dir / "killed").read_text()) in stored
     orders = [

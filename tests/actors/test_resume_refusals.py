@@ -91,7 +91,7 @@ def test_an_older_checkpoint_that_is_not_there_is_told_and_not_needed(tmp_path: 
     trainer = Mortal(tmp_path, ())
     for steps in (2, 4):
         trainer.steps = steps
-        save_checkpoint(trainer, tmp_path / "checkpoints", steps, keep=2)
+        save_checkpoint(trainer, tmp_path / "checkpoints", steps)
     chosen = replace(plan(tmp_path), restore_trainer=restore_mortal, trajectories="memory")
     for told in ("resumed from step-000004, after", "step-000002, which was saved, is not there and is not needed"):
         past = past_of(chosen, Transitions())
@@ -110,7 +110,7 @@ def test_newest_segments_of_the_record_that_are_missing_are_named(scene: Scene) 
 def test_a_record_that_ends_before_a_checkpoint_lacks_its_newest_events(scene: Scene) -> None:
     trainer = Mortal(scene.directory.parent, ())
     trainer.steps = TRAINED + 2
-    save_checkpoint(trainer, checkpoints(scene), trainer.steps, keep=3)
+    save_checkpoint(trainer, checkpoints(scene), trainer.steps)
     newest = f"step-00000{TRAINED + 2}"
     refused(scene, f"ends after {TRAINED} train steps, but {newest} holds {TRAINED + 2}: the newest events are missing")
     past = scene.past(force_from="step-000002")

@@ -32,20 +32,23 @@ class Actor:
         return answer
 
 
-def test_a_replica_that_is_being_started_is_not_waited_for() -> None:
-    actors = {("rollout-0", 1): Actor(), ("rollout-1", 2): Actor(silent=True), ("trainer", 1): Actor()}
+def test_lives_that_are_listed_number_their_orders_anew_and_one_that_is_starting_is_not_waited_for() -> None:
+    lives = [("rollout-0", 1), ("rollout-1", 2), ("trainer", 1), ("rollout-0", 2), ("weights", 1)]
+    actors = {life: Actor(silent=life == ("rollout-1", 2)) for life in lives}
+    listed = {("rollout-0", 1): True, ("rollout-1", 2): False, ("trainer", 1): True, ("rollout-9", 1): True}
 
     async def story() -> dict[str, str]:
         known = Living(actors=actors, first=33)
-        return await asyncio.wait_for(let_take_over(known, {"rollout-0": 1, "rollout-1": 1}, 3600.0), 60.0)
+        return await asyncio.wait_for(let_take_over(known, listed, 3600.0), 60.0)
 
     assert asyncio.run(story()) == {}
-    assert [actor.begins_at for actor in actors.values()] == [[33], [33], [33]]
+    assert [actor.begins_at for actor in actors.values()] == [[33], [33], [33], [], []]
 
 
 def test_one_that_was_up_and_gives_no_sign_of_life_is_silent() -> None:
-    known = Living(actors={("rollout-0", 1): Actor(silent=True), ("trainer", 1): Actor(silent=True)}, first=33)
-    silent = asyncio.run(let_take_over(known, {"rollout-0": 1}, 0.01))
+    lives = [("rollout-0", 1), ("trainer", 1)]
+    known = Living(actors={life: Actor(silent=True) for life in lives}, first=33)
+    silent = asyncio.run(let_take_over(known, dict.fromkeys(lives, True), 0.01))
     assert set(silent) == {"rollout-0", "trainer"} and "no sign of life" in silent["trainer"]
 
 

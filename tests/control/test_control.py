@@ -12,16 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
+from clockwork import clockwork
 from control_rig import Rig
 
 from engine import cli
 from engine.control.client import tell
-from engine.control.decide import check_replicas, decide
+from engine.control.decide import after_resuming, check_replicas, decide
 from engine.control.place import FILE, ControlPlace, announce, place_of, withdraw
 from engine.control.requests import MAX_BODY_BYTES, Drain, Look, Scale, Set, Setting, parse
 from engine.control.server import ControlServer
 from engine.errors import ConfigError
-from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
+from engine.events import DrainRequested, ProcessLost, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.states.limits import Limits, Pool, ValidationLimits
 
 Capture = pytest.CaptureFixture[str]
@@ -240,12 +241,33 @@ def test_settings_are_checked_one_after_the_other(rig: Rig) -> None:
 
 def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
     def told(seconds: str) -> Set:
-        return Set(settings=(Setting(setting="rollout.group_timeout_s", value=seconds),))
+        return Set(settings=(Setting(setting="timeouts.group_s", value=seconds),))
 
     for seconds in ("null", "31"):
         assert len(decide(told(seconds), rig.world.scheduler, 8, reward_timeout_s=30.0)) == 1
-    with pytest.raises(ConfigError, match=r"rollout\.group_timeout_s = 30\.0: .*reward\.timeout_s = 30; more than 30"):
+    with pytest.raises(ConfigError, match=r"timeouts\.group_s = 30\.0: .*reward\.timeout_s = 30; more than 30"):
         decide(told("30"), rig.world.scheduler, 8, reward_timeout_s=30.0)
+
+
+def test_a_replica_that_is_not_up_cannot_be_drained() -> None:
+    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 1)
+    world.driver.deliver(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
+    with pytest.raises(ConfigError, match=r"--replica = 1: is starting: only a replica that is up .* one of \[0\]"):
+        decide(Drain(reason="spot", replica=1), world.scheduler, 8)
+
+
+def test_a_resumed_run_has_the_replicas_that_were_wanted_last() -> None:
+    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 1)
+    lost = ProcessLost(kind="replica", index=1, incarnation=1, final=True, reason="for good")
+    assert after_resuming(clockwork().scheduler, (), replicas=2) == (), "it has never begun"
+    assert after_resuming(world.scheduler, (), replicas=2) == ()
+    world.driver.deliver(lost)
+    assert after_resuming(world.scheduler, (), replicas=2) == (), "it is still wanted"
+    world.driver.deliver(ReplicasWanted(replicas=3))
+    assert after_resuming(world.scheduler, (), replicas=2) == (ReplicasWanted(replicas=3),)
+    assert after_resuming(world.scheduler, (("rollout.replicas", "2"),), replicas=2) == ()
+    world.driver.deliver(ReplicasWanted(replicas=1))
+    assert after_resuming(world.scheduler, (), replicas=2) == (ReplicasWanted(replicas=1),)
 
 
 def test_what_is_sent_is_what_is_parsed() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from engine.commands import (
     CancelTimer,
     Command,
+    DeleteCheckpoint,
     DiscardGroups,
     DrawPrompts,
     EnterState,
@@ -21,8 +22,8 @@ from engine.commands import (
     SaveCheckpoint,
     ScoreBatch,
     SetTimer,
-    StartReplica,
-    StopReplica,
+    StartProcess,
+    StopProcess,
     TrainStep,
 )
 from engine.driver import Driver
@@ -30,9 +31,9 @@ from engine.events import (
     DrawFailed,
     Event,
     OrderDone,
+    ProcessLost,
+    ProcessUp,
     PromptsDrawn,
-    ReplicaJoined,
-    ReplicaLost,
     RunStarted,
     TimerFired,
 )
@@ -46,6 +47,7 @@ from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_ans
 from engine.simulation.judge import Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 AT_REST = "the test wants it to rest"
 
@@ -69,13 +71,17 @@ class Adversary:
         self.up: dict[int, deque[Event]] = {}
         self.down: dict[int, deque[Command]] = {}
         self.replicas: dict[int, SimReplica] = {}
-        self.dead: list[int] = []
         self.incarnations: dict[int, int] = {}
+        """The last life of each replica that was up."""
+        self.starting: dict[tuple[str, int], int] = {}
+        """Lives that were ordered and are not up."""
         self.trainer = SimTrainer(self._post(-1))
         self.scorers: dict[int, SimTrainer] = {}
         """Of the pools in which nothing is trained."""
         self.draws: list[DrawPrompts] = []
         self.timers: list[SetTimer] = []
+        self.due: dict[int, float] = {}
+        """When each timer is to fire."""
         self.judged: list[EnterState] = []
         """Work of added states under way; it may end in any order."""
         self.done: list[int] = []
@@ -117,18 +123,17 @@ class Adversary:
                     self.draws.append(command)
                 case SetTimer():
                     self.timers.append(command)
+                    self.due[command.timer] = self.time + command.delay_s
                 case CancelTimer():
                     self.timers = [t for t in self.timers if t.timer != command.timer]
                 case ScoreBatch() | TrainStep():
                     self._work(command)
-                case PublishWeights() | SaveCheckpoint():
+                case PublishWeights() | SaveCheckpoint() | DeleteCheckpoint():
                     self.trainer.take(command)
-                case StopReplica():
-                    if command.replica in self.replicas:
-                        self.kill(command.replica, returns=command.returns)
-                case StartReplica():
-                    if command.replica not in (*self.replicas, *self.dead):
-                        self.dead.append(command.replica)
+                case StopProcess():
+                    self._stop(command)
+                case StartProcess():
+                    self._start(command)
                 case DiscardGroups():
                     self.store.discard(command.groups)
                     self.done.append(command.number)
@@ -145,28 +150,90 @@ class Adversary:
         pools = self.scheduler.state.pools
         lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
         self.judge.begin_task(lease, self.replicas.values(), command)
-        if lease is pools.of("train"):
-            self.trainer.take(command)
-        else:
-            self.scorers.setdefault(lease.id, SimTrainer(self._post(-2 - lease.id))).take(command)
+        task = command.task if isinstance(command, ScoreBatch) else "train"
+        for index, tasks in enumerate(self.limits.scorers()):
+            if task in tasks:
+                self.scorers.setdefault(index, SimTrainer(self._post(-2 - index))).take(command)
+                return
+        self.trainer.take(command)
+
+    def _start(self, command: StartProcess) -> None:
+        """One that is there already is not started again. What was ordered of a trainer before is nobody's."""
+        process = (command.kind, command.index)
+        if command.kind == REPLICA and self.incarnations.get(command.index, 0) >= command.incarnation:
+            return
+        self.starting[process] = command.incarnation
+        if command.kind == TRAINER:
+            saved, self.trainer = self.trainer.saved, SimTrainer(self._post(-1))
+            self.trainer.saved = saved
+        elif command.kind == SCORER:
+            self.scorers[command.index] = SimTrainer(self._post(-2 - command.index))
+
+    def _stop(self, command: StopProcess) -> None:
+        kind, index = command.kind, command.index
+        if self.starting.get((kind, index)) == command.incarnation:
+            self.fail_start((kind, index))
+        elif kind != REPLICA:
+            self._end(kind, index)
+            self._post(3000)(
+                ProcessLost(kind=kind, index=index, incarnation=command.incarnation, reason=command.reason)
+            )
+        elif index in self.replicas and self.replicas[index].incarnation == command.incarnation:
+            self.kill(index)
+
+    def _end(self, kind: str, index: int) -> None:
+        """What a worker was ordered, and what it is ordered until it starts again, is nobody's."""
+        if kind == ADDED_STATES:
+            self.judged.clear()
+        elif kind == TRAINER or (kind == SCORER and index in self.scorers):
+            worker = self.trainer if kind == TRAINER else self.scorers[index]
+            worker.work.clear()
+            worker.hung = True
 
     # what can happen; each is one action of one agent
 
     def join(self, id: int) -> None:
-        incarnation = self.incarnations[id] = self.incarnations.get(id, 0) + 1
+        """A replica is up whose start was ordered, or that the launch has started."""
+        known = self.scheduler.state.find_process(REPLICA, id)
+        incarnation = self.starting.pop((REPLICA, id), 1 if known is None else known.incarnation + 1)
+        self.incarnations[id] = incarnation
         self.down.pop(id, None)
         self.replicas[id] = SimReplica(id, incarnation, self.slots, 0, self.store, self._post(id))
-        if id in self.dead:
-            self.dead.remove(id)
-        self._post(id)(ReplicaJoined(replica=id, incarnation=incarnation, slots=self.slots, version=0))
+        self._post(id)(ProcessUp(kind=REPLICA, index=id, incarnation=incarnation, slots=self.slots, version=0))
 
-    def kill(self, id: int, returns: bool) -> None:
+    def come_up(self, process: tuple[str, int]) -> None:
+        """Any process that was ordered to start is up."""
+        kind, index = process
+        if kind == REPLICA:
+            self.join(index)
+        else:
+            up = ProcessUp(kind=kind, index=index, incarnation=self.starting.pop(process))
+            self._post(-1 if kind == TRAINER else -2 - index)(up)
+
+    def fail_start(self, process: tuple[str, int], final: bool = False) -> None:
+        """A life ends before it is up."""
+        lost = ProcessLost(
+            kind=process[0], index=process[1], incarnation=self.starting.pop(process), reason="unborn", final=final
+        )
+        self._post(3000)(lost)
+
+    def kill(self, id: int, final: bool = False) -> None:
         """What it sent before its death still waits to arrive, perhaps after the news of it."""
         replica = self.replicas.pop(id)
-        if returns:
-            self.dead.append(id)
-        lost = ReplicaLost(replica=id, incarnation=replica.incarnation, returns=returns, reason="killed")
+        lost = ProcessLost(kind=REPLICA, index=id, incarnation=replica.incarnation, reason="killed", final=final)
         self.up.setdefault(1000 + id, deque()).append(lost)
+
+    def kill_worker(self, kind: str, index: int = 0) -> None:
+        """The trainer, a scorer, or the process of the added states dies, with what it was ordered."""
+        process = self.scheduler.state.find_process(kind, index)
+        assert process is not None
+        self._end(kind, index)
+        self.deliver(ProcessLost(kind=kind, index=index, incarnation=process.incarnation, reason="killed"))
+
+    def killable(self) -> list[tuple[str, int]]:
+        """Processes that are no replicas, and up."""
+        processes = self.scheduler.state.processes.values()
+        return [(p.kind, p.index) for p in processes if p.state == "up" and p.kind in (TRAINER, SCORER, ADDED_STATES)]
 
     def crash(self, replicas: int, *, kept: bool = False, missing: Callable[[int], bool] = lambda group: False) -> None:
         """Every process ends at once; what is left is the record and the checkpoints. Then the run is resumed.
@@ -189,7 +256,8 @@ class Adversary:
         self.up.clear()
         self.down.clear()
         self.replicas.clear()
-        self.dead.clear()
+        self.starting.clear()
+        self.incarnations.clear()
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
@@ -218,7 +286,7 @@ class Adversary:
     def arrive_down(self, id: int) -> None:
         command = self.down[id].popleft()
         replica = self.replicas.get(id)
-        if replica is not None and replica.incarnation == command.incarnation:
+        if replica is not None and replica.incarnation == command.incarnation and not replica.hung:
             replica.take(command)
 
     def repeat(self, index: int) -> None:
@@ -237,8 +305,17 @@ class Adversary:
         last = self.drawn == self.prompts
         self.deliver(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
 
-    def fire(self) -> None:
+    def fire(self, in_time: bool = False) -> None:
+        """The oldest timer fires, or `in_time` the first, when it is due."""
+        if in_time:
+            self.timers.sort(key=lambda timer: self.due[timer.timer])
+            self.time = max(self.time, self.due[self.timers[0].timer] - 1.0)
         self.deliver(TimerFired(timer=self.timers.pop(0).timer))
+
+    def lose_order(self, choice: int) -> None:
+        """An order to the data source, to an added state or to a store is never answered."""
+        lost = [orders for orders in (self.draws, self.judged, self.done) if orders]
+        lost[choice % len(lost)].pop(0)
 
     def say_done(self, first: int, count: int) -> None:
         """Some of the orders that arrived are told of, from any of them on; the last comes first."""
@@ -256,18 +333,26 @@ class Adversary:
     def addressees(self) -> list[int]:
         return [id for id, waiting in self.down.items() if waiting]
 
+    def awake(self) -> list[SimReplica]:
+        """The replicas that do not hang."""
+        return [replica for replica in self.replicas.values() if not replica.hung]
+
     def running(self) -> list[tuple[SimReplica, int]]:
-        return [(replica, group) for replica in self.replicas.values() for group in replica.groups]
+        return [(replica, group) for replica in self.awake() for group in replica.groups]
 
     def measuring(self) -> list[tuple[SimReplica, tuple[int, int]]]:
-        return [(replica, chunk) for replica in self.replicas.values() for chunk in replica.measuring]
+        return [(replica, chunk) for replica in self.awake() for chunk in replica.measuring]
 
     def working(self) -> list[SimTrainer]:
-        """The trainer and the scorers that have something to do."""
-        return [worker for worker in (self.trainer, *self.scorers.values()) if worker.work]
+        """The trainer and the scorers that are up, do not hang and have something to do."""
+        workers = {(TRAINER, 0): self.trainer, **{(SCORER, index): one for index, one in self.scorers.items()}}
+        return [
+            worker for process, worker in workers.items()
+            if worker.work and not worker.hung and process not in self.starting
+        ]  # fmt: skip
 
     def syncing(self) -> list[SimReplica]:
-        return [replica for replica in self.replicas.values() if replica.can_sync()]
+        return [replica for replica in self.awake() if replica.can_sync()]
 
     def complete(self, patience: int = 20_000) -> FinishRun:
         """Let everything happen that can, fairly, until the run ends. Fails when nothing can and it has not (law 7)."""
@@ -315,10 +400,10 @@ class Adversary:
         if self.draws and self.driver.outcome is None:
             self.draw()
             acted = True
-        if not acted and self.dead:
-            self.join(self.dead[0])
+        if not acted and self.starting:
+            self.come_up(next(iter(self.starting)))
             acted = True
         if not acted and self.timers:
-            self.fire()
+            self.fire(in_time=True)
             acted = True
         return acted

@@ -3,15 +3,24 @@
 from collections.abc import Iterator
 from typing import TypeVar
 
-from engine.commands import Command, DrawPrompts, PublishWeights, ResumeGroup, SetTimer, StartGroup, TrainStep
+from engine.commands import (
+    Command,
+    DrawPrompts,
+    PublishWeights,
+    ResumeGroup,
+    SetTimer,
+    StartGroup,
+    StartProcess,
+    TrainStep,
+)
 from engine.events import (
     Event,
     GroupAborted,
     GroupFailed,
     GroupGenerated,
     PrefixStored,
+    ProcessUp,
     PromptsDrawn,
-    ReplicaJoined,
     ReplicaPaused,
     RunStarted,
     StepTrained,
@@ -50,10 +59,11 @@ class Scripted:
         self.events = 0
         self.clock = 0.0
         self.orders: list[Command] = []
-        """Everything ordered so far."""
-        self.tell(RunStarted())
+        """Everything ordered so far, but for the first lives of the replicas."""
+        self.tell(RunStarted(replicas=replicas))
         for id in range(replicas):
-            self.tell(ReplicaJoined(replica=id, incarnation=1, slots=slots, version=0))
+            self.tell(ProcessUp(kind="replica", index=id, incarnation=1, slots=slots, version=0))
+        self.orders = [order for order in self.orders if not isinstance(order, StartProcess)]
 
     def tell(self, event: Event, at: float | None = None) -> list[Command]:
         """One fact; draws are answered at once, unless that is for the test. Returns what was ordered."""

@@ -8,7 +8,7 @@ import pytest
 from engine import policies
 from engine.commands import AbortGroup, DiscardGroups, EnterState, FinishRun, TrainStep, TruncateGroup
 from engine.errors import ConfigError, PolicyError
-from engine.events import ReplicaLost, RunResumed, StateFailed, StateLeft
+from engine.events import ProcessLost, RunResumed, StateFailed, StateLeft
 from engine.policies import added
 from engine.schedule.codec import decode_command, encode_command
 from engine.states.group import GROUP, group_table, state_number
@@ -146,7 +146,7 @@ def test_an_answer_to_an_order_already_over_changes_nothing() -> None:
 def test_a_lost_replica_takes_nothing_from_groups_whose_tokens_are_there() -> None:
     run = checked()
     run.finish(0)
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="x"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="x"))
     group = run.view.group(0)
     assert group is not None and (group.state, group.infrastructure_failures) == ("checking", 0)
     leave(run, 0)

@@ -1,6 +1,6 @@
 """What a drain, a request or a changed setting meets halfway: timers that were set, replicas on their way, by hand."""
 
-from engine.commands import FinishRun, ParkGroup, SetTimer, StopReplica, TrainStep
+from engine.commands import FinishRun, ParkGroup, SetTimer, StopProcess, TrainStep
 from engine.events import (
     BatchScored,
     DrainRequested,
@@ -13,6 +13,7 @@ from engine.events import (
     TimerFired,
 )
 from engine.states.limits import Pool
+from engine.states.timeouts import Timeouts
 from tests.core.test_leaving import paused, small
 
 
@@ -52,18 +53,18 @@ def test_a_replica_that_is_taken_away_leaves_whatever_number_is_wanted() -> None
     run.tell(ReplicaLeaves(replica=1, incarnation=1, reason="spot instance"))
     run.tell(ReplicasWanted(replicas=2))
     paused(run, 1)
-    (stop,) = run.ordered(StopReplica)
-    assert (stop.replica, stop.returns) == (1, True)
+    (stop,) = run.ordered(StopProcess)
+    assert (stop.kind, stop.index, stop.incarnation) == ("replica", 1, 1)
 
 
 def test_a_group_that_is_being_parked_may_outlive_the_limit_on_its_attempt() -> None:
-    run = small(group_timeout_s=100.0)
+    run = small(timeouts=Timeouts(group_s=100.0))
     run.fire()
     assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
-    run.tell(SettingChanged(setting="rollout.group_timeout_s", value="null"))
+    run.tell(SettingChanged(setting="timeouts.group_s", value="null"))
     run.abort(0)
     assert run.state.groups[0].infrastructure_failures == 1
-    assert run.state.last_failure == "an attempt took longer than it might"
+    assert run.state.last_failure == "an attempt exceeded its time limit of 100 s (timeouts.group_s)"
 
 
 def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() -> None:

@@ -15,7 +15,7 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
-    StopReplica,
+    StopProcess,
     TrainStep,
 )
 from engine.driver import Driver
@@ -26,9 +26,9 @@ from engine.events import (
     CheckpointSaved,
     GroupFailed,
     GroupGenerated,
+    ProcessLost,
+    ProcessUp,
     PublishFailed,
-    ReplicaJoined,
-    ReplicaLost,
     RunStarted,
     StepFailed,
     SyncFailed,
@@ -155,7 +155,7 @@ def test_a_success_restores_the_budget_of_publication_and_of_syncs():
         replica = run.state.fleet.replicas[0]
         run.tell(SyncFailed(replica=0, incarnation=1, attempt=replica.sync_attempt, version=last.version, reason="x"))
         run.install()
-    assert not run.ordered(FinishRun) and not run.ordered(StopReplica)
+    assert not run.ordered(FinishRun) and not run.ordered(StopProcess)
 
 
 def test_a_group_gets_as_many_attempts_as_the_infrastructure_budget():
@@ -188,12 +188,12 @@ def test_parked_groups_resume_before_new_ones_start_and_the_earliest_deadline_fi
     run.finish(2, 3)
     due = {g: run.state.groups[g].deadline for g in run.running()}
     assert due == {4: 2, 5: 2, 6: 3, 7: 3}
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="x"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="x"))
     run.train()
     run.publish()
     assert run.view.capacity() > 0 and run.view.waiting > 0, (run.view.capacity(), run.view.waiting)
     before = len(list(run.starts()))
-    run.tell(ReplicaJoined(replica=0, incarnation=2, slots=3, version=2))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=3, version=2))
     assert [c.group for c in list(run.starts())[before:]] == [4, 5, 6]
 
 
@@ -220,7 +220,7 @@ def test_the_tail_waits_for_a_parked_group():
     run = small(prompts=2, replicas=2, slots=1)
     run.finish(0)
     for id in (0, 1):
-        run.tell(ReplicaLost(replica=id, incarnation=1, returns=True, reason="x"))
+        run.tell(ProcessLost(kind="replica", index=id, incarnation=1, reason="x"))
     assert run.state.no_more_prompts and (run.view.ready, run.view.parked, run.view.running) == (1, 1, 0)
     assert not run.ordered(TrainStep)
 
@@ -386,10 +386,10 @@ def test_a_replica_on_which_group_after_group_fails_is_replaced() -> None:
     for group in (*sick, *sick):
         if 0 <= run.state.groups[group].replica == 0:
             fail(run, group)
-    while not run.ordered(StopReplica):
+    while not run.ordered(StopProcess):
         fail(run, next(g for g in run.running() if run.state.groups[g].replica == 0))
-    assert run.ordered(StopReplica)[0].replica == 0
-    assert "3 groups in a row failed on it" in run.ordered(StopReplica)[0].reason
+    assert run.ordered(StopProcess)[0].index == 0
+    assert "3 groups in a row failed on it" in run.ordered(StopProcess)[0].reason
 
 
 def test_one_group_that_fails_again_and_again_does_not_cost_its_replica() -> None:
@@ -397,7 +397,7 @@ def test_one_group_that_fails_again_and_again_does_not_cost_its_replica() -> Non
     for _ in range(3):
         fail(run, 0)
     assert run.view.group(0) is None
-    assert not run.ordered(StopReplica)
+    assert not run.ordered(StopProcess)
 
 
 def test_a_failed_group_goes_on_elsewhere_if_it_can() -> None:
@@ -428,7 +428,7 @@ def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
             attempt = run.state.fleet.replicas[0].sync_attempt
             run.tell(SyncFailed(replica=0, incarnation=incarnation, attempt=attempt, version=1, reason="wrong shape"))
         if incarnation == 1:
-            run.tell(ReplicaJoined(replica=0, incarnation=2, slots=4, version=0))
+            run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     (end,) = run.ordered(FinishRun)
     assert end.outcome == "failed"
     assert "version 1 could not be installed, at last: wrong shape; 2 replicas were given up for it" in end.reason
@@ -445,7 +445,7 @@ def test_a_run_in_which_no_group_could_be_trained_on_has_failed() -> None:
 def test_a_run_that_needs_no_replica_any_more_ends_well_without_one() -> None:
     run = small(max_steps=1)
     run.finish(0, 1)
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="gone"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="gone"))
     run.train()
     run.publish()
     assert run.ordered(FinishRun)[0].outcome == "finished"

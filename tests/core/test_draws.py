@@ -4,7 +4,7 @@ import pytest
 
 from engine.commands import DrawPrompts, FinishRun
 from engine.errors import InvariantViolated
-from engine.events import DrawFailed, PromptsDrawn, ReplicaJoined, RunResumed
+from engine.events import DrawFailed, ProcessUp, PromptsDrawn, RunResumed
 
 from .scripted import Scripted
 
@@ -65,7 +65,7 @@ def test_draws_that_fail_five_times_in_a_row_end_the_run_and_name_the_data_sourc
     assert end.reason == "the data source failed 5 times in a row, at last: OSError: no such file"
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
     assert run.state.outcome is None and run.state.failed_draws == 0
-    run.tell(ReplicaJoined(replica=0, incarnation=2, slots=4, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     run.tell(drawn(run, 4))
     assert run.state.ledger.drawn == 4
 

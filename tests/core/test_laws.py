@@ -13,6 +13,7 @@ from engine.schedule.reader import read
 from engine.schedule.replayer import replay
 from engine.scheduling.settings import POLICIES, check_setting, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
+from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.adversary import AT_REST, Adversary
 from tests.core.states_of_our_own import CHECKING, WEIGHING
 
@@ -60,11 +61,21 @@ def limits(draw: st.DrawFn) -> Limits:
         added_states=draw(st.sampled_from([(), (), (WEIGHING,), (WEIGHING, CHECKING)])),
         pools=pools,
         train_after_sync=not shared and draw(st.booleans()),
-        group_timeout_s=draw(st.sampled_from([None, None, 4.0])),
+        timeouts=draw(timeouts()),
         straggler_factor=draw(st.sampled_from([None, None, 1.1])),
         give_up_s=draw(st.sampled_from([0.0, 0.0, 5.0])),
         keeps_batches=every > 0 and draw(st.booleans()),
     )
+
+
+@st.composite
+def timeouts(draw: st.DrawFn) -> Timeouts:
+    """No time limits, one for groups, or one for every order."""
+    chosen = draw(st.sampled_from(["none", "none", "groups", "all", "all"]))
+    if chosen != "all":
+        return Timeouts(group_s=4.0 if chosen == "groups" else None)
+    kinds = {f"{kind}_s": draw(st.sampled_from([4.0, 60.0, 60.0, AUTO, AUTO])) for kind in KINDS}
+    return Timeouts(**kinds, floor_s=draw(st.sampled_from([2.0, 10.0])), cut_s=draw(st.sampled_from([2.0, 20.0])))
 
 
 @st.composite
@@ -184,16 +195,29 @@ class AnyOrder(RuleBasedStateMachine):
     def fire(self) -> None:
         self.world.fire()
 
-    @rule(choice=ANY, returns=st.sampled_from([True, True, False]))
+    @rule(choice=ANY, final=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.world.replicas)
-    def kill(self, choice: int, returns: bool) -> None:
+    def kill(self, choice: int, final: bool) -> None:
         ids = list(self.world.replicas)
-        self.world.kill(ids[choice % len(ids)], returns)
+        self.world.kill(ids[choice % len(ids)], final)
 
-    @rule()
-    @precondition(lambda self: self.world.dead)
-    def come_back(self) -> None:
-        self.world.join(self.world.dead[0])
+    @rule(choice=ANY)
+    @precondition(lambda self: self.world.killable() and self.world.driver.outcome is None)
+    def kill_worker(self, choice: int) -> None:
+        killable = self.world.killable()
+        self.world.kill_worker(*killable[choice % len(killable)])
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.world.starting)
+    def come_up(self, choice: int) -> None:
+        starting = list(self.world.starting)
+        self.world.come_up(starting[choice % len(starting)])
+
+    @rule(choice=ANY, final=st.sampled_from([False, False, True]))
+    @precondition(lambda self: self.world.starting)
+    def fail_start(self, choice: int, final: bool) -> None:
+        starting = list(self.world.starting)
+        self.world.fail_start(starting[choice % len(starting)], final)
 
     @rule()
     @precondition(lambda self: len(self.world.incarnations) < self.replicas + 1)
@@ -235,6 +259,27 @@ class AnyOrder(RuleBasedStateMachine):
         except ConfigError:
             return
         self.world.deliver(SettingChanged(setting=setting, value=said))
+
+    def all_limited(self) -> bool:
+        given = self.world.scheduler.limits.timeouts
+        return all(given.given(kind) is not None for kind in KINDS) and self.world.driver.outcome is None
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.all_limited() and self.world.replicas)
+    def hang_replica(self, choice: int) -> None:
+        replicas = list(self.world.replicas.values())
+        replicas[choice % len(replicas)].hung = True
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.all_limited() and self.world.working())
+    def hang_worker(self, choice: int) -> None:
+        working = self.world.working()
+        working[choice % len(working)].hung = True
+
+    @rule(choice=ANY)
+    @precondition(lambda self: self.all_limited() and (self.world.draws or self.world.judged or self.world.done))
+    def lose_order(self, choice: int) -> None:
+        self.world.lose_order(choice)
 
     @rule(choice=ANY)
     def repeat(self, choice: int) -> None:

@@ -22,17 +22,18 @@ from engine.commands import (
     ScoreBatch,
     SetTimer,
     StartGroup,
-    StartReplica,
+    StartProcess,
 )
 from engine.events import (
     EVENTS,
     BatchScored,
+    CheckpointDamaged,
     DrainRequested,
     Event,
     GroupGenerated,
     OrderDone,
+    ProcessUp,
     PromptsDrawn,
-    ReplicaJoined,
     ReplicaLeaves,
     ReplicasWanted,
     RunResumed,
@@ -51,6 +52,7 @@ from engine.schedule.recovery import recover
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
+from engine.states.process import REPLICA
 from tests.core.adversary import Adversary
 from tests.core.scripted import Scripted
 from tests.core.states_of_our_own import WEIGHING
@@ -59,9 +61,9 @@ from tests.core.test_worlds import ROUGH
 
 NEED_NO_ORDER = (
     RunStarted, RunResumed, StopRequested, DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged,
-    SchedulerRecovered,
+    SchedulerRecovered, CheckpointDamaged,
 )  # fmt: skip
-"""Events that answer no order: the run's own, and what users and hardware say."""
+"""Events that answer no order: the run's own, and what users, hardware and disks say."""
 
 # the table
 
@@ -164,12 +166,15 @@ def test_a_newer_order_with_the_same_key_replaces_the_older(kind: type[Command])
 # what else ends orders
 
 
-def test_a_report_needs_its_order_and_closes_nothing() -> None:
+REPORTS = [(kind, event) for kind, row in RELATIONS.items() for event in row.reports]
+
+
+@pytest.mark.parametrize(("kind", "event"), REPORTS, ids=lambda kind: kind.__name__)
+def test_a_report_needs_its_order_and_closes_nothing(kind: type[Command], event: type[Event]) -> None:
     book = OrderBook()
-    book.add(sample(StartGroup), at=0.0)
-    ((event,),) = {row.reports for row in RELATIONS.values() if row.reports}
+    book.add(sample(kind), at=0.0)
     assert book.match(sample(event)) and len(book.matched) == len(book) == 1
-    assert not book.match(sample(event, attempt=1)) and len(book) == 1
+    assert not book.match(sample(event, attempt=1, incarnation=1)) and len(book) == 1
 
 
 def test_one_event_ends_a_group_and_what_was_to_cut_it_short() -> None:
@@ -270,7 +275,7 @@ def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
     for row, kind in enumerate(kind for kind in RELATIONS if RELATIONS[kind].owner == "state"):
         book.add(sample(kind, group=row, state="judging"), at=0.0)
     assert book.owned(stage_owner("judging")) == book.all() != [] and book.owned(stage_owner("other")) == []
-    book.add(sample(StartReplica, replica=6), at=0.0)
+    book.add(replace(sample(StartProcess), kind=REPLICA, index=6), at=0.0)
     assert [order.subject for order in book.owned(6)] == ["start"]
 
 
@@ -363,7 +368,7 @@ def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
     world = Forgetful(setting, PolicySet.from_names(names), range(every, 25 * every, every), times)
     outcome = world.run()
     barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
-    assert outcome.outcome == "finished" or rough or limits.group_timeout_s or barren, outcome
+    assert outcome.outcome == "finished" or rough or limits.timeouts.group_s or barren, outcome
     assert world.scheduler.state.orders.reissued(world.time) == []
 
 
@@ -431,5 +436,5 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
     run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4)
     run.finish(0)
     assert len(run.state.orders.matched) == 1
-    run.tell(ReplicaJoined(replica=0, incarnation=1, slots=100, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0))
     assert run.state.stale_echoes == 1 and run.state.orders.matched == ()

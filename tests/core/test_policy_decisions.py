@@ -9,7 +9,7 @@ import pytest
 from engine import policies
 from engine.commands import ResumeGroup, StartGroup
 from engine.errors import ConfigError, PolicyError
-from engine.events import GroupAborted, GroupFailed, ReplicaLost, ReplicaPaused, WeightsInstalled, WeightsStaged
+from engine.events import GroupAborted, GroupFailed, ProcessLost, ReplicaPaused, WeightsInstalled, WeightsStaged
 from engine.ids import Version
 from engine.policies import registry
 from engine.schedule.frames import Header
@@ -266,7 +266,7 @@ def test_memory_is_fresh_for_each_run_and_put_back_after_an_error(registered: No
     run = small(policies={"admission": "widening", "on_error": "builtin"})
     assert _memory(run) == {"asked": 2, "seen": [0, 0]}, "asked before and after the replica joined"
     assert run.running() == [0, 1]
-    run.tell(ReplicaLost(replica=7, incarnation=0, returns=False, reason="any event"))
+    run.tell(ProcessLost(kind="replica", index=7, incarnation=0, final=True, reason="any event"))
     assert run.running() == [0, 1, 2, 3], "the built-in admits what is legal"
     assert _memory(run) == {"asked": 2, "seen": [0, 0]}
     assert run.view.policy_errors == 1

@@ -17,8 +17,8 @@ from engine.commands import (
 from engine.errors import ConfigError
 from engine.events import (
     BatchScored,
-    ReplicaJoined,
-    ReplicaLost,
+    ProcessLost,
+    ProcessUp,
     ReplicaPaused,
     RowsFailed,
     RowsMeasured,
@@ -199,9 +199,9 @@ def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
 def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:
     run = small(TOGETHER)
     run.finish(0, 1)
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     assert len(run.ordered(TrainStep)) == 1, "who is lost uses nothing"
-    run.tell(ReplicaJoined(replica=0, incarnation=2, slots=4, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     assert states(run) == ["yielding"] and not run.running()
     run.tell(ReplicaPaused(**place(run)))
     run.train()
@@ -219,7 +219,7 @@ def test_a_failed_sleep_is_tried_again_and_a_spent_budget_loses_the_replica() ->
         run.tell(SyncFailed(**place(run), version=0, reason="no memory"))
         assert states(run) == ["yielding"] and not run.ordered(TrainStep)
     run.tell(SyncFailed(**place(run), version=0, reason="no memory"))
-    assert states(run) == ["lost"] and len(run.ordered(TrainStep)) == 1
+    assert states(run) == ["down"] and len(run.ordered(TrainStep)) == 1
 
 
 def test_held_out_rows_under_way_are_measured_to_their_end_before_a_replica_sleeps() -> None:
@@ -315,11 +315,11 @@ def test_validations_that_fail_do_not_hold_up_training() -> None:
 
 def nobody_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolScheduling, "_send_all_to_sleep", lambda self, lease: None)
-    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "lost", "ready"))
+    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "down", "ready"))
 
 
 def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "lost", "yielding"))
+    monkeypatch.setattr("engine.states.census.OUT_OF_THE_WAY", ("asleep", "down", "yielding"))
 
 
 def nobody_wakes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from engine.schedule.replayer import replay
 from engine.simulation.proof import prove
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
+from engine.states.timeouts import Timeouts
 from engine.states.view import GroupView, View
 from tests.core.adversary import Adversary
 from tests.core.scripted import Scripted
@@ -134,18 +135,16 @@ def test_a_drain_whose_checkpoint_fails_comes_to_rest_without_it() -> None:
 # timers
 
 
-def test_a_second_attempt_has_no_more_time_than_the_first() -> None:
-    run = small(group_timeout_s=10.0)
+def test_a_second_attempt_has_twice_as_much_time_as_the_first() -> None:
+    run = small(timeouts=Timeouts(group_s=10.0))
     run.fire()
     assert [order.group for order in run.ordered(ParkGroup)] == [0, 1, 2, 3]
-    parked_at, timer = run.clock, run.ordered(SetTimer)[-1]
     run.abort(0, 1, 2, 3)
-    seated = {group.id: group.seated_at for group in run.state.groups.values() if group.replica >= 0}
-    assert list(seated) == [0, 1, 2, 3]
-    run.tell(TimerFired(timer=timer.timer), at=parked_at + timer.delay_s)
-    assert run.clock <= seated[0] + 10.0, "the timer that waits for a hung replica is not the next to fire"
-    run.fire()
-    assert run.clock == seated[0] + 10.0
+    again = run.state.orders.find("group", 0)
+    assert again is not None
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=again.at + 19.9)
+    assert len(run.ordered(ParkGroup)) == 4
+    run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=again.at + 20.0)
     assert [order.group for order in run.ordered(ParkGroup)][4:] == [0]
 
 
@@ -233,7 +232,7 @@ def test_runs_end_and_replay_whatever_stubborn_policies_do(seed: int) -> None:
     chosen = policies.PolicySet.from_names(names)
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, deadline_timeout_s=0.001,
-        max_filtered_in_a_row=20, checkpoint_every=2, group_timeout_s=50.0,
+        max_filtered_in_a_row=20, checkpoint_every=2, timeouts=Timeouts(group_s=50.0),
     )  # fmt: skip
     recorder = MemoryRecorder(Header(run="stubborn", limits=limits.to_plain(), policies=dict(chosen.names)))
     faults = Faults(lose=0.1, duplicate=0.1, fail_group=0.2, fail_data=0.2, fail_trainer=0.05)

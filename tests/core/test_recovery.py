@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvariantViolated, RecordError
-from engine.events import ReplicaLost, RunResumed, stamp
+from engine.events import ProcessLost, RunResumed, stamp
 from engine.policies import PolicySet
 from engine.schedule.frames import Header, Rejected
 from engine.schedule.reader import read
@@ -113,9 +113,9 @@ def test_a_replica_that_is_not_started_again_is_not_waited_for() -> None:
     until_trained(made, 1)
     made.crash(replicas=1)
     replicas = made.scheduler.state.fleet.replicas
-    assert not replicas[1].returns
+    assert (replicas[1].process.wanted, replicas[1].process.state) == (False, "gone")
     made.arrive_up(0)
-    made.kill(0, returns=False)
+    made.kill(0, final=True)
     while made.sources() and made.driver.outcome is None:
         made.arrive_up(made.sources()[0])
     for _ in range(50):
@@ -179,11 +179,11 @@ def test_a_record_that_this_engine_would_not_have_written_is_not_gone_on_with() 
 def test_a_replica_lost_before_the_crash_may_come_back_after_it() -> None:
     made = world(replicas=2)
     until_trained(made, 1)
-    made.kill(1, returns=False)
-    while not any(isinstance(event, ReplicaLost) for event in made.history):
+    made.kill(1, final=True)
+    while not any(isinstance(event, ProcessLost) for event in made.history):
         made.arrive_up(1001)
     made.crash(replicas=2)
-    assert made.scheduler.state.fleet.replicas[1].returns
+    assert made.scheduler.state.fleet.replicas[1].process.state == "starting"
     assert made.complete().outcome == "finished"
 
 

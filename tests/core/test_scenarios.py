@@ -16,7 +16,7 @@ from engine.commands import (
     SetTimer,
     StageWeights,
     StartGroup,
-    StopReplica,
+    StopProcess,
     TrainStep,
     TruncateGroup,
 )
@@ -26,9 +26,9 @@ from engine.events import (
     CheckpointSaved,
     GroupAborted,
     GroupFailed,
+    ProcessLost,
+    ProcessUp,
     PublishFailed,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaPaused,
     StepFailed,
     StopRequested,
@@ -328,8 +328,8 @@ def test_a_failed_sync_goes_on_with_the_old_weights_and_is_tried_again() -> None
     run.tell(WeightsStaged(replica=0, incarnation=1, attempt=1, version=1))
     assert replica.staged is None, "the echo of the first sync does not answer the second"
     run.tell(SyncFailed(replica=0, incarnation=1, attempt=2, version=1, reason="timeout"))
-    assert run.ordered(StopReplica)[0].replica == 0
-    assert replica.state == "lost"
+    assert run.ordered(StopProcess)[0].index == 0
+    assert replica.state == "down"
 
 
 # failures
@@ -350,12 +350,12 @@ def test_a_failed_group_is_retried_in_its_own_place_by_the_budget_of_its_cause()
 def test_a_lost_replica_parks_its_groups_and_its_late_answers_change_nothing() -> None:
     run = small(replicas=2, slots=2)
     late = run.generated(0)
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     assert run.view.parked == 2, "no slot is free elsewhere"
     run.tell(late)
     assert run.view.ready == 0
     assert run.state.stale_echoes == 1
-    run.tell(ReplicaJoined(replica=0, incarnation=2, slots=2, version=0))
+    run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=2, version=0))
     assert run.view.parked == 0
     assert [c.attempt for c in run.starts() if c.group == 0] == [1, 2]
 
@@ -365,7 +365,7 @@ def test_what_a_group_stored_on_its_way_survives_its_replica() -> None:
     lost = run.state.groups[0].replica
     run.keep_prefix(0, tokens=7)
     assert run.state.groups[0].state == "generating" and run.state.groups[0].tokens == 7
-    run.tell(ReplicaLost(replica=lost, incarnation=1, returns=False, reason="power"))
+    run.tell(ProcessLost(kind="replica", index=lost, incarnation=1, final=True, reason="power"))
     (order,) = [command for command in run.starts() if command.group == 0 and command.attempt == 2]
     assert isinstance(order, ResumeGroup) and order.replica != lost
     others = [command for command in run.starts() if command.group != 0 and command.attempt == 2]
@@ -382,7 +382,7 @@ def test_a_stored_prefix_resumes_only_on_weights_as_new_as_its_tokens() -> None:
     old = next(g for g in run.running() if run.state.groups[g].replica == ahead)
     run.keep_prefix(old)
     assert run.state.groups[old].newest_version == 1
-    run.tell(ReplicaLost(replica=ahead, incarnation=1, returns=False, reason="power"))
+    run.tell(ProcessLost(kind="replica", index=ahead, incarnation=1, final=True, reason="power"))
     behind = 1 - ahead
     assert run.state.groups[old].state == "aborted", "the replica that is left has older weights"
     run.install(behind)
@@ -397,7 +397,7 @@ def test_a_prefix_found_to_be_newer_than_was_known_waits_for_weights_as_new() ->
     old = next(g for g in run.running() if run.state.groups[g].replica == 0)
     run.keep_prefix(old)
     run.install(0)
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="power"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="power"))
     group = run.state.groups[old]
     assert group.state == "resumed" and group.replica == 1, "as far as is known, it has tokens of version 0 alone"
     run.tell(
@@ -422,16 +422,16 @@ def test_a_prefix_whose_group_cannot_be_scored_is_not_gone_on_from() -> None:
 
 def test_the_run_fails_with_a_named_cause_when_no_replica_is_left() -> None:
     run = small()
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=False, reason="the node burnt down"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="the node burnt down"))
     assert run.ordered(FinishRun)[0].outcome == "failed"
     assert "the node burnt down" in run.ordered(FinishRun)[0].reason
 
 
 def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
     run = small()
-    run.tell(ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     assert not run.ordered(FinishRun)
-    run.tell(ReplicaLost(replica=0, incarnation=2, returns=False, reason="cannot start"))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=2, final=True, reason="cannot start"))
     assert run.ordered(FinishRun)
 
 

@@ -12,6 +12,7 @@ from engine.states.ledger import Ledger
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.machine import Phase, SharedMachine, Table
 from engine.states.pool import POOL, PoolLease
+from engine.states.process import PROCESS, Process
 from engine.states.replica import REPLICA, Replica
 from engine.states.state import State
 from engine.states.step import STEP, Step
@@ -19,9 +20,9 @@ from engine.states.validation import VALIDATION, Validation
 from engine.states.version import VERSION, WeightsVersion
 
 RECORDS = {"group": Group, "step": Step, "replica": Replica, "version": WeightsVersion, "validation": Validation,
-           "pool": PoolLease}  # fmt: skip
+           "pool": PoolLease, "process": Process}  # fmt: skip
 TABLES = pytest.mark.parametrize(
-    "table", [GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL], ids=lambda table: table.name
+    "table", [GROUP, STEP, REPLICA, VERSION, VALIDATION, POOL, PROCESS], ids=lambda table: table.name
 )
 
 

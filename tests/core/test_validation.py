@@ -11,8 +11,8 @@ from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights,
 from engine.errors import ConfigError, EngineError
 from engine.events import (
     DrainRequested,
-    ReplicaJoined,
-    ReplicaLost,
+    ProcessLost,
+    ProcessUp,
     ReplicaPaused,
     RowsFailed,
     RowsMeasured,
@@ -88,13 +88,14 @@ class Measured(Scripted):
             self.measured(self.out()[0])
         raise AssertionError("more than a hundred chunks")
 
-    def lose(self, id: int, returns: bool = True) -> None:
-        incarnation = self.state.fleet.replicas[id].incarnation
-        self.tell(ReplicaLost(replica=id, incarnation=incarnation, returns=returns, reason="unplugged"))
+    def lose(self, id: int, final: bool = False) -> None:
+        incarnation = self.state.fleet.replicas[id].process.incarnation
+        self.tell(ProcessLost(kind="replica", index=id, incarnation=incarnation, final=final, reason="unplugged"))
 
     def come_back(self, id: int) -> None:
-        incarnation = self.state.fleet.replicas[id].incarnation + 1
-        self.tell(ReplicaJoined(replica=id, incarnation=incarnation, slots=100, version=0))
+        """The life that was ordered is up."""
+        incarnation = self.state.fleet.replicas[id].process.incarnation
+        self.tell(ProcessUp(kind="replica", index=id, incarnation=incarnation, slots=100, version=0))
 
     def staged(self, id: int) -> list[int]:
         return [order.version for order in self.ordered(StageWeights) if order.replica == id]
@@ -229,16 +230,16 @@ def test_a_replica_that_comes_back_is_no_reason_for_a_conflict() -> None:
     world.lose(1)
     world.next_version()
     assert world.ends() == []
-    world.lose(1, returns=False)
+    world.lose(1, final=True)
     assert world.ends() == [("cancelled", 1)]
 
 
 def test_a_validation_takes_free_slots_before_groups_and_never_more() -> None:
     validation = replace(ON_THE_WAY, at_start=True, rows=6, rows_per_slot=1)
     world = Measured(validation, replicas=0, max_staleness_steps=7, max_concurrent_groups=8)
-    world.tell(ReplicaJoined(replica=0, incarnation=1, slots=2, version=0))
+    world.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=2, version=0))
     assert (len(world.out()), len(world.running())) == (2, 0)
-    world.tell(ReplicaJoined(replica=1, incarnation=1, slots=2, version=0))
+    world.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=2, version=0))
     assert (len(world.out()), len(world.running())) == (2, 2)
     assert {order.replica for order in world.ordered(StartGroup)} == {1}
     for _ in range(5):
@@ -301,7 +302,7 @@ def test_where_no_replica_can_have_the_version_the_validation_fails_and_the_run_
         world.install(1)
         if version <= 2:
             world.install(0)
-    world.lose(0, returns=False)
+    world.lose(0, final=True)
     assert world.ends() == [("failed", 2)]
     assert "no replica is left" in world.ended[0].reason
     assert world.state.outcome is None
@@ -354,7 +355,8 @@ def test_a_last_version_that_cannot_be_installed_fails_its_validation_and_not_th
             break
         replica = world.state.fleet.replicas[0]
         place = {"replica": 0, "incarnation": replica.incarnation, "attempt": replica.sync_attempt}
-        if replica.state == "lost":
+        if replica.process.state == "stopping":
+            world.lose(0)
             world.come_back(0)
         else:
             world.tell(SyncFailed(**place, version=1, reason="torn"))
@@ -461,7 +463,7 @@ def test_replicas_of_its_own_run_no_group_and_take_only_versions_to_be_measured(
 
 def test_the_loss_of_its_own_replicas_ends_validations_and_never_the_run() -> None:
     world = Measured(replace(ON_THE_WAY, at_start=True, own_from=1, at_end=True), replicas=2, max_steps=1)
-    world.lose(1, returns=False)
+    world.lose(1, final=True)
     assert world.ends() == [("failed", 0)]
     world.next_version()
     assert world.ends() == [("failed", 0), ("failed", 1)]

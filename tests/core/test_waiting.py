@@ -23,7 +23,7 @@ def test_groups_are_told_by_replica_with_their_oldest() -> None:
     world.run(lambda world: len(world.queue) and world.queue[0][0] > 1e6)
     world.at += 100.0
     first, second = told(world)[:2]
-    ends = "(until GroupGenerated, GroupAborted, GroupFailed or ReplicaLost)"
+    ends = "(until GroupGenerated, GroupAborted, GroupFailed or ProcessLost)"
     oldest, other = (wait.since for wait in waits(world.scheduler.state)[:2])
     assert oldest is not None and other is not None and oldest <= other
     assert first == f"replica 0: generates groups 2, 4, the oldest for {world.at - oldest:.0f} s {ends}"
@@ -35,7 +35,10 @@ def test_the_trainer_comes_first_with_the_step_its_task_and_its_time() -> None:
     world.run(lambda world: len(world.queue) and world.queue[0][0] > 1e6)
     began = world.at
     world.at += 40.0
-    assert told(world)[0] == "the trainer: trains step 0 on 2 groups for 40 s (until StepTrained or StepFailed)"
+    assert (
+        told(world)[0]
+        == "the trainer: trains step 0 on 2 groups for 40 s (until StepTrained, StepFailed or ProcessLost)"
+    )
     assert world.metrics.since["step", 0] == began
     formed = world.scheduler.state.steps[0]
     world.driver.deliver(fact.StepFailed(step=0, attempt=formed.attempt, reason="a cosmic ray"))
@@ -51,16 +54,16 @@ def test_replicas_on_their_way_to_new_weights_are_told() -> None:
     world = clockwork(install_s=1e9)
     world.run(lambda world: [r.state for r in world.scheduler.state.fleet.replicas.values()] == ["installing"] * 2)
     world.at += 7.0
-    ends = "(until WeightsInstalled, SyncFailed or ReplicaLost)"
+    ends = "(until WeightsInstalled, SyncFailed or ProcessLost)"
     assert f"replica 0: installs version 1 for 7 s {ends}" in told(world)
     assert f"replica 1: installs version 1 for 7 s {ends}" in told(world)
 
 
 def test_a_replica_that_is_to_return_is_told() -> None:
     world = clockwork().run(lambda world: world.scheduler.state.ledger.running == 4)
-    world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=True, reason="burnt"))
-    assert "replica 1: restarts for 0 s (until ReplicaJoined or ReplicaLost)" in told(world)
-    world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=False, reason="for good"))
+    world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="burnt"))
+    assert "replica 1: restarts for 0 s (until ProcessUp or ProcessLost)" in told(world)
+    world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=2, final=True, reason="for good"))
     assert whose(world) == ["replica 0"]
 
 
@@ -70,7 +73,8 @@ def test_a_validation_a_state_of_ones_own_prompts_and_a_checkpoint_are_told() ->
     assert any(said.startswith("replica 0: measure 4 held-out rows under version 0") for said in told(world))
     world = clockwork()
     world.run(lambda world: world.scheduler.state.asked > 0)
-    assert whose(world) == ["the data source"]
+    assert whose(world) == ["replica 0", "replica 1", "the data source"]
+    assert told(world)[0] == "replica 0: starts for 0 s (until ProcessUp or ProcessLost)"
     limits = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, "max_steps": 4}
     judged = Clockwork(type(world.limits)(**limits, added_states=(AddedState(name="rewarding", concurrency=2),)))
     judged.run(lambda world: world.scheduler.state.stages.out == 2)

@@ -1,7 +1,9 @@
 """Whole runs in the simulated world, clock and faults included; and that the checks would catch the rules known to be
 wrong."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ from engine.simulation.judge import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group
 from engine.states.ledger import Deadlines
-from engine.states.limits import Limits
+from engine.states.limits import Limits, Pool
 from engine.states.state import State
 from tests.core.test_laws import any_policies, limits
 
@@ -59,10 +61,48 @@ def test_every_world_keeps_every_law_and_ends(
     )  # fmt: skip
     world = World(setting, PolicySet.from_names(names))
     outcome = world.run()
-    may_fail = rough or limits.group_timeout_s is not None  # a group may take longer than that, each time
+    may_fail = rough or limits.timeouts.group_s is not None  # a group may take longer than that, each time
     barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
     assert outcome.outcome == "finished" or may_fail or barren, outcome
     assert outcome.reason
+
+
+DYING = replace(ROUGH, die=0.03, stay_dead=0.05, die_trainer=0.1, fail_start=0.2)
+"""Every kind of process dies, and some of their lives never begin."""
+
+
+def dying_world(seed: int, recorder: MemoryRecorder | None = None) -> World:
+    """In turn with and without checkpoints, batches to train again, scorers of their own, two steps a version."""
+    pools = (
+        Pool(tasks=("rollout",), replicas=(0, 1, 2)), Pool(tasks=("train", "old_logprobs"), replicas=()),
+        Pool(tasks=("ref_logprobs",), replicas=()),
+    )  # fmt: skip
+    every = (0, 1, 2)[seed % 3]
+    figures = Limits(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, max_steps=10, infrastructure_attempts=8,
+        sync_every=1 + seed % 2, checkpoint_every=every, keeps_batches=bool(every) and seed % 5 > 0, replica_restarts=4,
+        trainer_restarts=4, worker_restarts=4, scoring_tasks=("old_logprobs", "ref_logprobs"),
+        pools=pools if seed % 4 else (),
+    )  # fmt: skip
+    return World(Setting(limits=figures, replicas=3, slots=2, prompts=200, seed=seed, faults=DYING), recorder=recorder)
+
+
+def test_worlds_in_which_every_kind_of_process_dies_keep_every_law_and_end() -> None:
+    """A run may fail there, but only as its budgets are spent or weights are lost; and most do not."""
+    seen: Counter[str] = Counter()
+    for seed in range(48):
+        limits = dying_world(seed).setting.limits
+        recorder = MemoryRecorder(Header(run="dying", limits=limits.to_plain()))
+        world = dying_world(seed, recorder)
+        outcome = world.run()
+        seen[outcome.outcome] += 1
+        causes = ("without progress", "are lost", "no replica is left", "failed 8 times", "at last")
+        assert outcome.outcome == "finished" or any(cause in outcome.reason for cause in causes), outcome
+        for process in world.scheduler.state.processes.values():
+            seen[process.kind] += process.incarnation > 1
+        if seed % 8 == 0:
+            assert replay(read(recorder)).identical
+    assert seen["finished"] >= 24 and seen["trainer"] >= 24 and seen["scorer"] >= 12, seen
 
 
 def a_world(seed: int, recorder: MemoryRecorder | None = None) -> World:

@@ -238,10 +238,10 @@ def test_the_queries_that_reckon_say_what_they_should(tmp_path: Path) -> None:
             "series": f'engine_replica_state{{run="a", replica="{replica}", state="{name}"}}',
             "values": f"{int(name == now)}x20",
         }
-        for replica, now in (("0", "ready"), ("1", "lost"))
+        for replica, now in (("0", "ready"), ("1", "gone"))
         for name in states
     ]
-    codes = [(f'{{replica="{id}"}}', float(1 + states.index(now))) for id, now in (("0", "ready"), ("1", "lost"))]
+    codes = [(f'{{replica="{id}"}}', float(1 + states.index(now))) for id, now in (("0", "ready"), ("1", "gone"))]
     (alerts,) = titled("overview", "Alerts that fire")["targets"]
     firing = [
         {"series": 'engine_uptime_seconds{run="a"}', "values": "7x20"},

@@ -147,7 +147,8 @@ def test_a_fault_drill_shows_on_the_boards_and_fires_its_alert(watched: Watched,
         os.kill(process_of("RolloutActor").pid, signal.SIGKILL)
         assert (alerts.wait("EngineReplicaLost", 30) or {}).get("run") == RUN
         assert prometheus.value('sum (engine_retries_total{cause="replica_lost"})') == 1
-        prometheus.until('sum (engine_transitions_total{machine="replica", from="lost"}) == 1')
+        assert prometheus.value('sum (engine_process_deaths_total{kind="replica"})') == 1
+        prometheus.until('sum (engine_transitions_total{machine="replica", from="down"}) == 3')
         prometheus.until('engine_replicas{state="ready"} == 2')
 
         # the reward of every sixth prompt hangs: its attempts fail, and the share of those that do shows it

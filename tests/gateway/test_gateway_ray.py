@@ -24,9 +24,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    ReplicaLost,
+    ProcessLost,
     RunResumed,
-    StopRequested,
     WeightsInstalled,
 )
 
@@ -70,7 +69,7 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", STEPS)
     assert check_record(run_dir).state.ledger.consumed == PROMPTS
-    assert [e.replica for e in events_of(run_dir, ReplicaLost)] != []
+    assert [e.index for e in events_of(run_dir, ProcessLost)] != []
     assert events_of(run_dir, GroupFailed) == []
     generated = events_of(run_dir, GroupGenerated)
     assert len(generated) == PROMPTS
@@ -109,9 +108,9 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
     plan = plan_of(configured(tmp_path, {"function": "conversing:deadly"}, replicas=1), tmp_path)
     with start(replace(plan, restarts=1)) as run:
         assert run.wait().outcome == "stopped"
-    stops = events_of(tmp_path, StopRequested)
-    assert len(stops) == 2 and len(events_of(tmp_path, RunResumed)) == 1
-    assert all(re.match(r"the gateway is lost: GatewayActor \(process \d+\) died", stop.reason) for stop in stops)
+    lost = events_of(tmp_path, ProcessLost)
+    assert [event.kind for event in lost] == ["gateway"] * 2 and len(events_of(tmp_path, RunResumed)) == 1
+    assert all(re.match(r"GatewayActor \(process \d+\) died", event.reason) for event in lost)
     assert events_of(tmp_path, GroupFailed) == []
 
 

@@ -23,14 +23,13 @@ from engine.commands import (
 )
 from engine.errors import DataFailure, EngineError
 from engine.events import (
-    NO_VERSION,
     Event,
     GroupAborted,
     GroupFailed,
     GroupGenerated,
     OrderDone,
     PrefixStored,
-    ReplicaJoined,
+    ProcessUp,
     ReplicaPaused,
     SyncFailed,
     WeightsInstalled,
@@ -38,6 +37,7 @@ from engine.events import (
 )
 from engine.hosts.measuring import HeldOut
 from engine.hosts.replica import ReplicaHost
+from engine.ids import NO_VERSION
 from engine.local import SimpleGenerator, response
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generated, GroupWork
@@ -135,7 +135,7 @@ def test_a_group_is_kept_before_it_is_reported() -> None:
         await stage.settle()
         stage.generator.tick(3)
         joined, generated = await stage.until(2)
-        assert joined == ReplicaJoined(replica=0, incarnation=1, slots=4, version=0)
+        assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, version=0)
         assert generated == GroupGenerated(
             group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, live=2,
             reward_mean=0.5, reward_spread=1.0,

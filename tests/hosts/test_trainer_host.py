@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.commands import Command, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
 from engine.events import (
     BatchScored,
     CheckpointFailed,
     CheckpointSaved,
     Event,
+    OrderDone,
     PublishFailed,
     StepFailed,
     StepTrained,
@@ -68,7 +69,7 @@ class Scribe(SimpleTrainer):
 
 
 class Bench:
-    def __init__(self, trainer: Any, checkpoints: Path | None = None, keep: int = 2, keep_every: int = 0) -> None:
+    def __init__(self, trainer: Any, checkpoints: Path | None = None) -> None:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
@@ -80,8 +81,6 @@ class Bench:
             emit=self._emit,
             report=lambda step, figures: self.figures.append((step, figures)),
             checkpoints=checkpoints,
-            keep=keep,
-            keep_every=keep_every,
         )
 
     def _emit(self, event: Event) -> None:
@@ -122,7 +121,7 @@ def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path:
             ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
             train(),
             PublishWeights(version=1, attempt=1, steps=1, cause=0),
-            SaveCheckpoint(steps=1, cause=0),
+            SaveCheckpoint(steps=1, number=1, cause=0),
         )
         assert events == [
             BatchScored(step=0, attempt=1, task="old_logprobs"),
@@ -179,7 +178,7 @@ def test_only_the_newest_orders_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch
         ("score", ScoreBatch(step=0, attempt=1, task="t", groups=(2,), cause=0), StepFailed),
         ("train", train(), StepFailed),
         ("weights", PublishWeights(version=1, attempt=1, steps=1, cause=0), PublishFailed),
-        ("save", SaveCheckpoint(steps=3, cause=0), CheckpointFailed),
+        ("save", SaveCheckpoint(steps=3, number=1, cause=0), CheckpointFailed),
     ],
 )
 @pytest.mark.parametrize(
@@ -351,37 +350,94 @@ def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFix
     assert "metrics that cannot be read (SystemExit: not now)" in caplog.text
 
 
-def test_every_so_many_steps_a_checkpoint_stays_for_good_and_nothing_half_done_does(tmp_path: Path) -> None:
+def delete(steps: int, number: int) -> DeleteCheckpoint:
+    return DeleteCheckpoint(steps=steps, number=number, cause=0)
+
+
+def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(tmp_path: Path) -> None:
     async def scene() -> None:
-        bench = Bench(Scribe(), tmp_path, keep=1, keep_every=4)
+        bench = Bench(Scribe(), tmp_path)
         (tmp_path / ".step-000003.saving").mkdir()
         (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
         (tmp_path / ".step-000012-left-1").mkdir()
-        await bench.answer(*(SaveCheckpoint(steps=steps, cause=0) for steps in (2, 4, 6, 8, 10)))
+        await bench.answer(*(SaveCheckpoint(steps=steps, number=steps, cause=0) for steps in (2, 4, 10)))
+        assert await bench.answer(delete(2, number=7)) == [OrderDone(orders=(7,))]
         left = sorted(path.name for path in tmp_path.iterdir())
-        assert left == [".step-000012-left-1", "step-000004", "step-000008", "step-000010"]
+        assert left == [".step-000012-left-1", "step-000004", "step-000010"]
         await bench.host.close()
-        failing = Bench(Scribe(fails="save"), tmp_path, keep=1)
-        assert isinstance((await failing.answer(SaveCheckpoint(steps=12, cause=0)))[0], CheckpointFailed)
+        failing = Bench(Scribe(fails="save"), tmp_path)
+        assert isinstance((await failing.answer(SaveCheckpoint(steps=12, number=12, cause=0)))[0], CheckpointFailed)
         assert sorted(path.name for path in tmp_path.iterdir()) == left
         await failing.host.close()
 
     play(scene)
 
 
-def test_the_newest_checkpoints_stay_and_one_there_already_is_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_there_already_is_kept(tmp_path: Path) -> None:
     async def scene() -> None:
         trainer = Scribe()
-        bench = Bench(trainer, tmp_path, keep=2)
-        await bench.answer(*(SaveCheckpoint(steps=steps, cause=0) for steps in (2, 4, 10)))
-        assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4, 10]
-        again = Bench(trainer, tmp_path, keep=2)
-        assert await again.answer(SaveCheckpoint(steps=10, cause=0)) == [CheckpointSaved(steps=10)]
-        assert trainer.calls == ["save 2", "save 4", "save 10"]
+        bench = Bench(trainer, tmp_path)
+        await bench.answer(SaveCheckpoint(steps=10, number=10, cause=0))
+        again = Bench(trainer, tmp_path)
+        assert await again.answer(SaveCheckpoint(steps=10, number=10, cause=0)) == [CheckpointSaved(steps=10)]
+        assert trainer.calls == ["save 10"]
         await bench.host.close()
         await again.host.close()
 
     play(scene)
+
+
+def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(Scribe(), tmp_path)
+        await bench.answer(SaveCheckpoint(steps=2, number=2, cause=0))
+        half = tmp_path / ".step-000002.saving"
+        half.mkdir()
+        (half / "weights").write_text("the rest of an earlier one")
+        assert await bench.answer(delete(2, number=3), delete(2, number=4), delete(9, number=5)) == [
+            OrderDone(orders=(number,)) for number in (3, 4, 5)
+        ]
+        assert list(tmp_path.iterdir()) == []
+        await bench.host.close()
+        nowhere = Bench(Scribe())
+        assert await nowhere.answer(delete(2, number=6)) == [OrderDone(orders=(6,))]
+        await nowhere.host.close()
+
+    play(scene)
+
+
+def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(Scribe(), tmp_path)
+        orders = [
+            SaveCheckpoint(steps=2, number=2, cause=0),
+            delete(2, number=3),
+            SaveCheckpoint(steps=4, number=4, cause=0),
+        ]
+        answers = [CheckpointSaved(steps=2), OrderDone(orders=(3,)), CheckpointSaved(steps=4)]
+        assert await bench.answer(*orders) == answers
+        assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        place = tmp_path / "checkpoints"
+        bench = Bench(Scribe(), place)
+        await bench.answer(SaveCheckpoint(steps=2, number=2, cause=0))
+        (place / ".step-000002.saving").write_text("a file where the directory would have to go")
+        assert await bench.answer(delete(2, number=3)) == [OrderDone(orders=(3,))]
+        assert [steps for steps, _ in list_checkpoints(place)] == [2]
+        await bench.host.close()
+
+    with caplog.at_level("WARNING"):
+        play(scene)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "step-000002 cannot be deleted and stays: " in said
 
 
 def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import engine.local
 from engine.errors import ConfigError, DataFailure, RunFailed
-from engine.events import DrawFailed, GroupFailed, GroupGenerated, ReplicaLost
+from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
 from engine.hosts.prompts import CountedPrompts
 from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, Generated, GroupWork
@@ -269,7 +269,7 @@ def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
     result = run(generators=make, replicas=2)
     assert result.groups["consumed"] == 30
     assert sorted(lives) == [0, 0, 1, 1]
-    assert all(e.returns and "frozen for good" in e.reason for e in events_of(result, ReplicaLost))
+    assert all(not e.final and "frozen for good" in e.reason for e in events_of(result, ProcessLost))
 
     with pytest.raises(RunFailed, match="no replica is left"):
         run(generators=[Fragile(1), Fragile(1)])
@@ -288,10 +288,66 @@ def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on
             raise SystemExit("no licence left")
         return Fragile() if replica == 0 else Steady()
 
-    result = run(generators=make, replicas=2)
+    result = run(generators=make, replicas=2, replacements=2)
     assert result.groups["consumed"] == 30
-    (lost,) = events_of(result, ReplicaLost)
-    assert not lost.returns and "no licence left" in lost.reason
+    frozen, *unmade = events_of(result, ProcessLost)
+    assert "frozen for good" in frozen.reason
+    assert [(e.index, e.incarnation, e.final) for e in unmade] == [(0, 2, False), (0, 3, False)]
+    assert all("could not be made" in e.reason and "no licence left" in e.reason for e in unmade)
+
+
+def test_a_factory_that_raises_at_the_beginning_fails_the_run_with_its_error() -> None:
+    def make(replica: int) -> SimpleGenerator:
+        if replica == 1:
+            raise ValueError("no weights at this place")
+        return Steady()
+
+    with pytest.raises(ValueError, match="no weights at this place"):
+        run(generators=make, replicas=2)
+
+
+class Mortal(Steady):
+    """Ends after so many groups, or when it is first given one."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.over = asyncio.Event()
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        self.groups -= 1
+        if self.groups < 0:
+            self.over.set()
+            await asyncio.Event().wait()
+        return await super().sample(work, weights, version)
+
+    async def failed(self) -> str:
+        await self.over.wait()
+        return "its engine ended"
+
+
+def test_a_replica_is_replaced_for_as_long_as_the_run_trains_between_its_deaths() -> None:
+    trainer = Counting()
+    result = run(generators=lambda replica: Mortal(12), replacements=1, trainer=trainer)
+    assert sorted(trainer.groups) == list(range(30))
+    lost = events_of(result, ProcessLost)
+    assert len(lost) >= 2, "more than it may in a row"
+    assert [e.incarnation for e in lost] == list(range(1, len(lost) + 1))
+
+
+def test_a_replica_that_only_dies_is_replaced_so_many_times() -> None:
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        return Mortal(0)
+
+    with pytest.raises(RunFailed, match=r"no replica is left.*its engine ended"):
+        run(generators=make, replacements=2)
+    assert len(made) == 3
+    with pytest.raises(RunFailed, match=r"no replica is left.*its engine ended"):
+        run(generators=make, limits=limits(replica_restarts=1))
+    assert len(made) == 3 + 2
 
 
 @pytest.mark.parametrize("turns", range(16))
@@ -323,7 +379,7 @@ def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int)
         slots=4,
     )
     assert result.outcome == "finished"
-    assert len(events_of(result, ReplicaLost)) == 1
+    assert len(events_of(result, ProcessLost)) == 1
 
 
 def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) -> None:
@@ -344,6 +400,7 @@ def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) ->
         ({"generators": []}, "generators"),
         ({"limits": limits(checkpoint_every=1)}, "checkpoints need a run_dir"),
         ({"policies": {"deadline": "trunkate"}}, "did you mean 'truncate'"),
+        ({"replacements": -1}, "replica_restarts = -1: must be a whole number from 0"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(options: dict[str, Any], words: str) -> None:

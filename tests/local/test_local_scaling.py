@@ -1,5 +1,6 @@
 """Replicas that come and go in a run in one process, as its scheduler orders."""
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 from test_local_runs import Counting, Steady, events_of, run
 
-from engine.events import ReplicaJoined, ReplicaLost, ReplicasWanted
+from engine.commands import Command, StartProcess, StopProcess
+from engine.events import ProcessLost, ProcessUp, ReplicasWanted
 from engine.local.executor import LocalExecutor
 from engine.roles import GroupWork
 from engine.schedule import read, replay
@@ -34,7 +36,7 @@ class Wanting(Steady):
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> list[LocalExecutor]:
-    """Those that runs of the test make, as they are made."""
+    """Those that runs of the test make, as they are made. They get each order about a life twice."""
     made: list[LocalExecutor] = []
 
     class Noted(LocalExecutor):
@@ -42,24 +44,33 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[LocalExecutor]:
             super().__init__(**options)
             made.append(self)
 
+        def execute(self, commands: Sequence[Command]) -> None:
+            super().execute([*commands, *(one for one in commands if isinstance(one, StartProcess | StopProcess))])
+
     monkeypatch.setattr(sys.modules["engine.local.run"], "LocalExecutor", Noted)
     return made
 
 
 def test_replicas_are_started_let_go_and_started_again(executors: list[LocalExecutor]) -> None:
-    trainer, seen = Counting(), list[int]()
+    trainer, seen, made = Counting(), list[int](), list[int]()
+
+    def make(replica: int) -> Wanting:
+        made.append(replica)
+        return Wanting(executors, wanted, seen)
+
     wanted = {8: 3, 40: 1, 80: 2}
     result = run(
-        generators=lambda replica: Wanting(executors, wanted, seen),
+        generators=make,
         replicas=2,
         trainer=trainer,
         prompts=[f"question {n}" for n in range(PROMPTS)],
     )
     assert sorted(trainer.groups) == list(range(PROMPTS)), "each prompt once"
-    joined = [(event.replica, event.incarnation) for event in events_of(result, ReplicaJoined)]
+    joined = [(event.index, event.incarnation) for event in events_of(result, ProcessUp)]
     assert joined == [(0, 1), (1, 1), (2, 1), (1, 2)]
-    lost = {(event.replica, event.returns) for event in events_of(result, ReplicaLost)}
-    assert lost == {(1, False), (2, False)}
+    assert made == [replica for replica, _ in joined], "one generator for each life"
+    lost = [(event.index, event.incarnation, event.final) for event in events_of(result, ProcessLost)]
+    assert sorted(lost) == [(1, 1, False), (2, 1, False)]
     assert replay(read(result.record)).identical
 
 
@@ -68,6 +79,46 @@ def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(execut
     generators = [Wanting(executors, {8: 3}, seen) for _ in range(2)]
     result = run(generators=generators, trainer=trainer)
     assert sorted(trainer.groups) == list(range(30))
-    (lost,) = events_of(result, ReplicaLost)
-    assert (lost.replica, lost.incarnation, lost.returns) == (2, 0, False)
+    (lost,) = events_of(result, ProcessLost)
+    assert (lost.index, lost.incarnation, lost.final) == (2, 1, True)
     assert "can make no other" in lost.reason
+
+
+class Closing(Wanting):
+    """Takes some turns of the event loop to close, or never ends it."""
+
+    def __init__(self, executors: list[LocalExecutor], seen: list[int], *, hangs: bool = False) -> None:
+        super().__init__(executors, {8: 1}, seen)
+        self._hangs = hangs
+        self.state_then = ""
+        """Of replica 1, once it has closed."""
+
+    async def close(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if self._hangs:
+            await asyncio.Event().wait()
+        driver = self._executors[0].driver
+        assert driver is not None
+        self.state_then = driver.scheduler.state.fleet.replicas[1].process.state
+
+
+def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(executors: list[LocalExecutor]) -> None:
+    trainer, seen = Counting(), list[int]()
+    generators = [Closing(executors, seen) for _ in range(2)]
+    result = run(generators=generators, trainer=trainer)
+    (lost,) = events_of(result, ProcessLost)
+    assert (lost.index, lost.incarnation, lost.reason) == (1, 1, "1 replicas are wanted")
+    assert [generator.state_then for generator in generators] == ["gone", "stopping"]
+    assert sorted(trainer.groups) == list(range(30))
+
+
+def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
+    executors: list[LocalExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["engine.local.executor"], "CLOSE_S", 0.0)
+    trainer, seen = Counting(), list[int]()
+    result = run(generators=[Closing(executors, seen, hangs=True) for _ in range(2)], trainer=trainer)
+    (lost,) = events_of(result, ProcessLost)
+    assert (lost.index, lost.incarnation) == (1, 1)
+    assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))

@@ -12,6 +12,7 @@ from engine.metrics.steps import ReplayedRows
 from engine.metrics.transitions import Transitions
 from engine.schedule import Header, MemoryRecorder, read, recover
 from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
 
 
 def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
@@ -66,10 +67,10 @@ def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
 
 
 def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
-    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, group_timeout_s=3.0)
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts(group_s=3.0))
     world = Clockwork(limits, generation_s=lambda group: 99.0 if group == 2 else 1.0)
-    world.run(lambda world: world.at > 0 and world.scheduler.state.live.group_timer is not None)
-    timer = world.scheduler.state.live.group_timer
+    world.run(lambda world: world.at > 0 and world.scheduler.state.live.limit_timer is not None)
+    timer = world.scheduler.state.live.limit_timer
     assert timer is not None
     world.after(4.0, fact.TimerFired(timer=timer))
     world.run(lambda world: sum(world.metrics.going_on.parked.values()) > 0)

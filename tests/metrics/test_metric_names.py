@@ -227,8 +227,8 @@ def test_the_number_of_series_stays_however_often_replicas_come_back_and_setting
 
     def live(world: Clockwork, lives: range) -> None:
         for life in lives:
-            world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=life, returns=True, reason="killed"))
-            world.driver.deliver(fact.ReplicaJoined(replica=1, incarnation=life + 1, slots=2, version=0))
+            world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=life, reason="killed"))
+            world.driver.deliver(fact.ProcessUp(kind="replica", index=1, incarnation=life + 1, slots=2, version=0))
             setting, value = "scheduler.max_concurrent_groups", str(3 + life % 2)
             world.driver.deliver(fact.SettingChanged(setting=setting, value=value))
             after = world.scheduler.state.steps_trained + 2

@@ -202,7 +202,7 @@ def test_retries_are_counted_by_cause_and_echoes_are_not() -> None:
     )
     world.driver.deliver(failed)
     world.driver.deliver(echo)
-    world.driver.deliver(fact.ReplicaLost(replica=1, incarnation=1, returns=True, reason="killed"))
+    world.driver.deliver(fact.ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
     assert world.metrics.retries["group_data"] == 1
     assert world.metrics.retries["replica_lost"] == 1
     assert world.scheduler.state.stale_echoes == 1

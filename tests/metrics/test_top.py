@@ -279,7 +279,7 @@ def test_a_run_without_a_checkpoint_says_so(served: Served) -> None:
 def test_a_slow_replica_and_missing_ones_are_marked() -> None:
     world = clockwork(steps=None, replicas=2).run(lambda world: world.scheduler.state.steps_trained == 2)
     world.scheduler.state.fleet.replicas[1].slow = True
-    world.driver.deliver(fact.ReplicaLost(replica=0, incarnation=1, returns=True, reason="killed"))
+    world.driver.deliver(fact.ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     status = world.metrics.status()
     assert (status.replicas_slow, status.replicas_wanted, status.replicas_lost) == ((1,), 2, 1)
     console = Console(width=COLUMNS, record=True, file=io.StringIO())

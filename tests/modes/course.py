@@ -26,8 +26,8 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
-    ReplicaJoined,
-    ReplicaLost,
+    ProcessLost,
+    ProcessUp,
     ReplicaPaused,
     StepFailed,
     StepTrained,
@@ -124,20 +124,20 @@ class Course:
 
     def _happened(self, at: int, event: Event) -> None:
         match event:
-            case ReplicaJoined() if event.incarnation > self._incarnations.get(event.replica, 0):
-                self._lose(event.replica)
-                self._incarnations[event.replica] = event.incarnation
-                self._versions[event.replica] = event.version
-                self._slots[event.replica] = event.slots
-                self._to_sleep.discard(event.replica)
-                self._paused.discard(event.replica)
+            case ProcessUp(kind="replica") if event.incarnation > self._incarnations.get(event.index, 0):
+                self._lose(event.index)
+                self._incarnations[event.index] = event.incarnation
+                self._versions[event.index] = event.version
+                self._slots[event.index] = event.slots
+                self._to_sleep.discard(event.index)
+                self._paused.discard(event.index)
             case WeightsInstalled():
                 self._versions[event.replica] = event.version
                 self.installed.append((at, event.replica, event.version))
             case ReplicaPaused() if event.replica in self._to_sleep:
                 self.sleeps.append((at, event.replica))
-            case ReplicaLost() if self._incarnations.get(event.replica) == event.incarnation:
-                self._lose(event.replica)
+            case ProcessLost(kind="replica") if self._incarnations.get(event.index) == event.incarnation:
+                self._lose(event.index)
             case GroupGenerated() if self._leaves(event):
                 self.generated[event.group] = event
                 self.ready_at[event.group] = at

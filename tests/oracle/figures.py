@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.policies import DEFAULTS, names, register
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
+from engine.states.timeouts import Timeouts
 from tests.core.states_of_our_own import CHECKING, WEIGHING
 
 STEPS = 10
@@ -48,8 +49,8 @@ def any_limits(random: Random) -> Limits:
         infrastructure_attempts=random.randint(1, 5), data_attempts=random.randint(1, 2), checkpoint_every=every,
         validation=one([None, validation]), pools=pools, train_after_sync=not shared and one([True, False, False]),
         added_states=one([(), (), (WEIGHING,), (WEIGHING, CHECKING), (AddedState(name="rewarding", concurrency=2),)]),
-        group_timeout_s=one([None, None, 40.0]), straggler_factor=one([None, None, 1.1]), give_up_s=one([0.0, 5.0]),
-        keeps_batches=every > 0 and one([True, False]),
+        timeouts=Timeouts(group_s=one([None, None, 40.0])), straggler_factor=one([None, None, 1.1]),
+        give_up_s=one([0.0, 5.0]), keeps_batches=every > 0 and one([True, False]),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from engine.scheduler import Scheduler
 from engine.scheduling.settings import check_setting
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
 from tests.core.adversary import AT_REST
 from tests.oracle.figures import SHIPPED, STEPS, any_limits, any_policies
 
@@ -39,7 +40,7 @@ ROUGH = Faults(
 )  # fmt: skip
 FIGURES = (
     "scheduler.max_staleness_steps", "scheduler.max_concurrent_groups", "scheduler.deadline_timeout_s",
-    "scheduler.max_drops", "scheduler.infrastructure_attempts", "scheduler.data_attempts", "rollout.group_timeout_s",
+    "scheduler.max_drops", "scheduler.infrastructure_attempts", "scheduler.data_attempts", "timeouts.group_s",
     "rollout.straggler_factor", "rollout.give_up_s",
 )  # fmt: skip
 
@@ -104,7 +105,7 @@ def in_world(
 
 def calm(number: int, told: Told) -> None:
     random = Random(f"calm/{number}")
-    limits = replace(any_limits(random), group_timeout_s=None)
+    limits = replace(any_limits(random), timeouts=Timeouts())
     named = any_policies(random, own=0.1)
     in_world(a_setting(random, limits), named, told, steady=True)
 

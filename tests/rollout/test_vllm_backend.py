@@ -19,7 +19,7 @@ from gate import TOO_LONG_S
 from test_generator import Letters, length_reward
 
 from engine.errors import DataFailure, EngineError
-from engine.events import GroupGenerated, ReplicaLost, WeightsInstalled
+from engine.events import GroupGenerated, ProcessLost, WeightsInstalled
 from engine.local import RunResult, SimpleTrainer
 from engine.local.run import run_async
 from engine.roles import Batch
@@ -150,8 +150,8 @@ def test_groups_of_an_engine_that_is_killed_are_ended_by_the_other() -> None:
         samples=2, slots=6, policies={"filter": "none"},
     )  # fmt: skip
     assert (result.outcome, result.groups["consumed"]) == ("finished", 28)
-    (lost,) = events_of(result, ReplicaLost)
-    assert lost.replica == 1 and "vLLM" in lost.reason
+    (lost,) = events_of(result, ProcessLost)
+    assert lost.index == 1 and "vLLM" in lost.reason
     assert {event.replica for event in events_of(result, GroupGenerated)} == {0}
     assert all(len(t.token_ids) == TOKENS for group in trainer.groups for t in group.trajectories)
     assert_lawful(result)

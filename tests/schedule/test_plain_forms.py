@@ -39,7 +39,8 @@ def things() -> list[Any]:
     state = scheduler.state
     parts = [
         state, state.pools, *state.pools.leases, state.stages, *state.stages.by_name.values(), state.fleet,
-        state.ledger, state.deadlines, state.validations, state.ended, state.kept, state.live,
+        state.ledger, state.deadlines, state.validations, state.ended, state.kept, state.checkpoints,
+        state.live, state.clocks,
     ]  # fmt: skip
     assert {type(part) for part in parts} == {*PARTS}
     return [*parts, *SAMPLES.values(), Group(0)]

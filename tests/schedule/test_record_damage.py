@@ -244,7 +244,7 @@ def test_a_directory_that_is_deleted_is_noticed_at_the_next_event(tmp_path: Path
 
 
 def order_checkpoint(recorder: Recorder) -> None:
-    recorder.write(event(3), (SaveCheckpoint(steps=1, cause=3),), 1)
+    recorder.write(event(3), (SaveCheckpoint(steps=1, number=0, cause=3),), 1)
 
 
 def begin_segment(recorder: Recorder) -> None:

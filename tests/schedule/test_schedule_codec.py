@@ -60,7 +60,7 @@ def test_tags_are_the_tables_own() -> None:
         assert all(cls.tag == tag for tag, cls in table.items())
         assert len(set(table.values())) == len(table)
     assert msgpack.unpackb(encode_event(GENERATED)) == [3, 7, 1, 0, 1, 30, 2, 3, 4, 0.5, 1.0]
-    assert encode_event(RunStarted()) == b"\x91\x01"
+    assert encode_event(RunStarted()) == b"\x92\x01\x00"
 
 
 class Level(IntEnum):

@@ -75,7 +75,7 @@ def test_steps_trained_again_are_the_same_to_the_bit(
                 await store.put_scores(each.step, "ref_logprobs", ids, scores)
             await straight.step(each)
             if each.step + 1 == SAVED:
-                straight.host.carry_out(SaveCheckpoint(steps=SAVED, cause=0))
+                straight.host.carry_out(SaveCheckpoint(steps=SAVED, number=0, cause=0))
                 assert isinstance(await straight.answers.get(), CheckpointSaved)
         again = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
         again.trainer.load(str(tmp_path / f"step-{SAVED:06d}"))

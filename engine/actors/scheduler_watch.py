@@ -1,0 +1,225 @@
+"""The launcher's watch over the scheduler: a process that hangs is killed, so that Ray restarts it.
+
+Ray notices when the scheduler's process ends, and not when it hangs: stopped, or in an endless loop on its event loop.
+`run.RunHandle` begins a watch when the run has begun, and stops it before it ends the run. A watch must never kill a
+scheduler that works: a restarted one answers while it replays its record.
+"""
+
+import logging
+import os
+import select
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.heartbeat import Pulse
+from engine.actors.ray_node import RayNode
+from engine.actors.stacks import dump_stacks, process_state, stacks_file
+from engine.errors import RayProcessEnded
+from engine.private_files import make_directory, write_private
+
+log = logging.getLogger(__name__)
+
+NAME = "scheduler"
+PID_FILE = "scheduler.pid"
+"""Beside the logs: the process id of the newest scheduler, and its launch."""
+GONE_S = 10.0
+"""How long the kernel may take to end a killed process."""
+STOP_S = 2.0
+"""How long `stop` waits for a watch that is writing stacks."""
+
+
+def announce_process(run_dir: Path, launch: str) -> None:
+    """Called by a scheduler when it is made: it may hang before it has answered anybody. `launch` is the launch that it
+    belongs to. If that fails, the run continues: the watch then knows this process from its first answer on."""
+    file = _pid_file(run_dir)
+    try:
+        make_directory(file.parent)
+        write_private(file, f"{os.getpid()} {launch}\n")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error)
+
+
+def _pid_file(run_dir: Path) -> Path:
+    return run_dir / "logs" / PID_FILE
+
+
+class SchedulerWatch:
+    """Asks the scheduler for a sign of life as `pulse` says, on a thread of its own from `begin` to `stop`."""
+
+    def __init__(
+        self,
+        actor: Any,
+        process: int,
+        pulse: Pulse,
+        node: RayNode,
+        run_dir: Path | None,
+        launch: str,
+        note: Callable[[str], None],
+    ) -> None:
+        """`process`: the scheduler's, which is on this node; 0: nothing is watched. `launch`: as in `announce_process`.
+        `note` takes a line for the user."""
+        self.killed = ""
+        """Why the scheduler was killed, if it has not answered since then."""
+        self._actor = actor
+        self._pulse = pulse
+        self._node = node
+        self._run_dir = run_dir
+        self._launch = launch
+        self._note = note
+        self._pid = 0
+        self._process: LocalProcess | None = None
+        """The process that answered last; None where this one cannot signal it."""
+        self._ordered = False
+        """Ray was ordered to kill a process that this one cannot signal: nothing else tells whether it has ended."""
+        self._stopped = threading.Event()
+        self._woken = threading.Event()
+        """Set when the scheduler answers the beat, or the watch stops."""
+        self._thread: threading.Thread | None = None
+        if process:
+            self._know(process)
+
+    def begin(self) -> None:
+        if not self._pulse.every_s or not self._pid:
+            return
+        given = (weakref.ref(self), self._stopped, self._pulse.every_s)
+        self._thread = threading.Thread(target=_watch, args=given, name="scheduler watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more, and kill nothing."""
+        self._stopped.set()
+        self._woken.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
+
+    def check(self) -> bool:
+        """Ask once; whether a scheduler answered. One that does not is killed, and the next has the same question from
+        Ray. Blocks until the answer, or the end of the watch."""
+        woken = self._woken = threading.Event()
+        if self._stopped.is_set():
+            return False
+        try:
+            beat: Future[int] = self._actor.beat.remote().future()
+        except Exception as error:  # of several classes, where Ray has been shut down in this process
+            log.info("the scheduler cannot be asked for a sign of life: %s", error)
+            return False
+        beat.add_done_callback(lambda _: woken.set())
+        while not self._comes(woken):
+            self._end_silent(beat)
+        return beat.done() and self._answered(beat)
+
+    def _comes(self, woken: threading.Event) -> bool:
+        """Whether the answer comes within the limit, or the watch is stopped. One wait of the whole limit would be over
+        at once when this process itself was stopped for that long."""
+        return any(woken.wait(self._pulse.every_s) for _ in range(self._pulse.missed))
+
+    def _answered(self, beat: "Future[int]") -> bool:
+        try:
+            pid = beat.result()
+        except RayError:  # it is gone for good
+            return False
+        self.killed, self._ordered = "", False
+        self._know(pid)
+        return True
+
+    def _know(self, pid: int) -> None:
+        if pid != self._pid:
+            self._pid, self._ordered = pid, False
+            self._process = LocalProcess.found(pid) if self._node.started(pid) else None
+
+    def _end_silent(self, beat: "Future[int]") -> None:
+        """Kill the scheduler, unless there is a reason for its silence."""
+        try:
+            self._node.require_ray()
+        except RayProcessEnded:
+            return  # the call that waits for an update raises
+        announced = self._announced()
+        if announced not in (0, self._pid):
+            self._know(announced)  # a new process, which has had less time than the limit
+            return
+        process, pid = self._process, self._pid
+        if self._ordered or not pid or (process is not None and process.has_ended()):
+            return  # Ray restarts it
+        where = self._story_of(process)
+        if beat.done() or self._stopped.is_set():
+            return
+        silent = f"the scheduler (process {pid}) gave no sign of life for {self._pulse.limit_s:g} s"
+        told, self.killed = self.killed, f"{silent} and was killed{where}"
+        if process is None:
+            self._ordered = True
+            ray.kill(self._actor, no_restart=False)
+        elif not process.kill(GONE_S):
+            self.killed = f"{silent}, was killed and has not ended{where}"
+        if self.killed != told:  # report a process that the kernel does not end only once
+            self._note(self.killed)
+
+    def _announced(self) -> int:
+        """The process id that the newest scheduler of this launch wrote down; 0 if none can be read."""
+        if self._run_dir is None:
+            return 0
+        try:
+            pid, _, launch = _pid_file(self._run_dir).read_text(encoding="utf-8").strip().partition(" ")
+            return int(pid) if launch == self._launch else 0
+        except (OSError, ValueError):
+            return 0
+
+    def _story_of(self, process: "LocalProcess | None") -> str:
+        """Where the stacks are, or what else is known of a silent process."""
+        if process is None:
+            return ""
+        if self._run_dir is None:
+            return f"; {process_state(process.pid)}"
+        return f"; {dump_stacks(process.pid, stacks_file(self._run_dir, NAME))}"
+
+
+class LocalProcess:
+    """A process of this node, by a handle that no later process of the same number gets."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises: OSError if there is no such process, or on Linux before 5.3."""
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._handle)
+
+    @classmethod
+    def found(cls, pid: int) -> "LocalProcess | None":
+        try:
+            return cls(pid)
+        except OSError as error:
+            log.info("process %d has no handle: %s", pid, error)
+            return None
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, or ends within so long."""
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def kill(self, timeout_s: float) -> bool:
+        """Send SIGKILL, which also ends a stopped process; whether it ends within so long."""
+        try:
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        except OSError as error:
+            log.warning("process %d cannot be killed: %s", self.pid, error)
+        return self.has_ended(timeout_s)
+
+
+def _watch(reference: "weakref.ref[SchedulerWatch]", stopped: threading.Event, every_s: float) -> None:
+    """Check until the watch is stopped, or nobody holds it any more: the actor's handle would keep the run alive."""
+    while not stopped.wait(every_s):
+        watch = reference()
+        if watch is None:
+            return
+        try:
+            watch.check()
+        except Exception:  # of Ray, or of whoever takes the note: the next check may do better
+            log.exception("the scheduler could not be checked")
+        del watch

@@ -1,0 +1,501 @@
+"""Carries out what the scheduler decides about processes, and reports what befalls them. It decides nothing.
+
+Part of the scheduler actor, on its event loop. It starts and stops actors, sends them orders, watches them, and finds
+them again after the scheduler's process ended. Whether another life follows, and where it begins, is the core's
+decision (`scheduling/processes.py`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.births import KEPT, Births, Given, source_of
+from engine.actors.failures import failure_reason, raised
+from engine.actors.heartbeat import UNKNOWN, Ended, Pulse
+from engine.actors.lasting import Living
+from engine.actors.placement import Place, found_place, room_now, shortfall
+from engine.actors.plan import Plan, Redo, Restore
+from engine.actors.stacks import dump_stacks, stacks_file, writes_to
+from engine.actors.wire import Order, pack_orders
+from engine.commands import StartProcess, StopProcess
+from engine.errors import EngineError
+from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, ProcessWaits
+from engine.hosts.checkpoints import checkpoint_path, damaged_of, put_aside
+from engine.hosts.reasons import clean
+from engine.ids import NO_VERSION, Incarnation, StepId
+from engine.states.process import (
+    ADDED_STATES,
+    GATEWAY,
+    REPLICA,
+    SCORER,
+    TRAINER,
+    TRAJECTORY_STORE,
+    WEIGHTS_STORE,
+    name_of,
+)
+from engine.states.state import State
+
+log = logging.getLogger(__name__)
+
+STORE_PATIENCE = 4
+"""A store writes to its disk, which may be slow, on the event loop that gives its signs of life. It may miss so many
+times as many as other processes."""
+GOODBYE_S = 5.0
+"""How long a generator may take to close."""
+Key = tuple[str, int]
+
+
+class Life:
+    """One life of a process: its actor, and the orders that wait for the end of the drain."""
+
+    __slots__ = ("_place", "actor", "incarnation", "index", "kind", "opening", "orders", "sequence", "up", "watched")
+
+    def __init__(
+        self, key: Key, incarnation: Incarnation, actor: Any, place: Place | None = None, sequence: int = 0
+    ) -> None:
+        self.kind, self.index = key
+        self.incarnation = incarnation
+        self.actor = actor
+        self._place = place or Place({})
+        self.orders: list[Order] = []
+        self.sequence = sequence
+        self.opening: asyncio.Future[None] | None = None
+        """The answer to `bring_up`, if the launch has asked."""
+        self.up = False
+        self.watched = False
+        """It is being brought up or watched."""
+
+    def bring_up(self, *given: Any) -> "asyncio.Future[None]":
+        """Ask the actor to open what it hosts; `up` as soon as it has."""
+        opening: asyncio.Future[None] = asyncio.ensure_future(self.actor.bring_up.remote(*given))
+        opening.add_done_callback(self._opened)
+        return opening
+
+    def _opened(self, opening: "asyncio.Future[None]") -> None:
+        """Looks at the failure, too: else asyncio says that nobody did."""
+        self.up = not opening.cancelled() and opening.exception() is None
+
+    def send(self) -> None:
+        self.sequence += 1
+        self.actor.carry_out.remote(self.sequence, pack_orders(self.orders))
+        self.orders = []
+
+    def end(self) -> None:
+        """Kill the actor and give back what was set aside for it."""
+        if self.actor is not None:
+            ray.kill(self.actor)
+        self._place.free()
+
+
+class Supervisor:
+    """The processes of one run, by kind and index."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        given: Given,
+        state: State,
+        deliver: Callable[[Event], None],
+        give_up: Callable[[str], None],
+        gateway: Any = None,
+        living: Living | None = None,
+    ) -> None:
+        """`living`: actors of an earlier process of the scheduler, for `take_up`. `give_up(reason)` ends the run after
+        a defect of this class."""
+        self._plan = plan
+        self._given = given
+        self._state = state
+        self._deliver = deliver
+        self._give_up = give_up
+        self._births = Births(plan, given, gateway)
+        self._pulse = Pulse.of(plan)
+        self._patient = Pulse(plan.heartbeat_s, plan.missed_beats * STORE_PATIENCE)
+        self._lives: dict[Key, Life] = {}
+        self._ordered: dict[Key, Life] = {}
+        self._begun: dict[Key, Incarnation] = {}
+        """The newest life of each process that was started here, or was to be."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._living = living
+        stores = {(TRAJECTORY_STORE, 0): given[2], (WEIGHTS_STORE, 0): given[3], (GATEWAY, 0): gateway}
+        for key, actor in stores.items():
+            if actor is not None:
+                self._lives[key] = Life(key, self._newest(key) + (living is None), actor)
+
+    # the launch
+
+    async def open(self, restore: Restore | None = None) -> None:
+        """Start the first life of every process and wait until each is up, but for replicas that the cluster has no
+        room for; the trainer begins where `restore` says.
+
+        Raises the first thing that goes wrong, but for what befalls a replica once enough others are up: `start`
+        reports that.
+        """
+        replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
+        workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
+        workers += [self._make((ADDED_STATES, 0))] if self._plan.limits.added_states else []
+        trainer = self._make((TRAINER, 0))
+        for life in replicas:
+            life.opening = life.bring_up()
+        opening = [life.opening for life in replicas if life.opening is not None]
+        room = await asyncio.to_thread(room_now, self._plan)
+        enough = max(1, min(room, len(opening)))
+        others = [trainer.bring_up(restore), *(life.bring_up() for life in workers)]
+        try:
+            await asyncio.gather(_first_up(enough, opening), *others)
+        except RayError as error:
+            raise raised(error) from None
+
+    def begin(self) -> None:
+        """Watch what the launch has brought up, once the run has begun. Replicas are brought up by their orders."""
+        for life in list(self._lives.values()):
+            if not life.watched and life.kind != REPLICA:
+                self._watch(life)
+        self._report_gateway()
+
+    def _report_gateway(self) -> None:
+        """Say that the gateway is up, unless that is known: the core orders none, and hears of the one that there
+        is."""
+        life, known = self._lives.get((GATEWAY, 0)), self._state.find_process(GATEWAY, 0)
+        if life is not None and (known is None or known.state != "up"):
+            life.incarnation = self._newest((GATEWAY, 0)) + 1
+            self._deliver(ProcessUp(kind=GATEWAY, index=0, incarnation=life.incarnation))
+
+    def _make(self, key: Key) -> Life:
+        """The life after the last that the core knows of."""
+        return self._bear(key, self._newest(key) + 1)
+
+    def _newest(self, key: Key) -> Incarnation:
+        process = self._state.find_process(*key)
+        return 0 if process is None else process.incarnation
+
+    def _bear(self, key: Key, incarnation: Incarnation) -> Life:
+        """Make an actor. Raises whatever Ray says of its options."""
+        self._begun[key] = incarnation
+        actor, placed = self._births.make(*key, incarnation)
+        life = self._lives[key] = Life(key, incarnation, actor, placed)
+        return life
+
+    # after the scheduler's process ended
+
+    def take_up(self) -> None:
+        """Take hold of the processes that the state lists and that an earlier process of the scheduler started. Lives
+        that it does not list are ended."""
+        assert self._living is not None
+        listed: dict[tuple[str, Incarnation], Key] = {}
+        for process in self._processes():
+            if process.kind not in KEPT and process.state != "gone":
+                listed[source_of(process.kind, process.index), process.incarnation] = (process.kind, process.index)
+        kept = {source_of(kind, 0) for kind in KEPT}
+        for (source, incarnation), actor in self._living.actors.items():
+            key = listed.get((source, incarnation))
+            if key is not None and source not in self._living.silent:
+                self._lives[key] = self._found(key, incarnation, actor)
+            elif source not in kept:
+                ray.kill(actor)
+                self._found_place(source, incarnation).free()
+
+    def _found(self, key: Key, incarnation: Incarnation, actor: Any) -> Life:
+        assert self._living is not None
+        return Life(key, incarnation, actor, self._found_place(source_of(*key), incarnation), self._living.first - 1)
+
+    def _found_place(self, source: str, incarnation: Incarnation) -> Place:
+        """What an earlier process of the scheduler set aside for a life; nothing for any but replicas."""
+        several = self._plan.rollout_gpus > 1
+        return found_place(self._births.name(source, incarnation)) if several else Place({})
+
+    def recover(self) -> None:
+        """Watch what `take_up` has found, and report what is gone. To be called after the open orders were reissued:
+        they start what was starting."""
+        assert self._living is not None
+        for process in self._processes():
+            key = (process.kind, process.index)
+            life = self._lives.get(key)
+            if process.state == "up" and (life is None or life.incarnation != process.incarnation):
+                why = self._living.silent.get(source_of(*key), "it ended while there was no scheduler")
+                self._spawn(self._report(key, process.incarnation, Ended(why)))
+        for life in list(self._lives.values()):
+            if not life.watched:
+                self._watch(life)
+        self._report_gateway()
+
+    def _processes(self) -> list[Any]:
+        """Every process that the state knows."""
+        replicas = [replica.process for replica in self._state.fleet.replicas.values()]
+        return [*replicas, *self._state.processes.values()]
+
+    # orders about processes
+
+    def start(self, command: StartProcess) -> None:
+        """Bring up a life, unless it is there already; `ProcessUp` or `ProcessLost` says what came of it. Never raises:
+        a life that cannot be made is reported as lost, after the caller has finished."""
+        key, incarnation = (command.kind, command.index), command.incarnation
+        life = self._lives.get(key)
+        if life is not None and life.incarnation < incarnation:
+            self._forget(life)
+            life = None
+        if self._closed or (life is None and incarnation <= self._begun.get(key, 0)):
+            return  # it has ended already, as was or will be told
+        if command.steps and self._plan.restore_trainer is None:
+            self._begun[key] = incarnation
+            reason = "its plan cannot bring another trainer to where this one was"
+            self._spawn(self._report(key, incarnation, Ended(reason), final=True))
+            return
+        try:
+            life = life or self._bear(key, incarnation)
+        except Exception as error:
+            self._spawn(self._report_unstarted(key, incarnation, error))
+            return
+        if life.incarnation == incarnation and not life.watched:
+            life.watched = True
+            self._spawn(self._bring_up(life, command))
+
+    def stop(self, command: StopProcess) -> None:
+        """End a life, and say so; also where it is gone."""
+        if self._closed:
+            return
+        key = (command.kind, command.index)
+        life = self._lives.get(key)
+        there = life is not None and life.incarnation == command.incarnation
+        if life is not None and there and (command.hung or life.kind == TRAINER):
+            self._spawn(self._end(life, command))
+            return
+        if life is not None and there:
+            self._forget(life)
+        self._deliver(_lost(key, command.incarnation, command.reason))
+
+    async def _end(self, life: Life, command: StopProcess) -> None:
+        """End a life of which more is to be known: the stacks of one that hangs, what a trainer leaves behind."""
+        stacks = ""
+        if command.hung:
+            stacks = await self._stacks(life, await self._pulse.pid(life.actor))
+        if self._is_there(life):
+            self._forget(life)
+            await self._report((life.kind, life.index), life.incarnation, Ended(f"{command.reason}{stacks}"))
+
+    async def _bring_up(self, life: Life, command: StartProcess) -> None:
+        key = (life.kind, life.index)
+        try:
+            given = (self._restore(command),) if life.kind == TRAINER else ()
+            opening = life.opening or life.bring_up(*given)
+            if life.kind == REPLICA and not opening.done():
+                await self._say_if_it_waits(life, opening)
+            await opening
+        except Exception as error:
+            if self._is_there(life):
+                self._forget(life)
+                await self._report_unstarted(key, life.incarnation, error)
+            return
+        if not self._is_there(life):
+            return
+        if life.kind == REPLICA:
+            life.actor.join.remote()  # it reports that it is up by itself, before anything else that it reports
+        else:
+            self._deliver(ProcessUp(kind=life.kind, index=life.index, incarnation=life.incarnation))
+        self._watch(life)
+
+    def _is_there(self, life: Life) -> bool:
+        """Whether it is the life of its process, and its end would be news."""
+        return self._lives.get((life.kind, life.index)) is life and not self._closed
+
+    def _restore(self, command: StartProcess) -> Restore | None:
+        """What a trainer begins from."""
+        if not command.steps and not command.redo:
+            return None
+        batches = {batch.step: batch for batch in self._state.ended.batches(command.steps)}
+        redo = tuple(Redo(step=s, groups=batches[s].groups, staleness=batches[s].staleness) for s in command.redo)
+        path = None
+        if command.steps and command.version == NO_VERSION and self._plan.run_dir is not None:
+            path = str(checkpoint_path(self._plan.run_dir / "checkpoints", command.steps))
+        if command.version != NO_VERSION:
+            log.warning(
+                "the next trainer has the weights of version %d; the optimizer's moments are lost", command.version
+            )
+        if redo:
+            log.warning("the next trainer trains steps %d to %d again", redo[0].step, redo[-1].step)
+        return Restore(
+            steps=command.steps,
+            optimizer_steps=command.updates,
+            checkpoint=path,
+            version=command.version,
+            redo=redo,
+        )
+
+    async def _say_if_it_waits(self, life: Life, opening: "asyncio.Future[None]") -> None:
+        """Ray starts an actor as soon as the cluster has room, be that now or when a node is added. It learns late that
+        a node is lost, so it is asked again until the replica is up."""
+        said = ""
+        while self._plan.rollout_gpus and not opening.done():
+            replicas = sum(key[0] == REPLICA for key in self._lives)
+            lacking = clean(await asyncio.to_thread(shortfall, self._plan, replicas))
+            if opening.done() or not self._is_there(life):
+                return
+            if lacking != said:
+                said = lacking
+                log.warning("replica %d waits for room: %s", life.index, lacking or "there is room now")
+                self._deliver(
+                    ProcessWaits(kind=REPLICA, index=life.index, incarnation=life.incarnation, reason=lacking)
+                )
+            await asyncio.wait([opening], timeout=self._pulse.every_s or None)
+
+    # watching
+
+    def _watch(self, life: Life) -> None:
+        life.watched = life.up = True
+        self._spawn(self._watch_until_lost(life))
+
+    async def _watch_until_lost(self, life: Life) -> None:
+        key = (life.kind, life.index)
+        ended = await (self._patient if life.kind in KEPT else self._pulse).lost(life.actor)
+        if ended.silent is not None and self._is_there(life):
+            ended = Ended(f"{ended.reason}{await self._stacks(life, ended.silent)}")
+        if self._is_there(life):
+            self._forget(life)
+            await self._report(key, life.incarnation, ended)
+
+    async def _stacks(self, life: Life, pid: int) -> str:
+        """Where a silent process has written its stacks, if it is on this node."""
+        run_dir = self._plan.run_dir
+        if run_dir is None or pid == UNKNOWN:
+            return ""
+        file = stacks_file(run_dir, source_of(life.kind, life.index))
+        if not await asyncio.to_thread(writes_to, pid, file):
+            return ""
+        return f"; {await asyncio.to_thread(dump_stacks, pid, file)}"
+
+    async def _report_unstarted(self, key: Key, incarnation: Incarnation, error: Exception) -> None:
+        log.error("%s could not be started (life %d)", name_of(*key), incarnation, exc_info=error)
+        await self._report(key, incarnation, Ended(f"it could not be started: {failure_reason(error)}"))
+
+    async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
+        """Tell the scheduler of a lost life, and before that what it needs to know to begin another."""
+        log.warning("%s is lost (life %d): %s", name_of(*key), incarnation, ended.reason)
+        published = NO_VERSION
+        if key[0] == TRAINER:
+            published = await self._published()
+            await self._report_damage(incarnation)
+        # A store says by itself that it takes nothing more: beginning again would not help.
+        full = ended.told and key[0] in KEPT
+        reason = f"it takes nothing more: {ended.reason}" if full else ended.reason
+        if not self._closed:
+            self._deliver(_lost(key, incarnation, reason, final=final or full, published=published))
+
+    async def _published(self) -> int:
+        """The newest version in the weights store; -1 if that does not answer."""
+        try:
+            newest: int = await asyncio.wait_for(_answer(self._given[3].newest.remote()), self._pulse.patience_s)
+            return newest
+        except (RayError, TimeoutError):
+            return NO_VERSION
+
+    async def _report_damage(self, incarnation: Incarnation) -> None:
+        """Tell of checkpoints from which no trainer can begin after this life, and put them aside: else one of the same
+        steps would be taken for written already."""
+        if self._plan.run_dir is None:
+            return
+        directory = self._plan.run_dir / "checkpoints"
+        saved: list[StepId] = self._state.checkpoints.steps[::-1]
+        paths = {checkpoint_path(directory, steps): steps for steps in saved}
+        damaged = await asyncio.to_thread(damaged_of, list(paths))
+        for path, reason in damaged.items():
+            if self._closed or self._state.outcome is not None or self._begun.get((TRAINER, 0), 0) > incarnation:
+                return  # nobody would hear of it, and what is in use stays where it is
+            log.warning("the checkpoint %s is damaged and is not used: %s", path, reason)
+            self._deliver(CheckpointDamaged(steps=paths[path], reason=clean(reason)))
+            try:
+                if path.exists():
+                    put_aside(path)
+            except OSError as error:
+                log.warning("the damaged checkpoint %s cannot be put aside: %s", path, error)
+
+    # orders to processes
+
+    def order(self, kind: str, index: int, order: Order, incarnation: Incarnation | None = None) -> None:
+        """Keep an order for the end of the drain. One for a life that is over is for nobody: its loss is reported."""
+        life = self._lives.get((kind, index))
+        if life is not None and incarnation in (None, life.incarnation):
+            life.orders.append(order)
+            self._ordered[kind, index] = life
+
+    def flush(self) -> int:
+        """Send what was ordered, one call per actor; how many calls."""
+        calls = len(self._ordered)
+        for life in self._ordered.values():
+            life.send()
+        self._ordered.clear()
+        return calls
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Have the trainer hand over weights that it owes to scorers. Raises why it cannot."""
+        life = self._lives.get((TRAINER, 0))
+        if life is None:
+            raise EngineError("there is no trainer")
+        await life.actor.hand_over.remote(steps)
+
+    # the end
+
+    def stop_watching(self) -> None:
+        """Everything is being taken down: nobody's end is news any more."""
+        self._closed = True
+
+    async def close(self) -> None:
+        """Let generators give back what they hold, for a while, then kill every actor but the stores and the
+        gateway."""
+        self.stop_watching()
+        lives = [life for life in self._lives.values() if life.kind not in KEPT]
+        closing = [
+            asyncio.ensure_future(life.actor.close.remote()) for life in lives if life.kind == REPLICA and life.up
+        ]
+        if closing:
+            await asyncio.wait(closing, timeout=GOODBYE_S)
+        for end in closing:
+            if not end.cancel() and not end.cancelled():
+                end.exception()  # looked at, else asyncio says that nobody did
+        for life in lives:
+            life.end()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _forget(self, life: Life) -> None:
+        """End a life. Nobody listens to it any more."""
+        self._lives.pop((life.kind, life.index), None)
+        self._ordered.pop((life.kind, life.index), None)
+        if life.kind not in KEPT:
+            life.end()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._closed:
+            log.error("a task of the supervisor failed", exc_info=error)
+            self._give_up(f"a task that looks after the actors failed: {failure_reason(error)}")
+
+
+def _lost(
+    key: Key, incarnation: Incarnation, reason: str, *, final: bool = False, published: int = NO_VERSION
+) -> ProcessLost:
+    return ProcessLost(
+        kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), final=final, published=published
+    )
+
+
+async def _answer(call: Any) -> Any:
+    return await call
+
+
+async def _first_up(enough: int, opening: "list[asyncio.Future[None]]") -> None:
+    """Returns when so many replicas are open. Raises what one of them raises before."""
+    for count, opened in enumerate(asyncio.as_completed(opening), 1):
+        await opened
+        if count >= enough:
+            return

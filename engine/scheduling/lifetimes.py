@@ -1,0 +1,75 @@
+"""Lives of processes: starting, stopping, and whether another life follows one that ended.
+
+Called by the other modules of `scheduling/`. It decides nothing about the work of a process: `processes.py` does.
+"""
+
+from typing import Any
+
+from engine.commands import StartProcess, StopProcess
+from engine.scheduling.orders import Orders
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, Process
+from engine.states.state import State
+
+REASON_LENGTH = 1000
+"""Characters of a reason that go into an order."""
+REFILLED_BY_STEPS = (REPLICA, TRAINER)
+"""Kinds for which a train step is progress. For the others it is an answered order."""
+
+
+class Lifetimes:
+    """Orders the lives of processes, within their restart budgets."""
+
+    def __init__(self, state: State, orders: Orders) -> None:
+        self.state = state
+        self.orders = orders
+
+    def start(self, process: Process, **beginning: Any) -> None:
+        """Order the next life of a process. `beginning`: where a trainer begins, as fields of `StartProcess`."""
+        self.state.fire_process(process, "start" if process.state == "gone" else "restart")
+        process.incarnation += 1
+        process.taken, process.room = False, ""
+        self.orders.add(
+            StartProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, **beginning,
+                         cause=self.orders.cause)
+        )  # fmt: skip
+
+    def stop(self, process: Process, reason: str, *, hung: bool = False) -> None:
+        """Order the end of a life. Another may follow its `ProcessLost`."""
+        if process.state not in ("starting", "up"):
+            return
+        self.state.fire_process(process, "stop")
+        self.state.orders.withdraw("start", (process.kind, process.index))
+        self.orders.add(
+            StopProcess(kind=process.kind, index=process.index, incarnation=process.incarnation,
+                        reason=reason[:REASON_LENGTH], hung=hung, cause=self.orders.cause)
+        )  # fmt: skip
+
+    def begin_again(self, process: Process) -> None:
+        """New processes carry the run: the last life is over, and the budget is full again."""
+        if process.state != "gone":
+            self.state.fire_process(process, "end")
+        process.deaths = process.trained = 0
+        process.taken, process.reason, process.room = False, "", ""
+
+    def may_restart(self, process: Process) -> bool:
+        """Charge the death of a process to its restart budget. Progress fills the budget again."""
+        trained = self.state.steps_trained
+        if process.kind in REFILLED_BY_STEPS and process.trained != trained:
+            process.deaths = 0
+        process.trained = trained
+        process.deaths += 1
+        return process.deaths <= self._restarts(process)
+
+    def progressed(self, process: Process) -> None:
+        """A process other than a replica or the trainer has answered an order."""
+        if process.deaths:
+            process.deaths = 0
+            self.state.disturb()
+
+    def _restarts(self, process: Process) -> int:
+        limits = self.state.limits
+        if process.kind == REPLICA:
+            return limits.replica_restarts
+        if process.kind == TRAINER:
+            return limits.trainer_restarts
+        return limits.worker_restarts if process.kind in (SCORER, ADDED_STATES) else 0

@@ -1,0 +1,198 @@
+"""What follows when a process comes up or is lost: another life, what it begins from, and what becomes of its orders.
+
+Called by `scheduler.py`. A lost process costs each of its orders one attempt. A store or the gateway cannot be replaced
+while the run goes on: the run stops, and begins again from its record.
+"""
+
+from collections.abc import Callable
+
+from engine.commands import EnterState, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.events import BatchScored, ProcessLost, ProcessUp, ProcessWaits, StateFailed, StateLeft
+from engine.ids import StepId
+from engine.scheduling.lifetimes import Lifetimes
+from engine.scheduling.orders import Orders
+from engine.scheduling.rollout import RolloutScheduling
+from engine.scheduling.sync import SyncScheduling
+from engine.scheduling.training import TrainingScheduling
+from engine.states.orders import Order
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, Process
+from engine.states.state import State
+
+
+class ProcessScheduling:
+    """Reacts to processes that come and go."""
+
+    def __init__(
+        self,
+        state: State,
+        orders: Orders,
+        lifetimes: Lifetimes,
+        rollout: RolloutScheduling,
+        sync: SyncScheduling,
+        training: TrainingScheduling,
+    ) -> None:
+        self.state = state
+        self.orders = orders
+        self.lifetimes = lifetimes
+        self.rollout = rollout
+        self.sync = sync
+        self.training = training
+        self._lost: dict[str, Callable[[Process, ProcessLost], None]] = {
+            REPLICA: self._lose_replica,
+            TRAINER: self._lose_trainer,
+            SCORER: self._lose_worker,
+            ADDED_STATES: self._lose_worker,
+        }
+
+    def begin(self, replicas: int) -> None:
+        """Order the first lives of a run, or the first after a resume: so many replicas, and what the limits name."""
+        state = self.state
+        for replica in state.fleet.replicas.values():
+            self.lifetimes.begin_again(replica.process)
+            replica.process.wanted = replica.id < replicas
+        for process in state.processes.values():
+            self.lifetimes.begin_again(process)
+        for index in range(replicas):
+            self.lifetimes.start(state.process(REPLICA, index))
+        scorers = [state.process(SCORER, index) for index in range(len(state.limits.scorers()))]
+        added = [state.process(ADDED_STATES, 0)] if state.limits.added_states else []
+        stores = [state.process(kind, 0) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)]
+        for process in (state.process(TRAINER, 0), *scorers, *added, *stores):
+            process.incarnation += 1  # the launch has brought them up
+            state.fire_process(process, "up")
+
+    # events
+
+    def on_batch_scored(self, event: BatchScored) -> None:
+        for index, tasks in enumerate(self.state.limits.scorers()):
+            if event.task in tasks:
+                self.lifetimes.progressed(self.state.process(SCORER, index))
+        self.training.on_batch_scored(event)
+
+    def on_state_left(self, event: StateLeft) -> None:
+        self.lifetimes.progressed(self.state.process(ADDED_STATES, 0))
+        self.rollout.on_state_left(event)
+
+    def on_up(self, event: ProcessUp) -> None:
+        process = self._life(event)
+        if process.state in ("up", "stopping"):  # of an older life
+            self._end(process, "another incarnation joined in its place")
+        self.state.fire_process(process, "up")
+        if process.leaves:  # it is not wanted any more
+            self.state.live.moved = True
+        if event.kind == REPLICA:
+            self.sync.join(self.state.fleet.replicas[event.index], event)
+
+    def on_waits(self, event: ProcessWaits) -> None:
+        self.state.wait_for_room(self.state.process(event.kind, event.index), event.reason)
+
+    def on_lost(self, event: ProcessLost) -> None:
+        process = self._life(event)
+        lose = self._lost.get(event.kind)
+        if lose is not None:
+            lose(process, event)
+            return
+        self._end(process, event.reason)
+        reason = f"the {process.id} is lost: {event.reason}"
+        self.orders.end_run("stopped", reason, again=not event.final)
+
+    def _life(self, event: ProcessUp | ProcessLost) -> Process:
+        """The process of an event. A newer life than the one known ends the orders about that one."""
+        process = self.state.process(event.kind, event.index)
+        if event.incarnation != process.incarnation:
+            for subject in ("start", "stop"):
+                self.state.orders.withdraw(subject, (event.kind, event.index))
+        process.incarnation, process.room = event.incarnation, ""
+        return process
+
+    # kinds
+
+    def _lose_replica(self, process: Process, event: ProcessLost) -> None:
+        replica = self.state.fleet.replicas[event.index]
+        self.state.orders.fail(replica.id)
+        if replica.state != "down":
+            self.rollout.lose_replica(replica, event.reason)
+        self._follow(process, event)
+        self.sync.note_none_left(replica, event.reason)
+
+    def _follow(self, process: Process, event: ProcessLost) -> None:
+        """Order the life after one that ended, if it is wanted and there may be one."""
+        if process.wanted and not event.final and (process.taken or self.lifetimes.may_restart(process)):
+            self.lifetimes.start(process)
+        else:
+            self._end(process, event.reason)
+
+    def _end(self, process: Process, reason: str) -> None:
+        if process.state != "gone":
+            self.state.fire_process(process, "end")
+        process.taken = False
+        if process.kind == REPLICA:
+            replica = self.state.fleet.replicas[process.index]
+            if replica.state != "down":
+                self.rollout.lose_replica(replica, reason)
+
+    def _lose_worker(self, process: Process, event: ProcessLost) -> None:
+        """A scorer, or the process of the added states: it holds nothing that is not elsewhere too."""
+        failed = [order for owner in self.state.owners_of(process) for order in self.state.orders.fail(owner)]
+        tasks = self.state.limits.scorers()[process.index] if process.kind == SCORER else ()
+        who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
+        reason = f"the {who} is lost: {event.reason}"
+        if event.final or not self.lifetimes.may_restart(process):
+            self._end(process, reason)
+            self.orders.end_run("failed", self._spent(process, reason, event))
+            return
+        self.lifetimes.start(process)
+        self._fail(failed, reason)
+
+    def _lose_trainer(self, process: Process, event: ProcessLost) -> None:
+        """The next life begins where nothing is lost by it. If there is no such place, or too many lives ended, the run
+        ends."""
+        state = self.state
+        failed = state.orders.fail(TRAINER)
+        saved = [
+            order for order in failed
+            if isinstance(order.command, PublishWeights) and order.command.version <= event.published
+        ]  # fmt: skip
+        for order in saved:  # it reached the store; only its report is lost
+            self.training.take_published(order.id)
+        reason = f"the trainer is lost: {event.reason}"
+        beginning = self.training.beginning()
+        may_restart = self.lifetimes.may_restart(process)
+        if beginning is None:
+            self._end(process, reason)
+            self.orders.end_run("failed", f"{reason}; {self.training.why_no_beginning()}")
+            return
+        if event.final or not may_restart:
+            self._end(process, reason)
+            self.orders.end_run("failed", self._spent(process, reason, event))
+            return
+        self.lifetimes.start(process, **beginning)
+        self._fail([order for order in failed if order not in saved], reason)
+        if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
+            self.training.checkpoint()  # no resume could begin from what is on disk
+
+    def _spent(self, process: Process, reason: str, event: ProcessLost) -> str:
+        if event.final or process.deaths <= 1:
+            return reason
+        return f"{reason}; it ended {process.deaths} times without progress"
+
+    def _fail(self, failed: list[Order], reason: str) -> None:
+        """Charge the orders that were lost with a process. A lost checkpoint is ordered again once the run cannot end
+        without it."""
+        steps: dict[StepId, None] = {}
+        for order in failed:
+            command = order.command
+            if isinstance(command, ScoreBatch | TrainStep):
+                steps[command.step] = None
+            elif isinstance(command, PublishWeights):
+                self.training.fail_publication(command.version, reason)
+            elif isinstance(command, SaveCheckpoint):
+                self.state.checkpoint_ordered = min(self.state.checkpoint_ordered, self.state.ended.newest)
+            elif isinstance(command, EnterState):
+                self.rollout.on_state_failed(
+                    StateFailed(group=command.group, attempt=command.attempt, state=command.state,
+                                cause="infrastructure", reason=reason)
+                )  # fmt: skip
+        for step in steps:
+            self.training.fail_step(step, reason)
+        self.training.delete_checkpoints()  # those that the trainer was to delete

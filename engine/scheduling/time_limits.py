@@ -1,0 +1,142 @@
+"""What follows when an order exceeds its time limit: it is cut short, or its process is stopped.
+
+Called by `scheduler.py`, if any order has a limit (`Limits.timeouts`). `Clocks` says which orders are overdue. This
+module keeps one timer, for the order that may be due first. It must never act on work that is within its limit.
+"""
+
+from math import inf
+from typing import Any
+
+from engine.commands import CancelTimer, ParkGroup, SetTimer
+from engine.events import SchedulerRecovered, StateFailed, TimerFired, stamp
+from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
+from engine.scheduling.orders import Orders
+from engine.scheduling.rollout import RolloutScheduling
+from engine.scheduling.validation import ValidationScheduling
+from engine.states.clocks import SLACK_S, Clocks
+from engine.states.orders import KINDS_OF_SUBJECTS, Order, Owner
+from engine.states.process import REPLICA
+from engine.states.state import State
+from engine.states.timeouts import AUTO, CUT
+from engine.states.waiting import described
+
+LATE_S = 60.0
+"""If the timer fires this much too late, the scheduler's own process stood still, and answers may be on their way."""
+
+
+class TimeLimits:
+    """Sets the timer, and acts on overdue orders when it fires."""
+
+    def __init__(
+        self,
+        state: State,
+        orders: Orders,
+        lifetimes: Lifetimes,
+        rollout: RolloutScheduling,
+        validation: ValidationScheduling,
+    ) -> None:
+        self.state = state
+        self.clocks: Clocks = state.clocks
+        self.orders = orders
+        self.lifetimes = lifetimes
+        self.rollout = rollout
+        self.validation = validation
+
+    # the timer
+
+    def watch(self) -> None:
+        """Set the timer for the order that may be due first. To be called if something may be due before it fires."""
+        state, clocks = self.state, self.clocks
+        clocks.sooner = False
+        at = clocks.earliest()
+        if clocks.on and at + SLACK_S >= clocks.timer_at:
+            return
+        if state.live.limit_timer is not None:
+            self.orders.add(CancelTimer(timer=state.live.limit_timer, cause=self.orders.cause))
+            state.live.limit_timer = None
+            state.disturb()
+        clocks.timer_at = inf
+        if at < inf:
+            timer, delay_s = state.new_timer(), max(0.0, at - state.now)
+            state.live.limit_timer, clocks.timer_at = timer, state.now + delay_s
+            self.orders.add(SetTimer(timer=timer, delay_s=delay_s, cause=self.orders.cause))
+
+    def on_timer(self, event: TimerFired) -> None:
+        """Act on every order that exceeds its limit."""
+        state, clocks = self.state, self.clocks
+        late_s = state.now - clocks.timer_at
+        state.live.limit_timer, clocks.timer_at, clocks.sooner = None, inf, True
+        if late_s > LATE_S:
+            clocks.restart_all()
+            return
+        for order in clocks.overdue():
+            if state.orders.is_open(order) and state.outcome is None:  # it may have ended with one before it
+                self._act_on(order)
+
+    def on_recovered(self, event: SchedulerRecovered) -> None:
+        """Answers may have come while there was no scheduler: no order is overdue before they are in."""
+        if self.clocks.on:
+            self.clocks.restart_all()
+
+    # acting
+
+    def _act_on(self, order: Order) -> None:
+        reason, limit_s = self._reason(order), self.clocks.limit(order)
+        if KINDS_OF_SUBJECTS[order.subject] != CUT:
+            self.clocks.double(order)
+        if order.subject in ("group", "truncate"):
+            self._park(order, limit_s)
+        elif order.subject == "rows":
+            self.validation.cut(order, reason)
+        elif order.subject == "stage":
+            self._fail_stage(order, reason)
+        elif order.subject == "stop":
+            self.orders.end_run("stopped", reason, again=True)
+        else:
+            self.stop_owner(order.owner, reason)
+
+    def stop_owner(self, owner: Owner, reason: str) -> None:
+        """Stop a process that does not execute its order; `processes.py` says what follows. The one place that does so
+        for a time limit."""
+        process = self.state.process_of(owner)
+        if process is None:  # the data source
+            self.orders.end_run("stopped", reason)
+            return
+        if process.kind == REPLICA:
+            replica = self.state.fleet.replicas[process.index]
+            if replica.state != "down":
+                self.rollout.lose_replica(replica, reason)
+        self.lifetimes.stop(process, reason, hung=True)
+
+    def _park(self, order: Order, limit_s: float) -> None:
+        state = self.state
+        group = state.groups[order.id]
+        replica = state.fleet.replicas[group.replica]
+        group.overdue_s = float(limit_s)
+        state.touch(group)
+        if state.orders.find("park", group.id) is None:
+            self.orders.add(
+                ParkGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
+                          cause=self.orders.cause)
+            )  # fmt: skip
+
+    def _fail_stage(self, order: Order, reason: str) -> None:
+        """The attempt fails as if the state had said so; its process works on. A late answer is a stale echo."""
+        command: Any = order.command
+        self.state.orders.withdraw("stage", order.id)
+        failed = StateFailed(
+            group=command.group, attempt=command.attempt, state=command.state, cause="infrastructure",
+            reason=reason[:REASON_LENGTH],
+        )  # fmt: skip
+        stamp(failed, self.orders.cause, self.state.now)
+        self.rollout.on_state_failed(failed)
+
+    def _reason(self, order: Order) -> str:
+        """One sentence: who, for how long, at what, and the limit."""
+        timeouts, kind = self.state.limits.timeouts, KINDS_OF_SUBJECTS[order.subject]
+        wait = described(order, self.state)
+        setting = timeouts.setting(kind) + (": auto" if timeouts.given(kind) == AUTO else "")
+        limit_s, taken_s = self.clocks.limit(order), self.clocks.elapsed(order)
+        if timeouts.max_s is not None and taken_s < limit_s:
+            setting, limit_s, taken_s = "timeouts.max_s", timeouts.max_s, self.state.now - order.at
+        return f"{wait.by} exceeded its time limit of {limit_s:g} s ({setting}) after {taken_s:.0f} s: it {wait.what}"

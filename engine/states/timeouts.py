@@ -1,0 +1,128 @@
+"""The time limits of orders, by kind: `Limits.timeouts`. Each is a number of seconds, `auto`, or None for no limit.
+
+`RELATIONS` says which kind an order is of. `clocks.py` measures how long orders have taken, `scheduling/time_limits.py`
+acts on those that exceed their limit. This module must stay free of state: it holds settings and the rule for `auto`.
+"""
+
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any, Literal
+
+from engine.errors import ConfigError
+
+KINDS = (
+    "draw", "start", "group", "rows", "stage", "sync", "resume", "score", "train", "publish", "checkpoint", "store",
+)  # fmt: skip
+"""Kinds of orders that have a limit of their own. `CUT` is that of orders that cut another one short."""
+CUT = "cut"
+CUT_SHORT = ("group", "rows")
+"""Kinds that are cut short when they exceed their limit. A cut has a limit if one of these has one."""
+SLOW = ("start", "publish", "checkpoint", "rows")
+"""Kinds with the longer floor."""
+
+AUTO: Literal["auto"] = "auto"
+Limit = float | Literal["auto"] | None
+DEFAULT: Limit = None
+"""The limit of every kind unless it is set: None (no limit) or `AUTO`."""
+
+FLOOR_S, SLOW_FLOOR_S = 600.0, 3600.0
+TIMES_LONGEST = 10
+"""`auto` is so many times the longest answered order."""
+TIMES_FLOOR = 6
+"""And so many floors before the first answer."""
+MOST_S = 1_000_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Time limits in seconds. An order that exceeds its limit is cut short, or its process is stopped."""
+
+    draw_s: Limit = DEFAULT
+    """Draw prompts from the data source."""
+    start_s: Limit = DEFAULT
+    """Start or stop a process."""
+    group_s: Limit = DEFAULT
+    """Generate a group, its rewards included. Each stored prefix restarts the clock."""
+    rows_s: Limit = DEFAULT
+    """Measure a chunk of validation rows."""
+    stage_s: Limit = DEFAULT
+    """Do the work of an added state on a group."""
+    sync_s: Limit = DEFAULT
+    """Stage weights, pause a replica, or install weights."""
+    resume_s: Limit = DEFAULT
+    """Resume a paused replica."""
+    score_s: Limit = DEFAULT
+    """Run a scoring task on a batch."""
+    train_s: Limit = DEFAULT
+    """Train on a batch."""
+    publish_s: Limit = DEFAULT
+    """Publish a weights version."""
+    checkpoint_s: Limit = DEFAULT
+    """Write a checkpoint."""
+    store_s: Limit = DEFAULT
+    """Discard trajectories, or retire a weights version."""
+    floor_s: float = FLOOR_S
+    """The smallest `auto` limit. Orders of `SLOW` have at least `SLOW_FLOOR_S`, unless this is below its default."""
+    cut_s: float = 60.0
+    """How long a replica may take to cut a group or validation rows short."""
+    max_s: float | None = None
+    """The most that any order may take in all, whatever its progress."""
+    host_limits: tuple[tuple[str, float], ...] = ()
+    """Time limits that the processes apply themselves, by kind. The floor of the kind is at least twice as long."""
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            self._check(f"{kind}_s", or_words=True)
+        self._check("floor_s")
+        self._check("cut_s")
+        if self.max_s is not None:
+            self._check("max_s")
+
+    def _check(self, name: str, *, or_words: bool = False) -> None:
+        value: Any = getattr(self, name)
+        if or_words and (value is None or value == AUTO):
+            return
+        if type(value) in (int, float) and isfinite(value) and 0 < value <= MOST_S:
+            return
+        law = f"must be a number of seconds above 0, {MOST_S:.0f} at most{', or auto, or off' if or_words else ''}"
+        raise ConfigError(f"timeouts.{name}", value, law, "for example 600")
+
+    def setting(self, kind: str) -> str:
+        """The name of the setting that limits a kind."""
+        return f"timeouts.{kind}_s"
+
+    def given(self, kind: str) -> Limit:
+        """The limit of a kind as it was set."""
+        if kind == CUT:
+            return None if all(self.given(cut) is None for cut in CUT_SHORT) else self.cut_s
+        limit: Limit = getattr(self, f"{kind}_s")
+        return limit
+
+    def floor(self, kind: str) -> float:
+        """The smallest `auto` limit of a kind."""
+        floor = self.floor_s
+        if kind in SLOW and floor >= FLOOR_S:
+            floor = max(floor, SLOW_FLOOR_S)
+        return max([floor, *(2 * limit_s for of, limit_s in self.host_limits if of == kind)])
+
+    def limit(self, kind: str, longest: float | None, *, fresh: bool) -> float | None:
+        """The limit of one order in seconds; None: it has none.
+
+        Args: `longest`: the longest answered order of the kind, None if none was answered. `fresh`: the process has not
+        answered an order of this kind since it started.
+        """
+        given = self.given(kind)
+        if given != AUTO:
+            return given
+        floor = self.floor(kind)
+        learned = floor if longest is None else max(floor, TIMES_LONGEST * longest)
+        return max(TIMES_FLOOR * floor, learned) if fresh or longest is None else learned
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Timeouts":
+        """From the header of a record; unknown fields are refused."""
+        unknown = sorted(set(plain) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ConfigError("limits.timeouts", unknown, "are not known to this version of the engine")
+        host_limits = tuple((str(kind), float(limit_s)) for kind, limit_s in plain.get("host_limits", ()))
+        return cls(**{**plain, "host_limits": host_limits})

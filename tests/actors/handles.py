@@ -1,0 +1,229 @@
+"""Ray as far as `Supervisor` asks it: handles of actors that a test opens and ends, what was killed and set aside.
+
+`Scene` is a supervisor over it, with the state that some events lead to.
+"""
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayError
+from ray_plans import plan
+
+from engine.actors import placement
+from engine.actors.births import source_of
+from engine.actors.lasting import Living
+from engine.actors.plan import Plan
+from engine.actors.process import PackedPlan
+from engine.actors.supervisor import Supervisor
+from engine.actors.wire import unpack_orders
+from engine.commands import Command, StartProcess, StopProcess
+from engine.events import Event, ProcessLost, stamp
+from engine.scheduler import Scheduler
+
+ACTORS = {"RolloutActor", "TrainerActor", "ScorerActor", "AddedStatesActor"}
+
+
+class Handle:
+    """An actor. Nothing answers before the test lets it; a handle that is killed answers by a failure."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.opens, self.over, self.asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.failure: Exception | None = None
+        """What opening it raises."""
+        self.end: str | Exception = RayError("it died")
+        """What its end says once it is `over`."""
+        self.pid: int | None = None
+        """None: it is silent."""
+        self.opened_with: list[tuple[Any, ...]] = []
+        self.orders: list[Command] = []
+        self.joins = self.watchers = self.beats = self.closes = self.handed_over = 0
+        for method in ("bring_up", "join", "carry_out", "alive", "beat", "close", "hand_over"):
+            setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
+
+    def die(self) -> None:
+        self.over.set()
+
+    def _bring_up(self, *given: Any) -> Awaitable[None]:
+        self.opened_with.append(given)
+        self.asked.set()
+        return self._opened()
+
+    async def _opened(self) -> None:
+        opened, over = (asyncio.ensure_future(one.wait()) for one in (self.opens, self.over))
+        await asyncio.wait([opened, over], return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel(), over.cancel()
+        if self.failure is not None or self.over.is_set():
+            raise self.failure or RayError("it was killed")
+
+    def _join(self) -> None:
+        self.joins += 1
+
+    def _carry_out(self, sequence: int, packed: bytes) -> None:
+        self.orders += [order.command for order in unpack_orders(packed)]
+
+    async def _alive(self) -> str:
+        self.watchers += 1
+        await self.over.wait()
+        if isinstance(self.end, Exception):
+            raise self.end
+        return self.end
+
+    async def _beat(self) -> int:
+        self.beats += 1
+        while self.pid is None:
+            await asyncio.Event().wait()
+        return self.pid
+
+    async def _close(self) -> None:
+        self.closes += 1
+
+    async def _hand_over(self, steps: int) -> None:
+        self.handed_over = steps
+
+
+class RayOfHandles:
+    """`refuses`: the name of the actor that Ray does not make."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.handles: dict[str, Handle] = {}
+        self.killed: list[str] = []
+        self.set_aside: list[str] = []
+        self.refuses = ""
+        self.up_at_once = True
+        self.gpus = 64.0
+        patch.setattr(ray, "remote", self._remote)
+        patch.setattr(ray, "kill", self._kill)
+        patch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": self.gpus}}])
+        patch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a" * 56))
+        patch.setattr(placement, "placement_group", self._place)
+        patch.setattr(placement, "get_placement_group", self._find)
+        patch.setattr(placement, "remove_placement_group", lambda group: self.set_aside.remove(group.name))
+
+    def _remote(self, kind: type[Any]) -> Any:
+        assert kind.__name__ in ACTORS
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *_: self._make(options)))
+
+    def _make(self, options: dict[str, Any]) -> Handle:
+        name = options["name"].partition("/")[2]
+        if name == self.refuses:
+            raise ValueError("no node has such a resource")
+        assert name not in self.handles, "one life is one actor"
+        return self.add(name)
+
+    def add(self, name: str) -> Handle:
+        handle = self.handles[name] = Handle(name)
+        if self.up_at_once:
+            handle.opens.set()
+        return handle
+
+    def _kill(self, handle: Handle) -> None:
+        self.killed.append(handle.name)
+        handle.die()
+
+    def _place(self, bundles: Any, name: str, **options: Any) -> Any:
+        self.set_aside.append(name.partition("/")[2])
+        return SimpleNamespace(name=self.set_aside[-1])
+
+    def _find(self, name: str) -> Any:
+        if name.partition("/")[2] not in self.set_aside:
+            raise ValueError(name)
+        return SimpleNamespace(name=name.partition("/")[2])
+
+
+class Scene:
+    """A supervisor whose state is that after `events`. `living`: it takes over what the names say, but for `silent`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        cluster: RayOfHandles,
+        events: Sequence[Event] = (),
+        living: Sequence[str] | None = None,
+        silent: Sequence[str] = (),
+        gateway: bool = False,
+        **changes: Any,
+    ) -> None:
+        self.plan: Plan = plan(run_dir, **{"heartbeat_s": 0.0, **changes})
+        self.cluster = cluster
+        self.scheduler = Scheduler(self.plan.limits)
+        for number, event in enumerate(events):
+            stamp(event, number, 0.0)
+            self.scheduler.handle(event)
+        self.events: list[Event] = []
+        self.stores = [Handle("trajectories"), Handle("weights"), Handle("gateway")]
+        self.newest: Callable[[], Awaitable[int]] = lambda: asyncio.sleep(0, 0)
+        self.stores[1].newest = SimpleNamespace(remote=lambda: self.newest())  # type: ignore[attr-defined]
+        given = (replace(PackedPlan.of(self.plan), launch="run"), None, *self.stores[:2])
+        taken = None
+        if living is not None:
+            actors = {(name.split("/")[0], int(name.split("/")[1])): cluster.add(name) for name in living}
+            taken = Living(actors=actors, first=100, silent=dict.fromkeys(silent, "it is silent"))
+        self.supervisor = Supervisor(
+            self.plan, given, self.scheduler.state, self.events.append, pytest.fail,  # type: ignore[arg-type]
+            self.stores[2] if gateway else None, taken,
+        )  # fmt: skip
+
+    def handle(self, name: str) -> Handle:
+        return self.cluster.handles[name]
+
+    def start(self, kind: str, index: int, incarnation: int, **beginning: Any) -> None:
+        self.supervisor.start(StartProcess(kind=kind, index=index, incarnation=incarnation, cause=0, **beginning))
+
+    def stop(self, kind: str, index: int, incarnation: int) -> None:
+        self.supervisor.stop(StopProcess(kind=kind, index=index, incarnation=incarnation, reason="enough", cause=0))
+
+    def take_over(self) -> None:
+        """As the scheduler actor does it."""
+        orders = self.scheduler.state.orders.reissued(0.0)
+        self.supervisor.take_up()
+        for order in orders:
+            if isinstance(order, StartProcess):
+                self.supervisor.start(order)
+            elif isinstance(order, StopProcess):
+                self.supervisor.stop(order)
+        self.supervisor.recover()
+
+    @property
+    def lost(self) -> list[tuple[str, int, str]]:
+        """(source, incarnation, reason) of each loss that was reported."""
+        return [
+            (source_of(event.kind, event.index), event.incarnation, event.reason)
+            for event in self.events
+            if isinstance(event, ProcessLost)
+        ]
+
+
+def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a story, and fail if it hangs. What it does on threads it does in order: `settled` knows the end of it."""
+
+    async def whole() -> None:
+        complaints: list[Any] = []
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        loop.set_exception_handler(lambda loop, context: complaints.append(context))
+        await asyncio.wait_for(story(), 60.0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        gc.collect()
+        assert complaints == [], "asyncio says of no failure that nobody heard of it"
+
+    asyncio.run(whole())
+
+
+async def settled() -> None:
+    """Until everything that waits for nothing has come as far as it can."""
+    for _ in range(8):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await asyncio.to_thread(lambda: None)
