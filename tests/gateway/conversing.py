@@ -1,7 +1,9 @@
 """What the tests over Ray run: agents, a rollout in Python, a reward, and a replica that dies in a conversation."""
 
+import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from openai import AsyncOpenAI
 from engine.errors import DataFailure
 from engine.rollout.backend import SampleRequest, SampleResult
 from engine.rollout.program import RolloutClient
+from engine.rollout.requests import nothing_new
 from engine.rollout.torch import TorchBackend
 from engine.trajectory import Prompt, Trajectory
 
@@ -70,17 +73,33 @@ def whole(prompt: Prompt, trajectory: Trajectory) -> float:
 
 
 class Deadly(TorchBackend):
-    """Takes its process with it, once, in the second turn of a conversation."""
+    """Kills its process once, in the second turn of a conversation. Afterwards, each replica holds one second turn
+    back until it is aborted for new weights."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.held = ""
+        self.aborted = asyncio.Event()
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        if self.held in ids:
+            self.aborted.set()
+        await super().abort(ids)
+
+    async def pause(self, mode: str) -> None:
+        self.aborted.set()
+        await super().pause(mode)
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        if len(request.prompt_ids) > 40 and not os.path.exists("died"):
+        second_turn = len(request.prompt_ids) > 40
+        if second_turn and not os.path.exists("died"):
             Path("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if second_turn and not self.held:
+            self.held = request.id
+            await self.aborted.wait()
+            return nothing_new("abort")
         return await super().sample(request)
-
-
-def turns(prompt: Prompt, trajectory: Trajectory) -> float:
-    return float(runs(trajectory))
 
 
 def alive(marker: str) -> list[int]:
