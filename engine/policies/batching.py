@@ -1,6 +1,6 @@
 """Batching: which ready groups a train step takes.
 
-The rule is derived in DESIGN 4 and docs/ARCHITECTURE.md: step t must take, for every deadline d, at least U(d) − (d −
+The rule is derived in docs/STALENESS.md: step t must take, for every deadline d, at least U(d) − (d −
 t)·B groups with deadline ≤ d. Within that, `deadline-first` is a matter of order only.
 """
 
