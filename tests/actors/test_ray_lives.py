@@ -218,6 +218,6 @@ def test_a_run_that_goes_on_ends_what_its_killed_launcher_left(tmp_path: Path) -
     left = processes(OTHERS)
     assert len(left) == 5
     with start(plan(tmp_path, endless, trajectories="memory", resume=True)):
-        _, alive = psutil.wait_procs(left, timeout=20)
+        _, alive = psutil.wait_procs(left, timeout=60)
         assert alive == [] and len(processes(OTHERS)) == 5
     wait_for_no_actors()

@@ -67,7 +67,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def wait_for_no_actors() -> None:
-    _, left = psutil.wait_procs(actors_of_ours(), timeout=20)
+    _, left = psutil.wait_procs(actors_of_ours(), timeout=60)
     assert left == [], "a process of the run is left behind"
 
 
@@ -249,8 +249,8 @@ def test_a_launching_process_that_goes_leaves_no_process_behind(tmp_path: Path, 
     assert len(started) >= 6
     agents = [process for process in started if process.name() in RAYS_AGENTS]
     launcher.send_signal(end)
-    launcher.wait(30)
-    _, left = psutil.wait_procs([process for process in started if process not in agents], timeout=20)
+    launcher.wait(60)
+    _, left = psutil.wait_procs([process for process in started if process not in agents], timeout=60)
     for agent in agents:
         with contextlib.suppress(psutil.NoSuchProcess):
             agent.kill()
