@@ -22,6 +22,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
+# Ray gives its workers the niceness 15: beside anything else that computes, they would hardly run, and miss heartbeats.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

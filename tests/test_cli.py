@@ -817,7 +817,7 @@ def test_a_request_to_end_leaves_no_process(line: str) -> None:
         rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]
         steps = [row["step"] for row in rows if "step" in row]
         assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was under way"
-    _, left = psutil.wait_procs(started, timeout=20)
+    _, left = psutil.wait_procs(started, timeout=60)
     assert left == []
 
 

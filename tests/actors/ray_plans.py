@@ -24,7 +24,7 @@ from engine.states.limits import Limits
 from engine.trajectory import Trajectory
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "hosts"))
-from token_generator import TokenGenerator
+from token_generator import Running, TokenGenerator
 
 PROMPTS = 40
 
@@ -157,6 +157,20 @@ def plan(run_dir: Path, generator: Callable[[int], Any] = lambda replica: Quick(
 def paced(replica: int) -> TokenGenerator:
     """A generator of the whole protocol, a third of whose responses are long enough to be swapped under."""
     return TokenGenerator(length=10, free=True, pace_s=0.002, stretch=100)
+
+
+class Spanning(TokenGenerator):
+    """The first long groups get a few tokens of the initial weights, and no more of them."""
+
+    def _sample(self, running: Running) -> None:
+        long = self.length_of(running.work.group) > self.length
+        if self.version > 0 or not long or running.group.tokens < 3:
+            super()._sample(running)
+
+
+def spanning(replica: int) -> TokenGenerator:
+    """As `paced`, but no long group ends before new weights are installed under it."""
+    return Spanning(length=10, free=True, pace_s=0.002, stretch=100)
 
 
 def endless(replica: int) -> TokenGenerator:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray_plans import check_record, endless, events_of, paced, plan
+from group_gate import Gate
+from ray_plans import check_record, events_of, paced, plan
 from test_ray_lives import processes, trained, until_step
 from test_ray_runs import wait_for_no_actors
 
 from engine.actors.lasting import find_living
 from engine.actors.run import RunHandle, start
 from engine.actors.stacks import dump_stacks, stacks_file
-from engine.errors import RunFailed
 from engine.events import ProcessLost, RunResumed, SchedulerRecovered, StepFailed
 from engine.hosts.prompts import Prompts, listed
 
@@ -58,6 +58,8 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
     said: list[str] = []
     run_dir = tmp_path / "run"
     own = plan(run_dir, paced, make_prompts=partial(slow_to_recover, tmp_path / "begun"), **BEATS)
+    gate = Gate(tmp_path / "gate")
+    own = replace(own, make_rollout=gate.before(8 * 4, own.make_rollout))
     if how == "looping":
         extension = {"extensions": ["endless_policy"], "extensions_dir": str(Path(__file__).parent)}
         own = replace(own, policies={"dispatch": "endless-once"}, config={"run": extension})
@@ -67,6 +69,7 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
             until_step(run, 1)
             stop_scheduler()
             write_all_stacks(run, run_dir)
+        gate.open()
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
     (line,) = said
@@ -78,33 +81,4 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
     assert ("T (stopped)" if how == "stopped" else "endless_policy.py") in file.read_text()
     if how == "stopped":
         check_record(run_dir)
-    wait_for_no_actors()
-
-
-@pytest.mark.parametrize("store", ["TrajectoryStoreAct", "WeightsStoreAct"])
-def test_a_run_whose_store_is_stopped_begins_again_from_its_record(store: str, tmp_path: Path) -> None:
-    said: list[str] = []
-    source = listed([f"question {n}" for n in range(PROMPTS)])
-    with start(plan(tmp_path, paced, make_prompts=lambda: source, heartbeat_s=0.5, missed_beats=4)) as run:
-        run.note = said.append
-        until_step(run, 1)
-        (stopped,) = processes(store)
-        os.kill(stopped.pid, signal.SIGSTOP)
-        status = run.wait()
-    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
-    (line,) = said
-    name = "trajectory store" if store.startswith("T") else "weights store"
-    assert line.startswith(f"the {name} is lost: no sign of life for 8 s; it wrote no stacks: state T (stopped)"), line
-    assert "the run begins again from its record (1 of 5)" in line
-    (lost,) = events_of(tmp_path, ProcessLost)
-    assert lost.kind == name
-    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
-    wait_for_no_actors()
-
-
-def test_a_run_without_a_directory_ends_with_the_cause(tmp_path: Path) -> None:
-    with start(replace(plan(tmp_path, endless, **BEATS), run_dir=None)) as run:
-        stop_scheduler()
-        with pytest.raises(RunFailed, match=SILENT + r"state T \(stopped\)"):
-            run.wait()
     wait_for_no_actors()

@@ -40,9 +40,9 @@ with start(plan(Path({run_dir!r}), paced)) as run:
             process.kill()
     if {killed}:
         assert run.wait().outcome == "finished"
-psutil.wait_procs(started, timeout=30)
+psutil.wait_procs(started, timeout=60)
 publish_error_to_driver("over", "that was all", ray._private.worker.global_worker.gcs_client)
-over.wait(30)
+over.wait(60)
 """
 
 

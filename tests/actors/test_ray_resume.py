@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from group_gate import Gate
 from ray_plans import SMALLEST, check_record, events_of
 
 from engine.actors.models import plan_of
@@ -50,24 +50,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made")
 
 
-@pytest.fixture(scope="module")
-def cut(made: Path) -> Iterator[tuple[Path, Any]]:
-    """A run that was cut off after its fifth step, and its plan."""
-    run_dir = made / "cut"
+def cut_off(config: dict[str, Any], run_dir: Path, steps: int) -> tuple[Gate, Any]:
+    """A run is cut off after so many train steps and not one more: three groups of the next batch are ready at most.
+    The gate that holds the others, and the run's plan."""
     run_dir.mkdir()
-    plan = plan_of(parse_config(tree(made)), run_dir)
-    cut_off(plan, 5)
-    yield run_dir, plan
-
-
-def cut_off(plan: Any, steps: int) -> None:
+    gate, plan = Gate(run_dir / "gate"), plan_of(parse_config(config), run_dir)
+    plan = replace(plan, make_rollout=gate.before(steps * BATCH + 3, plan.make_rollout))
     with start(plan) as run:
         for status in run.updates():
             if status.step >= steps:
                 break
+    return gate, plan
 
 
-def resume(plan: Any) -> Any:
+def resume(gate: Gate, plan: Any) -> Any:
+    gate.open()
     with start(replace(plan, resume=True)) as run:
         return run.past(), run.wait()
 
@@ -100,16 +97,17 @@ def check_line(run_dir: Path, steps: int = STEPS) -> list[tuple[int, tuple[int, 
     return line
 
 
-def test_a_run_goes_on_where_it_was_and_loses_no_step(cut: tuple[Path, Any]) -> None:
-    run_dir, plan = cut
+def test_a_run_goes_on_where_it_was_and_loses_no_step(made: Path) -> None:
+    run_dir = made / "cut"
+    gate, plan = cut_off(tree(made), run_dir, 5)
     before = trained_in_the_line(run_dir)
     known = {e.group for e in events_of(run_dir, GroupGenerated)}
     whole = {group: attempt for group, attempt in read_back(run_dir).items() if group in known}
-    told, status = resume(plan)
+    told, status = resume(gate, plan)
     assert (status.outcome, status.step) == ("finished", STEPS)
-    assert "resumed from step-00000" in told
+    assert "resumed from step-000003" in told
     (event,) = events_of(run_dir, RunResumed)
-    assert event.kept and event.steps == len(before) >= 5, "the steps since the checkpoint are trained again, not anew"
+    assert event.kept and event.steps == len(before) == 5, "the steps since the checkpoint are trained again, not anew"
     assert (event.consumed, event.released, event.missing) == ((), (), ())
     assert check_line(run_dir)[: len(before)] == before
     generated = {e.group: e.attempt for e in events_of(run_dir, GroupGenerated)}
@@ -126,96 +124,49 @@ def read_back(run_dir: Path) -> dict[int, int]:
     return whole
 
 
-@pytest.mark.parametrize("gone", ["memory", "a batch"])
-def test_a_run_whose_trajectories_are_gone_branches_where_that_was_chosen(made: Path, gone: str) -> None:
-    run_dir = made / gone.replace(" ", "-")
-    run_dir.mkdir()
-    config = tree(made, durability={"trajectories": "memory" if gone == "memory" else "disk"})
-    config["trainer"]["checkpoint_every"] = every = STEPS // 2  # none follows before all is down
-    plan = plan_of(parse_config(config), run_dir)
-    cut_off(plan, 5)
+def test_a_run_whose_trajectories_are_in_memory_branches_from_its_checkpoint(made: Path) -> None:
+    run_dir = made / "memory"
+    gate, plan = cut_off(tree(made, durability={"trajectories": "memory"}), run_dir, 5)
     before = trained_in_the_line(run_dir)
-    if gone == "a batch":
-        store = DurableStore(run_dir / "trajectories", fresh=False)
-        store.discard(before[-1][1][:1])
-        store.close()
-        with pytest.raises(RunDamaged, match=f"lacks group {before[-1][1][0]} of train step"):
-            resume(plan)
-        plan = replace(plan, force_from=f"step-{every:06d}")
-    told, status = resume(plan)
+    told, status = resume(gate, plan)
     assert (status.outcome, status.step) == ("finished", STEPS)
-    assert "resumed from step-00000" in told
+    assert f"resumed from step-{EVERY:06d}" in told
     (event,) = events_of(run_dir, RunResumed)
-    assert not event.kept and event.steps == every
+    assert not event.kept and event.steps == EVERY
     assert len(event.consumed) == BATCH * (len(before) - event.steps)
     assert check_line(run_dir)[: event.steps] == before[: event.steps], "what the checkpoint holds stays as it was"
 
 
 def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(made: Path) -> None:
     run_dir = made / "forced"
-    run_dir.mkdir()
     config = tree(made)
     config["trainer"]["keep_checkpoints"] = 3
-    config["run"]["max_steps"] = steps = 14
-    plan = plan_of(parse_config(config), run_dir)
-    cut_off(plan, 7)
+    gate, plan = cut_off(config, run_dir, 7)
     checkpoints = run_dir / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} >= {"step-000003", "step-000006"}
     newer = (checkpoints / "step-000006" / "model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match=r"--force-from = 'step-000004': .*use one of: step-000003, step-000006"):
-        resume(replace(plan, force_from="step-000004"))
-    told, status = resume(replace(plan, force_from=str(checkpoints / "step-000003")))
+        resume(gate, replace(plan, force_from="step-000004"))
+    told, status = resume(gate, replace(plan, force_from=str(checkpoints / "step-000003")))
     assert status.outcome == "finished" and "resumed from step-000003" in told
     (event,) = events_of(run_dir, RunResumed)
     assert not event.kept and event.steps == 3
-    check_line(run_dir, steps)
+    check_line(run_dir)
     assert (checkpoints / ".step-000006-left-1" / "model.safetensors").read_bytes() == newer, "put aside, not touched"
 
 
 def test_a_run_without_a_checkpoint_begins_anew_in_the_same_record(made: Path) -> None:
     run_dir = made / "unsaved"
-    run_dir.mkdir()
     config = tree(made)
     config["trainer"]["checkpoint_every"] = 0
-    plan = plan_of(parse_config(config), run_dir)
-    cut_off(plan, 2)
-    told, status = resume(plan)
+    gate, plan = cut_off(config, run_dir, 2)
+    told, status = resume(gate, plan)
     assert (status.outcome, status.step) == ("finished", STEPS) and "the initial weights" in told
     (event,) = events_of(run_dir, RunResumed)
     assert event.steps == 0
     check_line(run_dir)
     with pytest.raises(ConfigError, match="has finished"):
-        resume(plan)
-
-
-def test_a_run_that_no_checkpoint_holds_yet_trains_its_first_steps_again(made: Path) -> None:
-    run_dir = made / "first"
-    run_dir.mkdir()
-    plan = plan_of(parse_config(tree(made)), run_dir)
-    cut_off(plan, 2)
-    told, status = resume(plan)
-    assert status.outcome == "finished" and ("the initial weights" in told or "step-000003" in told)
-    (event,) = events_of(run_dir, RunResumed)
-    assert event.kept and event.steps >= 2
-    check_line(run_dir)
-
-
-def test_a_checkpoint_that_is_not_what_was_written_is_refused_by_name(made: Path) -> None:
-    run_dir = made / "damaged"
-    run_dir.mkdir()
-    plan = plan_of(parse_config(tree(made)), run_dir)
-    cut_off(plan, 4)
-    newest = max((run_dir / "checkpoints").iterdir())  # one more may have come until all was down
-    weights = newest / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ConfigError, match=r"model\.safetensors.*is not what was written"):
-        resume(plan)
-    weights.unlink()
-    with pytest.raises(ConfigError, match=r"model\.safetensors.*is missing"):
-        resume(plan)
-    weights.write_bytes(whole)
-    assert resume(plan)[1].outcome == "finished"
+        resume(gate, plan)
 
 
 def test_a_run_whose_directory_is_deleted_stops_and_says_so(made: Path) -> None:

@@ -28,6 +28,7 @@ from ray_plans import (
     refused,
     restore_counter,
     restore_mortal,
+    spanning,
 )
 
 from engine.actors.plan import Plan
@@ -66,7 +67,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def wait_for_no_actors() -> None:
-    _, left = psutil.wait_procs(actors_of_ours(), timeout=20)
+    _, left = psutil.wait_procs(actors_of_ours(), timeout=60)
     assert left == [], "a process of the run is left behind"
 
 
@@ -90,23 +91,19 @@ def test_every_prompt_is_trained_once_and_the_record_replays(tmp_path: Path) -> 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_weights_are_swapped_under_running_groups(tmp_path: Path, mode: str) -> None:
     limits = replace(plan(tmp_path).limits, sync_mode=mode)
-    status = run_whole(plan(tmp_path, paced, limits=limits))
+    status = run_whole(plan(tmp_path, paced if mode == "wait" else spanning, limits=limits))
     assert status.outcome == "finished"
     scheduler = check_record(tmp_path)
     assert scheduler.state.ledger.consumed == PROMPTS
-    assert len(events_of(tmp_path, WeightsInstalled)) >= 4
+    assert events_of(tmp_path, WeightsInstalled)
     generated = events_of(tmp_path, GroupGenerated)
     assert all(e.tokens == 2 * paced(0).length_of(e.group) for e in generated), (
         "whatever was cut went on to its full length"
     )
-    mixed = [e for e in generated if e.oldest_version < e.newest_version]
-    if mode == "wait":
-        assert mixed == []
-    else:
-        assert mixed, "no group lived through a swap"
-    if mode == "abort":
-        resumed = {e.group for e in events_of(tmp_path, GroupAborted) if e.tokens}
-        assert resumed & {e.group for e in mixed}
+    mixed = {e.group for e in generated if e.oldest_version < e.newest_version}
+    aborted = {e.group for e in events_of(tmp_path, GroupAborted) if e.tokens}
+    assert bool(mixed) == (mode != "wait"), "the first long groups end under new weights alone"
+    assert bool(mixed & aborted) == (mode == "abort")
 
 
 def test_a_rollout_process_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -252,8 +249,8 @@ def test_a_launching_process_that_goes_leaves_no_process_behind(tmp_path: Path, 
     assert len(started) >= 6
     agents = [process for process in started if process.name() in RAYS_AGENTS]
     launcher.send_signal(end)
-    launcher.wait(30)
-    _, left = psutil.wait_procs([process for process in started if process not in agents], timeout=20)
+    launcher.wait(60)
+    _, left = psutil.wait_procs([process for process in started if process not in agents], timeout=60)
     for agent in agents:
         with contextlib.suppress(psutil.NoSuchProcess):
             agent.kill()

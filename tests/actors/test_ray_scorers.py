@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from group_gate import Gate
 from ray_plans import SMALLEST, Counter, check_record, events_of, plan
 from token_generator import TokenGenerator
 
@@ -124,18 +125,20 @@ def test_a_scorer_that_dies_costs_its_step_an_attempt(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_scores_under_what_was_restored(tmp_path: Path) -> None:
-    generator = partial(TokenGenerator, length=2, free=True)
+    gate = Gate(tmp_path / "gate")
     planned = scored_apart(tmp_path, limits=replace(LIMITS, max_steps=8))
-    planned = replace(planned, make_rollout=lambda replica: Rollout(generator=generator()))
+    generator = partial(TokenGenerator, length=2, free=True)
+    planned = replace(planned, make_rollout=gate.before(4 * 4, lambda replica: Rollout(generator=generator())))
     with start(planned) as run:
         for status in run.updates():
             if status.step >= 4:
                 break
-    assert events_of(tmp_path, CheckpointSaved)
+    assert next(event.steps for event in events_of(tmp_path, CheckpointSaved)) == 2
+    gate.open()
     with start(replace(planned, resume=True)) as run:
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", 8), status.reason
-    assert events_of(tmp_path, RunResumed)[0].steps > 0
+    assert events_of(tmp_path, RunResumed)[0].steps == 4
     assert not events_of(tmp_path, StepFailed)
     check_record(tmp_path)
 

@@ -62,7 +62,7 @@ class Bench:
     async def until(self, count: int) -> Event:
         while len(self.events) < count:
             self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 5)
+            await asyncio.wait_for(self._news.wait(), 60)
         return self.events[-1]
 
 
@@ -78,7 +78,7 @@ def play(bench: Callable[[], Bench], scene: Callable[[Bench], Awaitable[None]]) 
         await scene(stage)
         await stage.host.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 20))
+    asyncio.run(asyncio.wait_for(whole(), 120))
 
 
 def test_the_work_is_kept_before_it_is_reported() -> None:

@@ -100,7 +100,7 @@ class Stage:
         """Wait until so many events have been emitted."""
         while len(self.events) < count:
             self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 5)
+            await asyncio.wait_for(self._news.wait(), 60)
         return self.events
 
     async def settle(self) -> None:
@@ -121,7 +121,7 @@ class Stage:
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
 
 
 def test_a_group_is_kept_before_it_is_reported() -> None:

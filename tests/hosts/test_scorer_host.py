@@ -91,7 +91,7 @@ class Bench:
         count = len(self.events)
         while len(self.events) == count:
             self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 5)
+            await asyncio.wait_for(self._news.wait(), 60)
         return self.events[-1]
 
     async def score(self, step: int, attempt: int = 1, task: str = "old_logprobs") -> Event:
@@ -114,7 +114,7 @@ def play(scene: Callable[[Bench], Awaitable[None]]) -> None:
         await bench.scorer.close()
         await bench.trainer.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 20))
+    asyncio.run(asyncio.wait_for(whole(), 120))
 
 
 def test_each_step_is_scored_under_the_weights_that_it_is_trained_from() -> None:

@@ -94,7 +94,7 @@ class Bench:
             self.host.carry_out(command)
         while len(self.events) < before + len(commands):
             self._news.clear()
-            await asyncio.wait_for(self._news.wait(), 5)
+            await asyncio.wait_for(self._news.wait(), 60)
         return self.events[before:]
 
     async def fill(self, *groups: int) -> None:
@@ -109,7 +109,7 @@ def train(step: int = 0, attempt: int = 1) -> TrainStep:
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
 
 
 def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path: Path) -> None:

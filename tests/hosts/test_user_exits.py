@@ -70,11 +70,11 @@ class Stage:
         )  # fmt: skip
 
     async def next(self) -> Any:
-        return await asyncio.wait_for(self.events.get(), 5)
+        return await asyncio.wait_for(self.events.get(), 60)
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
 
 
 @exits

@@ -38,7 +38,6 @@ class TokenGenerator:
         self.calls: list[str] = []
         self.works: list[GroupWork] = []
         self._running: dict[GroupId, Running] = {}
-        self._changed = asyncio.Event()
 
     async def generate(self, work: GroupWork) -> Generated:
         self.works.append(work)

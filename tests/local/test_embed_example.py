@@ -1,8 +1,7 @@
-"""The example of the library's use is short, quick, free of Ray and torch, and does what its text says."""
+"""The example of the library's use is short, free of Ray and torch, and does what its text says."""
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "embed.py"
@@ -24,9 +23,7 @@ def test_it_is_at_most_60_lines() -> None:
 
 
 def test_it_runs_and_learns_without_ray_or_torch() -> None:
-    began = time.monotonic()
     program = PROGRAM.format(directory=str(EXAMPLE.parent))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=EXAMPLE.parents[1])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("finished: 20 train steps")
-    assert time.monotonic() - began < 20, "it takes about a second on an idle machine"

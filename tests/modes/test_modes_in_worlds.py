@@ -106,4 +106,9 @@ def test_bounds_hold_under_faults(times: dict[str, float], preset: str) -> None:
 @given(times=TIMES, mode=st.sampled_from(sorted(STREAMS)))
 @settings(max_examples=30)
 def test_stream(times: dict[str, float], mode: str) -> None:
-    STREAMS[mode](course_in_world("stream", times, *variants("stream")[mode]))
+    overrides = variants("stream")[mode]
+    course = course_in_world("stream", times, *overrides)
+    STREAMS[mode](course)
+    bound = configured("stream", CONFIGS, *overrides).scheduler.max_staleness_steps
+    assert max(course.every_staleness()) <= bound
+    assert not course.cut or mode == "async stream with partial rollout"

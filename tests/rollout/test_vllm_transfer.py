@@ -4,6 +4,8 @@ NCCL differs in the group and the bytes alone; what it would be given is built f
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_engines
-from backends import WIDE, build, go_on, run, until_sampled
+from backends import WIDE, build, go_on, hold, run, until_sampled
 from test_vllm_weights import LONG, assert_samples, greedy
 
 from engine.actors import transfer
@@ -59,8 +61,10 @@ def holder(model: Any, senders: Senders, **options: Any) -> Holder:
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen2-untied"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    before = vllm_engines.processes()
     backend = vllm_engines.start(build(request.param, **WIDE), kv="recompute", weight_transfer="gloo")
     backend.family = request.param
+    (backend.process,) = vllm_engines.processes() - before
     backend.senders = Senders()
     yield backend
     run(backend.close())
@@ -148,6 +152,32 @@ def test_weights_of_another_model_are_refused_before_the_pause(engine: Any) -> N
             untied = Holder(KeptTensors(manifest=manifest, tensors=tuple(tensors)), senders=senders)
             with pytest.raises(EngineError, match="are one tensor in this model"):
                 await engine.stage(engine.version + 1, untied)
+
+    run(scenario())
+
+
+def test_at_its_end_an_engine_fails_who_waits(engine: Any) -> None:
+    """The last test of each engine: one is closed, the other's process killed."""
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.sample(greedy("running", LONG)))
+        failed = asyncio.create_task(engine.failed())
+        await hold(engine, 5)
+        assert not failed.done() and not running.done()
+        if engine.family == "qwen2":
+            await engine.close()
+            assert not failed.done()
+            failed.cancel()
+            said = "closed"
+        else:
+            os.kill(engine.process, signal.SIGKILL)
+            said = "vLLM's engine"
+            assert said in await failed
+        for call in (running, engine.sample(greedy("later")), engine.pause("keep"), engine.resume()):
+            with pytest.raises(EngineError, match=said):
+                await call
+        await engine.close()
+        assert not engine.staging.exists()
 
     run(scenario())
 

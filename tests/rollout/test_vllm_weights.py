@@ -1,8 +1,6 @@
 """New weights in a running vLLM: what it samples afterwards is the new model's, whatever was frozen meanwhile."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,17 @@ def assert_samples(model: Any, result: SampleResult) -> None:
     assert result.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen2-untied"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A fresh one, with buckets so small that a version takes several files."""
-    before = vllm_engines.processes()
-    backend = vllm_engines.start(build(request.param, **WIDE), receive_bucket_mb=0.05, kv="recompute")
-    backend.family = request.param
-    (backend.process,) = vllm_engines.processes() - before
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    """A fresh one, with buckets so small that a version takes several files. Those of `test_backend_scenarios` install
+    files, too: of a model whose embeddings are tied."""
+    backend = vllm_engines.start(build("qwen2-untied", **WIDE), receive_bucket_mb=0.05, kv="recompute")
     yield backend
     run(backend.close())
 
 
 def model_of(engine: Any, version: int) -> Any:
-    return build(engine.family, 10 + version if version else 0, **WIDE)
+    return build("qwen2-untied", 10 + version if version else 0, **WIDE)
 
 
 def files_of(engine: Any, version: int) -> list[Path]:
@@ -129,31 +125,5 @@ def test_three_updates_each_serve_the_new_weights_while_a_request_is_kept(engine
         ends = [0, *seams, LONG]
         assert result.spans == [Span(ends[i], ends[i + 1], first + i) for i in range(4)]
         assert engine.tokens_sampled() - start == LONG + others, "a token was sampled twice"
-
-    run(scenario())
-
-
-def test_at_its_end_an_engine_fails_who_waits(engine: Any) -> None:
-    """The last test of each engine: one is closed, the other's process killed."""
-
-    async def scenario() -> None:
-        running = asyncio.create_task(engine.sample(greedy("running", LONG)))
-        failed = asyncio.create_task(engine.failed())
-        await hold(engine, 5)
-        assert not failed.done() and not running.done()
-        if engine.family == "qwen2":
-            await engine.close()
-            assert not failed.done()
-            failed.cancel()
-            said = "closed"
-        else:
-            os.kill(engine.process, signal.SIGKILL)
-            said = "vLLM's engine"
-            assert said in await failed
-        for call in (running, engine.sample(greedy("later")), engine.pause("keep"), engine.resume()):
-            with pytest.raises(EngineError, match=said):
-                await call
-        await engine.close()
-        assert not engine.staging.exists()
 
     run(scenario())
