@@ -38,8 +38,8 @@ from engine.config import load_extensions_of
 from engine.control.decide import after_resuming
 from engine.control.requests import Operation
 from engine.driver import Driver
-from engine.errors import EngineError
-from engine.events import Event, RunStarted, SchedulerRecovered, StopRequested
+from engine.errors import ConfigError, EngineError, RecordError, StorageFull
+from engine.events import Event, RunInterrupted, RunStarted, SchedulerRecovered
 from engine.hosts.clock import WallClock
 from engine.hosts.reasons import clean, reason_of
 from engine.hosts.threads import contained
@@ -54,6 +54,10 @@ log = logging.getLogger(__name__)
 
 SLICE = 64
 """Events of one report after which their commands leave: the first do not wait for the last of a large report."""
+
+
+LASTING = (ConfigError, RecordError, StorageFull)
+"""What fails a launch fails the next one, too, until somebody does something about it."""
 
 
 class SchedulerActor:
@@ -89,8 +93,19 @@ class SchedulerActor:
     async def open(self) -> str | None:
         """Build everything, start every actor; the metrics endpoint, if there is one.
 
-        Raises what is wrong with the plan, before any prompt is drawn.
+        Raises what is wrong with the plan, before any prompt is drawn. `BeginAgain`: another launch may succeed where
+        this one failed, and its scheduler decides whether there is one.
         """
+        try:
+            return await self._open()
+        except LASTING:
+            raise
+        except Exception as error:
+            if self._past is None or not self._plan.again:
+                raise
+            raise BeginAgain(str(raised(error))) from error
+
+    async def _open(self) -> str | None:
         plan = self._plan
         prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
@@ -213,6 +228,8 @@ class SchedulerActor:
         leave_no_word(self._plan)
         self._metrics = metrics_at_end(survived, self._transitions)
         self._failure, self._ended = survived.failure, True
+        outcome = survived.recovered.scheduler.state.outcome
+        self._relaunch = outcome.reason if outcome is not None and outcome.again else ""
         self._leaving.set()
 
     async def _go_on(self, survived: Survived) -> None:
@@ -253,7 +270,8 @@ class SchedulerActor:
         self._clock = self._driver.clock = self._new_clock(self._past)
         lives = len(self._plan.lives())
         begun = self._past is not None and self._past.recovered.events > 0
-        self._deliver(self._past.event(lives) if begun and self._past else RunStarted(replicas=lives))
+        resumed = self._past.event(lives, self._plan.again) if begun and self._past else None
+        self._deliver(resumed or RunStarted(replicas=lives))
         self._deliver(*self._after_resuming)
         if self._endpoint is not None:
             self._endpoint.announce()
@@ -373,10 +391,8 @@ class SchedulerActor:
             self._draining = not outermost
 
     def _lose_run(self, reason: str) -> None:
-        """End the run resumably where nothing can replace what is lost; it can begin again from its record."""
-        if self._plan.run_dir is not None and not self._over.done():
-            self._relaunch = reason
-        self._deliver(StopRequested(reason=clean(reason)))
+        """Report that the run cannot continue in these processes."""
+        self._deliver(RunInterrupted(reason=clean(reason)))
 
     async def _open_gateway(self) -> None:
         if self._gateway is not None:
@@ -384,7 +400,7 @@ class SchedulerActor:
                 await self._gateway.open.remote()
 
     def _finish(self, command: FinishRun) -> None:
-        if command.again and self._plan.run_dir is not None:
+        if command.again:
             self._relaunch = command.reason
         if not self._over.done():
             self._over.set_result(command)

@@ -10,8 +10,9 @@ on in its place. Of what lies before the snapshot the checksums are checked: a d
 
 from collections.abc import Callable
 
+from engine.commands import Command
 from engine.errors import RecordError
-from engine.events import RunResumed
+from engine.events import RunInterrupted, RunResumed, stamp
 from engine.ids import GroupId
 from engine.policies import PolicySet
 from engine.schedule.frames import Handled, Header
@@ -53,6 +54,8 @@ class Recovered:
         """Of segments whose checksums were checked, and which were not decoded."""
         self._replay(self.scheduler)
         self._history = _taken_from(self.scheduler)
+        self._interruptions = 0
+        """Events of `interrupt`, which follow those that were read."""
 
     def _begin(self, observe: Observer | None, books: Books | None) -> tuple[Scheduler, Place | None]:
         """The scheduler of the newest snapshot that can be used, or that of the header."""
@@ -81,12 +84,21 @@ class Recovered:
     @property
     def events(self) -> int:
         """All that the record has."""
-        return self.report.events + (self.began_at.position if self.began_at else 0)
+        return self.report.events + self._interruptions + (self.began_at.position if self.began_at else 0)
 
     @property
     def torn(self) -> Torn | None:
         """What a crash left behind the last whole frame."""
-        return self.report.torn
+        return None if self._interruptions else self.report.torn
+
+    def interrupt(self, reason: str) -> tuple[RunInterrupted, tuple[Command, ...]]:
+        """Ask the scheduler whether the run begins again. Returns what the caller must record: the event and the
+        answer. A run that has ended for good gives none, and then nothing is recorded."""
+        event = RunInterrupted(reason=reason)
+        stamp(event, self.events, self.at)
+        answer = self.scheduler.handle(event)
+        self._interruptions += bool(answer)
+        return event, answer
 
     def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = ()) -> RunResumed:
         """The event that goes on from where the record ends: the trainer is there again, and so are the trajectories

@@ -42,6 +42,8 @@ def resume(
         state.checkpoint_ordered = event.steps
     training.delete_checkpoints()
     state.begin_again()
+    if not event.again:
+        state.restarts, state.restarted_at = 0, event.steps
     processes.begin(event.replicas)
     training.publish()
 
