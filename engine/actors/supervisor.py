@@ -54,15 +54,13 @@ class Life:
 
     __slots__ = ("_place", "actor", "incarnation", "index", "kind", "opening", "orders", "sequence", "up", "watched")
 
-    def __init__(
-        self, key: Key, incarnation: Incarnation, actor: Any, place: Place | None = None, sequence: int = 0
-    ) -> None:
+    def __init__(self, key: Key, incarnation: Incarnation, actor: Any, place: Place | None = None) -> None:
         self.kind, self.index = key
         self.incarnation = incarnation
         self.actor = actor
         self._place = place or Place({})
         self.orders: list[Order] = []
-        self.sequence = sequence
+        self.sequence = 0
         self.opening: asyncio.Future[None] | None = None
         """The answer to `bring_up`, if the launch has asked."""
         self.up = False
@@ -79,9 +77,9 @@ class Life:
         """Looks at the failure, too: else asyncio says that nobody did."""
         self.up = not opening.cancelled() and opening.exception() is None
 
-    def send(self) -> None:
+    def send(self, epoch: int) -> None:
         self.sequence += 1
-        self.actor.carry_out.remote(self.sequence, pack_orders(self.orders))
+        self.actor.carry_out.remote(epoch, self.sequence, pack_orders(self.orders))
         self.orders = []
 
     def end(self) -> None:
@@ -103,9 +101,10 @@ class Supervisor:
         give_up: Callable[[str], None],
         gateway: Any = None,
         living: Living | None = None,
+        epoch: int = 0,
     ) -> None:
-        """`living`: actors of an earlier process of the scheduler, for `take_up`. `give_up(reason)` ends the run after
-        a defect of this class."""
+        """`living`: actors of an earlier process of the scheduler, for `take_up`. `epoch`: of this process; actors
+        refuse orders of lower ones. `give_up(reason)` ends the run after a defect of this class."""
         self._plan = plan
         self._given = given
         self._state = state
@@ -121,6 +120,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._living = living
+        self._epoch = epoch
         stores = {(TRAJECTORY_STORE, 0): given[2], (WEIGHTS_STORE, 0): given[3], (GATEWAY, 0): gateway}
         for key, actor in stores.items():
             if actor is not None:
@@ -200,8 +200,7 @@ class Supervisor:
                 self._found_place(source, incarnation).free()
 
     def _found(self, key: Key, incarnation: Incarnation, actor: Any) -> Life:
-        assert self._living is not None
-        return Life(key, incarnation, actor, self._found_place(source_of(*key), incarnation), self._living.first - 1)
+        return Life(key, incarnation, actor, self._found_place(source_of(*key), incarnation))
 
     def _found_place(self, source: str, incarnation: Incarnation) -> Place:
         """What an earlier process of the scheduler set aside for a life; nothing for any but replicas."""
@@ -425,7 +424,7 @@ class Supervisor:
         """Send what was ordered, one call per actor; how many calls."""
         calls = len(self._ordered)
         for life in self._ordered.values():
-            life.send()
+            life.send(self._epoch)
         self._ordered.clear()
         return calls
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ray_plans import Mortal, plan, restore_mortal
+from ray_plans import Mortal, events_of, plan, restore_mortal
 
 from engine.actors.past import Past, past_of
 from engine.actors.plan import Plan
@@ -17,7 +17,7 @@ from engine.hosts.durable import DurableStore
 from engine.hosts.packed import pack_group
 from engine.local import response
 from engine.metrics.transitions import Transitions
-from engine.schedule import Handled, read, replay
+from engine.schedule import read, replay
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -274,10 +274,9 @@ def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begi
         assert past.event(1, again=True).again and past.after.torn is None
     with pytest.raises(RunFinished, match="the scheduler died, 5; no train step since the run began again"):
         interrupted(5)
-    report = replay(read(scene.directory.parent / "schedule"))
-    assert report.divergence is None
-    ends = [frame.event for frame in read(scene.directory.parent / "schedule") if isinstance(frame, Handled)][-6:]
-    assert next(event.reason for event in ends if isinstance(event, RunInterrupted)) == "the scheduler died, 0"
+    assert replay(read(scene.directory.parent / "schedule")).divergence is None
+    told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
+    assert told == [f"the scheduler died, {number}" for number in range(6)]
     assert scene.past().event(1).again is False, "a user may resume it"
 
 
