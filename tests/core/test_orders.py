@@ -324,7 +324,7 @@ class Forgetful(World):
         judging = False
         recovered = recover(read(self._memory), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
-        assert recovered.scheduler.state.orders.reissued(self.time) * self._times == open_orders
+        assert list(recovered.scheduler.state.orders.reissued(self.time)) * self._times == open_orders
         self.scheduler = self.driver.scheduler = recovered.scheduler
 
     def _in_this_life(self, action: Callable[[], None]) -> Callable[[], None]:
@@ -375,7 +375,7 @@ def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
     outcome = world.run()
     barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
     assert outcome.outcome == "finished" or rough or limits.timeouts.group_s or barren, outcome
-    assert world.scheduler.state.orders.reissued(world.time) == []
+    assert not list(world.scheduler.state.orders.reissued(world.time))
 
 
 FULL = Limits(
