@@ -377,16 +377,16 @@ class Supervisor:
         if key[0] == TRAINER:
             published = await self._published()
             await self._report_damage(incarnation)
-        # A store says by itself that it takes nothing more: beginning again would not help.
+        # A store reports by itself that its disk is full: beginning again would not help.
         full = ended.told and key[0] in KEPT
-        reason = f"it takes nothing more: {ended.reason}" if full else ended.reason
+        reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
         if not self._closed:
             self._deliver(_lost(key, incarnation, reason, final=final or full, published=published))
 
     async def _published(self) -> int:
         """The newest version in the weights store; -1 if that does not answer."""
         try:
-            newest: int = await asyncio.wait_for(_answer(self._given[3].newest.remote()), self._pulse.patience_s)
+            newest: int = await asyncio.wait_for(self._given[3].newest.remote(), self._pulse.patience_s)
             return newest
         except (RayError, TimeoutError):
             return NO_VERSION
@@ -486,10 +486,6 @@ def _lost(
     return ProcessLost(
         kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), final=final, published=published
     )
-
-
-async def _answer(call: Any) -> Any:
-    return await call
 
 
 async def _first_up(enough: int, opening: "list[asyncio.Future[None]]") -> None:

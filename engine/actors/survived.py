@@ -6,7 +6,7 @@ on from the last event that was recorded.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ async def let_take_over(
         if not is_up:
             return
         try:
-            await asyncio.wait_for(_answered(answer), patience_s)
+            await asyncio.wait_for(answer, patience_s)
         except TimeoutError:
             silent[life[0]] = f"no sign of life for {patience_s:g} s after the scheduler came back"
         except RayError as error:
@@ -146,7 +146,3 @@ async def let_take_over(
 
     await asyncio.gather(*(attach(life, is_up) for life, is_up in sorted(listed.items()) if life in known.actors))
     return silent
-
-
-async def _answered(answer: Awaitable[None]) -> None:
-    await answer

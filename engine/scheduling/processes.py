@@ -117,7 +117,7 @@ class ProcessScheduling:
 
     def _follow(self, process: Process, event: ProcessLost) -> None:
         """Order the life after one that ended, if it is wanted and there may be one."""
-        if process.wanted and not event.final and (process.taken or self.lifetimes.may_restart(process)):
+        if process.wanted and not event.final and (process.excused or self.lifetimes.may_restart(process)):
             self.lifetimes.start(process)
         else:
             self._end(process, event.reason)
@@ -125,7 +125,7 @@ class ProcessScheduling:
     def _end(self, process: Process, reason: str) -> None:
         if process.state != "gone":
             self.state.fire_process(process, "end")
-        process.taken = False
+        process.excused = False
         if process.kind == REPLICA:
             replica = self.state.fleet.replicas[process.index]
             if replica.state != "down":

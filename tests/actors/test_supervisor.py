@@ -533,7 +533,9 @@ def test_a_store_that_says_that_it_is_full_is_lost_for_good(
         await settled()
         lost = scene.events[-1]
         assert isinstance(lost, ProcessLost) and (lost.kind, lost.final) == (kind, full)
-        assert lost.reason == ("it takes nothing more: no space left on device" if full else "RayError: it died")
+        assert lost.reason == (
+            "it cannot store anything more: no space left on device" if full else "RayError: it died"
+        )
         assert cluster.killed == [], "whoever has started it ends it"
 
     play(story)

@@ -572,7 +572,7 @@ def processes(run: Scripted) -> list[Process]:
 
 
 def test_every_field_of_a_process_but_its_reason_is_in_the_hash() -> None:
-    changed = {"state": "up", "incarnation": 7, "deaths": 2, "trained": 3, "wanted": False, "taken": True, "room": "a"}
+    changed = {"state": "up", "incarnation": 7, "deaths": 2, "trained": 3, "wanted": False, "excused": True, "room": "a"}
     for field, value in changed.items():
         fresh, other = Process("trainer"), Process("trainer")
         setattr(other, field, value)
