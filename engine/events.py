@@ -124,6 +124,8 @@ class ProcessLost(Event):
     """Nothing can start another life of it."""
     published: Version = NO_VERSION
     """Of the trainer: the newest version in the weights store. The report of it may be lost with the trainer."""
+    saved: tuple[StepId, ...] = ()
+    """Of the trainer: train steps in complete checkpoints whose reports are lost with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +321,8 @@ class RunResumed(Event):
     """With `kept`: groups whose trajectories are not there although they should be; they begin again."""
     again: bool = False
     """The launching process resumes the run by itself, as `FinishRun.again` says. Else a user does."""
+    checkpoint: StepId = 0
+    """With `kept`: train steps in the checkpoint that the trainer began with. The report of it may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.stored_groups import INITIAL, missing_groups, way_back
-from engine.errors import ConfigError, RunDamaged, RunFinished
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import RunResumed
 from engine.hosts.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
 from engine.hosts.reasons import clean
@@ -70,7 +70,7 @@ class Past:
     def event(self, replicas: int, again: bool = False) -> RunResumed:
         """With which the run goes on."""
         if self.missing is not None:
-            event = self.recovered.kept(replicas=replicas, missing=self.missing)
+            event = self.recovered.kept(replicas=replicas, missing=self.missing, checkpoint=self.restore.steps)
         else:
             event = self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
         return replace(event, again=again)
@@ -131,7 +131,10 @@ def _taken_up(
         if plan.restore_trainer is None:
             law = "is there, and this plan cannot bring a trainer to it"
             raise ConfigError("Plan.restore_trainer", None, f"{checkpoint.name} {law}", "a function that does")
-        verify_checkpoint(checkpoint)
+        try:
+            verify_checkpoint(checkpoint)
+        except OSError as error:
+            raise RecordError(str(checkpoint), 0, f"cannot be read: {error.strerror or error}") from None
     metrics = plan.run_dir / "metrics.jsonl"
     if metrics.exists():
         require_regular(metrics)

@@ -24,7 +24,7 @@ from engine.actors.wire import Order, pack_orders
 from engine.commands import StartProcess, StopProcess
 from engine.errors import EngineError
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, ProcessWaits
-from engine.hosts.checkpoints import checkpoint_path, damaged_of, put_aside
+from engine.hosts.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
 from engine.hosts.reasons import clean
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.states.process import (
@@ -373,15 +373,15 @@ class Supervisor:
     async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
         """Tell the scheduler of a lost life, and before that what it needs to know to begin another."""
         log.warning("%s is lost (life %d): %s", name_of(*key), incarnation, ended.reason)
-        published = NO_VERSION
+        known: dict[str, Any] = {}
         if key[0] == TRAINER:
-            published = await self._published()
+            known = {"published": await self._published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
         # A store reports by itself that its disk is full: beginning again would not help.
         full = ended.told and key[0] in KEPT
         reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
         if not self._closed:
-            self._deliver(_lost(key, incarnation, reason, final=final or full, published=published))
+            self._deliver(_lost(key, incarnation, reason, final=final or full, **known))
 
     async def _published(self) -> int:
         """The newest version in the weights store; -1 if that does not answer."""
@@ -390,6 +390,15 @@ class Supervisor:
             return newest
         except (RayError, TimeoutError):
             return NO_VERSION
+
+    async def _saved(self) -> tuple[StepId, ...]:
+        """Train steps in checkpoints that are ordered, not reported and complete."""
+        if self._plan.run_dir is None:
+            return ()
+        directory = self._plan.run_dir / "checkpoints"
+        ordered: list[StepId] = list(self._state.orders.open("checkpoint"))
+        sound = [await asyncio.to_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
+        return tuple(steps for steps, there in zip(ordered, sound, strict=True) if there)
 
     async def _report_damage(self, incarnation: Incarnation) -> None:
         """Tell of checkpoints from which no trainer can begin after this life, and put them aside: else one of the same
@@ -480,12 +489,8 @@ class Supervisor:
             self._give_up(f"a task that looks after the actors failed: {failure_reason(error)}")
 
 
-def _lost(
-    key: Key, incarnation: Incarnation, reason: str, *, final: bool = False, published: int = NO_VERSION
-) -> ProcessLost:
-    return ProcessLost(
-        kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), final=final, published=published
-    )
+def _lost(key: Key, incarnation: Incarnation, reason: str, **known: Any) -> ProcessLost:
+    return ProcessLost(kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), **known)
 
 
 async def _first_up(enough: int, opening: "list[asyncio.Future[None]]") -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from engine.commands import Command
 from engine.errors import RecordError
 from engine.events import RunInterrupted, RunResumed, stamp
-from engine.ids import GroupId
+from engine.ids import GroupId, StepId
 from engine.policies import PolicySet
 from engine.schedule.frames import Handled, Header
 from engine.schedule.packing import CodecError
@@ -100,11 +100,13 @@ class Recovered:
         self._interruptions += bool(answer)
         return event, answer
 
-    def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = ()) -> RunResumed:
-        """The event that goes on from where the record ends: the trainer is there again, and so are the trajectories
-        but for those of the groups that are `missing`."""
-        steps = self.scheduler.state.steps_trained
-        return RunResumed(steps=steps, replicas=replicas, consumed=(), released=(), kept=True, missing=missing)
+    def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = (), checkpoint: StepId = 0) -> RunResumed:
+        """The event that goes on from where the record ends: the trainer is there again, from the checkpoint after so
+        many steps, and so are the trajectories but for those of the groups that are `missing`."""
+        return RunResumed(
+            steps=self.scheduler.state.steps_trained, replicas=replicas, consumed=(), released=(), kept=True,
+            missing=missing, checkpoint=checkpoint,
+        )  # fmt: skip
 
     def resumed(self, *, steps: int, replicas: int) -> RunResumed:
         """The event that goes on from the weights after `steps` train steps: what ended since then has not."""

@@ -28,14 +28,15 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
-    unsaved = state.checkpoint_ordered > state.ended.newest
     state.stages.put_back()
     validation.begin_again(event.steps)
     state.orders.clear()
     _lose_replicas(event, state, rollout)
     if event.kept:
+        if event.checkpoint > state.ended.newest:
+            training.take_saved(event.checkpoint)
         _take_up(event, state, rollout, training)
-        if unsaved:
+        if state.checkpoint_ordered > state.ended.newest:
             training.checkpoint()
     else:
         state.branch(event.steps, event.consumed, event.released)
