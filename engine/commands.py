@@ -245,7 +245,8 @@ class FinishRun(Command):
     outcome: str
     reason: str
     again: bool = False
-    """A process is lost that cannot be replaced while the run goes on: the run is to begin again from its record."""
+    """The launching process resumes the run from its record: a process is lost that cannot be replaced while the run is
+    running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

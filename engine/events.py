@@ -124,6 +124,8 @@ class ProcessLost(Event):
     """Nothing can start another life of it."""
     published: Version = NO_VERSION
     """Of the trainer: the newest version in the weights store. The report of it may be lost with the trainer."""
+    saved: tuple[StepId, ...] = ()
+    """Of the trainer: train steps in complete checkpoints whose reports are lost with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +319,10 @@ class RunResumed(Event):
     their batches: `steps` are all there were, and only what ran is lost."""
     missing: tuple[GroupId, ...] = ()
     """With `kept`: groups whose trajectories are not there although they should be; they begin again."""
+    again: bool = False
+    """The launching process resumes the run by itself, as `FinishRun.again` says. Else a user does."""
+    checkpoint: StepId = 0
+    """With `kept`: train steps in the checkpoint that the trainer began with. The report of it may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,6 +422,14 @@ class ProcessWaits(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunInterrupted(Event):
+    """The run cannot continue where it is: its scheduler ended, or a launch that was to resume it failed."""
+
+    tag: ClassVar[int] = 44
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDamaged(Event):
     """The checkpoint after `steps` train steps is not what was written and is not used any more. Reported only while no
     trainer runs."""
@@ -433,5 +447,6 @@ EVENTS: dict[int, type[Event]] = {
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
         ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
+        RunInterrupted,
     )
 }  # fmt: skip

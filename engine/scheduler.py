@@ -9,7 +9,7 @@ same answers.
 from collections.abc import Callable
 from typing import Any
 
-from engine.commands import Command
+from engine.commands import Command, FinishRun
 from engine.errors import PolicyError
 from engine.events import (
     BatchScored,
@@ -34,6 +34,7 @@ from engine.events import (
     ReplicasWanted,
     RowsFailed,
     RowsMeasured,
+    RunInterrupted,
     RunResumed,
     RunStarted,
     SchedulerRecovered,
@@ -52,7 +53,7 @@ from engine.events import (
 from engine.policies import PolicySet
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.leaving import LeavingScheduling
-from engine.scheduling.lifetimes import Lifetimes
+from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
 from engine.scheduling.orders import Orders
 from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.pools import PoolScheduling
@@ -109,6 +110,7 @@ class Scheduler:
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._on_run_started,
             RunResumed: self._on_run_resumed,
+            RunInterrupted: self._on_run_interrupted,
             PromptsDrawn: self.rollout.on_prompts_drawn,
             DrawFailed: self.rollout.on_draw_failed,
             GroupGenerated: self.rollout.on_group_generated,
@@ -166,7 +168,7 @@ class Scheduler:
         """
         state = self.state
         state.orders.matched = ()
-        if state.outcome is not None and type(event) is not RunResumed:
+        if state.outcome is not None and not self._outlasts(state.outcome, event):
             return ()
         state.now = event.at
         self._orders.begin(event.id)
@@ -194,6 +196,11 @@ class Scheduler:
             state.fewer_over()
         check_event(state)
         return self._orders.take()
+
+    @staticmethod
+    def _outlasts(outcome: FinishRun, event: Event) -> bool:
+        """Whether an event means something to a run that has ended so."""
+        return isinstance(event, RunResumed) or (isinstance(event, RunInterrupted) and outcome.again)
 
     def _of_an_older_life(self, event: Event) -> bool:
         """Whether an event tells of a life of a process that is over, or tells again what is known of it."""
@@ -241,6 +248,10 @@ class Scheduler:
 
     def _on_run_resumed(self, event: RunResumed) -> None:
         resume(event, self.state, self.rollout, self.training, self.processes, self.validation)
+
+    def _on_run_interrupted(self, event: RunInterrupted) -> None:
+        self.state.outcome = None  # it was to begin again, and that failed
+        self._orders.end_run("stopped", event.reason[:REASON_LENGTH], again=True)
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._orders.end_run("stopped", event.reason)

@@ -591,7 +591,7 @@ def test_a_run_that_finished_is_not_gone_on_with(capsys: Capture, launched: Laun
     assert cli.main(["run", config, "--resume", "auto"]) == 0
     Path("runs/20990101-000000-mine/schedule").mkdir(parents=True)  # ended before its record began
     Path("runs/20990101-000000-mine-too/schedule").mkdir(parents=True)
-    for moment, head in enumerate((b"", preamble(0, 0)[:9], preamble(0, 0), preamble(0, 0) + b"\5\0\0\0torn")):
+    for moment, head in enumerate((b"", preamble(0, 0, 0)[:9], preamble(0, 0, 0), preamble(0, 0, 0) + b"\5\0\0\0torn")):
         begun = Path(f"runs/2099010{moment + 2}-000000-mine/schedule")
         begun.mkdir(parents=True)
         (begun / "00000000.seg").write_bytes(head)

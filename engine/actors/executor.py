@@ -6,7 +6,7 @@ can answer by itself (prompts, timers, orders to who is gone) it delivers at onc
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from engine.actors.failures import failure_reason
@@ -101,7 +101,7 @@ class RayExecutor:
             **dict.fromkeys(TRAINER_COMMANDS, lambda command: supervisor.order(TRAINER, 0, Order(command))),
         }
 
-    def execute(self, commands: Sequence[Command]) -> None:
+    def execute(self, commands: Iterable[Command]) -> None:
         carry = self._carry
         for command in commands:
             one = carry.get(type(command))

@@ -47,18 +47,19 @@ class HostedActor:
             self._opening = asyncio.get_running_loop().create_task(self.open(*given))
         return await asyncio.shield(self._opening)
 
-    async def attach(self, sequence: int) -> None:
-        """The scheduler is another process now, whose orders are numbered from here."""
-        self._orders.begin_at(sequence)
-        self._early.clear()
+    async def attach(self, epoch: int) -> None:
+        """The scheduler is another process now. Orders of the one before are refused."""
+        if self._orders.begin(epoch):
+            self._early.clear()
 
     async def beat(self) -> int:
         """The process id: a sign of life, answered at once by an event loop that is free."""
         return os.getpid()
 
     @ray.method(num_returns=0)
-    async def carry_out(self, sequence: int, orders: bytes) -> None:
-        for batch in self._orders.take(sequence, orders):
+    async def carry_out(self, epoch: int, sequence: int, orders: bytes) -> None:
+        await self.attach(epoch)  # Ray may begin this call before that one
+        for batch in self._orders.take(epoch, sequence, orders):
             self._carry(batch)
 
     async def alive(self) -> str:

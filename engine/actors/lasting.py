@@ -41,8 +41,8 @@ class Living:
     """The actors of a launch that a restarted scheduler finds."""
 
     actors: Mapping[tuple[str, Incarnation], Any]
-    first: int
-    """Orders to them are numbered from here: above all that were sent before."""
+    epoch: int
+    """Of that scheduler. They refuse orders of lower ones."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Why an actor did not let itself be taken over, by its source."""
 

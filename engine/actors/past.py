@@ -5,21 +5,23 @@ anything, and names what is missing or damaged. Only `Plan.force_from` continues
 after the checkpoint aside, and never deletes it.
 """
 
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.stored_groups import INITIAL, missing_groups, way_back
-from engine.errors import ConfigError, RunDamaged, RunFinished
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import RunResumed
 from engine.hosts.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
+from engine.hosts.reasons import clean
 from engine.hosts.segments import put_store_aside
 from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.schedule import After, Recovered, read, recover
+from engine.schedule import After, Recorder, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.regular import require_regular
 from engine.schedule.store import Torn
@@ -65,11 +67,13 @@ class Past:
         """Where the record goes on."""
         return After(events=self.recovered.events, torn=self.recovered.torn)
 
-    def event(self, replicas: int) -> RunResumed:
+    def event(self, replicas: int, again: bool = False) -> RunResumed:
         """With which the run goes on."""
         if self.missing is not None:
-            return self.recovered.kept(replicas=replicas, missing=self.missing)
-        return self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
+            event = self.recovered.kept(replicas=replicas, missing=self.missing, checkpoint=self.restore.steps)
+        else:
+            event = self.recovered.resumed(steps=self.restore.steps, replicas=replicas)
+        return replace(event, again=again)
 
 
 def past_of(plan: Plan, transitions: Transitions) -> Past:
@@ -82,7 +86,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
     record = read(schedule, missing_end=plan.force_from is not None)
-    lock = RecordLock(schedule)
+    lock = RecordLock(schedule, waits=plan.again)  # the scheduler before was killed, and may not have ended yet
     try:
         rows = ReplayedRows(transitions)
         recovered = recover(
@@ -91,8 +95,10 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
             books=transitions,
             replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
         )
+        if plan.interrupted:
+            lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.outcome
-        if outcome is not None and outcome.outcome == "finished":
+        if outcome is not None and (outcome.outcome == "finished" or (plan.again and not outcome.again)):
             law = f"has finished ({outcome.reason}) and cannot be resumed"
             raise RunFinished("RUN", str(plan.run_dir), law)
         end_earlier(plan.run_dir)
@@ -100,6 +106,17 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
     except BaseException:
         lock.release()
         raise
+
+
+def _record_interruption(recovered: Recovered, reason: str, schedule: Path, lock: RecordLock) -> RecordLock:
+    """Write into the record that the run was interrupted, and what its scheduler decides. Returns the lock on it."""
+    after = After(events=recovered.events, torn=recovered.torn)
+    event, answer = recovered.interrupt(clean(reason))
+    if not answer:
+        return lock
+    with closing(Recorder(schedule, after, lock=lock)) as recorder:
+        recorder.write(event, answer, recovered.scheduler.state_hash)
+    return RecordLock(schedule)
 
 
 def _taken_up(
@@ -114,7 +131,10 @@ def _taken_up(
         if plan.restore_trainer is None:
             law = "is there, and this plan cannot bring a trainer to it"
             raise ConfigError("Plan.restore_trainer", None, f"{checkpoint.name} {law}", "a function that does")
-        verify_checkpoint(checkpoint)
+        try:
+            verify_checkpoint(checkpoint)
+        except OSError as error:
+            raise RecordError(str(checkpoint), 0, f"cannot be read: {error.strerror or error}") from None
     metrics = plan.run_dir / "metrics.jsonl"
     if metrics.exists():
         require_regular(metrics)

@@ -132,9 +132,10 @@ class Plan:
     force_from: str | None = None
     """With `resume`: the name of the checkpoint to go back to, or `initial` for the initial weights; what came after it
     is put aside. None: nothing is given up, and whatever is missing is refused by name."""
-    restarts: int = 5
-    """Times the run is begun again from its record, in place, without a train step trained in between, where something
-    is lost that nothing can take the place of."""
+    again: bool = False
+    """With `resume`: the launching process resumes the run by itself, not a user."""
+    interrupted: str = ""
+    """With `again`: why the run could not continue, if its record does not say it."""
     scheduler_restarts: int = 20
     """Times that the scheduler's process may be started again while the others live on; needs a `run_dir`."""
     orphan_s: float = 30.0

@@ -8,11 +8,10 @@ from engine.actors.past import Past
 from engine.actors.plan import Plan
 from engine.actors.survived import Survived
 from engine.policies import PolicySet
-from engine.ports import Recorder as RecorderPort
 from engine.schedule import Header, NullRecorder, Recorder
 
 
-def recorder_of(plan: Plan, policies: PolicySet, earlier: Past | Survived | None) -> RecorderPort:
+def recorder_of(plan: Plan, policies: PolicySet, earlier: Past | Survived | None) -> Recorder | NullRecorder:
     """Raises: `RecordError`."""
     if plan.run_dir is None:
         return NullRecorder()

@@ -58,9 +58,9 @@ class RolloutActor:
             self._opening = asyncio.get_running_loop().create_task(self._open())
         await asyncio.shield(self._opening)
 
-    async def attach(self, sequence: int) -> None:
-        """The scheduler is another process now, whose orders are numbered from here."""
-        self._orders.begin_at(sequence)
+    async def attach(self, epoch: int) -> None:
+        """The scheduler is another process now. Orders of the one before are refused."""
+        self._orders.begin(epoch)
 
     async def beat(self) -> int:
         """The process id: a sign of life, answered at once by an event loop that is free."""
@@ -111,8 +111,8 @@ class RolloutActor:
             hosted.join(self._plan.slots)
 
     @ray.method(num_returns=0)
-    async def carry_out(self, sequence: int, orders: bytes) -> None:
-        for batch in self._orders.take(sequence, orders):
+    async def carry_out(self, epoch: int, sequence: int, orders: bytes) -> None:
+        for batch in self._orders.take(epoch, sequence, orders):
             for command, prompt in unpack_orders(batch):
                 self._hosted().carry_out(command, prompt)
 

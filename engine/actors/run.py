@@ -1,8 +1,8 @@
 """Start a run over Ray, watch it without polls, end it with everything it started.
 
 Called by the command line and by users with a plan of their own. The scheduler actor is a child of this process: when
-this process goes, however it goes, so does it, and the others end by themselves soon after. What a run cannot do
-without and cannot replace either has it begin again here, from its record.
+this process goes, however it goes, so does it, and the others end by themselves soon after. It begins the run again
+from its record when the scheduler says so, or has ended for good: then the next one decides (`scheduling/orders.py`).
 """
 
 import dataclasses
@@ -35,14 +35,9 @@ from engine.config import Config
 from engine.config.inputs import LEAST_STORE_BYTES
 from engine.control.requests import Drain, Operation, Stop
 from engine.errors import (
-    ConfigError,
     EngineError,
-    RayProcessEnded,
-    RecordError,
-    RecordHeld,
     RunFailed,
     RunFinished,
-    StorageFull,
 )
 from engine.hardware import object_store_limit
 from engine.metrics.status import Status
@@ -56,8 +51,8 @@ RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
 GOODBYE_S = 10.0
 """How long actors may take to end by themselves."""
 RESPITE_S = 5.0
-"""Between two starts of a run that begins again. Memory, and the record, are given back a while after Ray says that
-whoever had them ended; nothing says when."""
+"""Between two launches of a run that begins again. Memory is given back a while after Ray says that whoever had it
+ended; nothing says when."""
 
 
 def launch(
@@ -83,6 +78,8 @@ def launch(
 def start(plan: Plan) -> "RunHandle":
     """Start the run of a plan. In a process without Ray a local cluster is started, and ended with the run."""
     plan.require_scorers()
+    if plan.run_dir is None:  # there is no record to begin again from
+        plan = dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, run_restarts=0))
     own = not ray.is_initialized()
     node = None
     try:
@@ -173,15 +170,10 @@ class RunHandle:
         self._plan = plan
         self._launched = launched
         self._node = node
-        self._relaunch = ""
-        """Why the run is to begin again, as an update said: a scheduler that is started again as it ends knows not."""
-        self._begun_again = 0
-        self._step = -1
-        """Train steps when it last began again."""
         self._seen = 0
         self._last: Status | None = None
         self._found: Status | None = None
-        """At its end, of a run that was to begin again and had finished."""
+        """At its end, of a run that was to begin again and did not."""
         self._closed = False
         self._watch = self._begin_watch()
 
@@ -204,19 +196,18 @@ class RunHandle:
         Raises: what ended the run, if that was a defect: `PolicyError`, `InvariantViolated`, `RecordError`, …;
         `RayProcessEnded` as soon as Ray ends on this node.
         """
-        step = 0
         while self._last is None:
             try:
                 update = self._next_update()
             except RayError as error:
-                if self._begins_again(error, step):
-                    continue
-                raise self._story(error) from unwrapped(error)
+                story = self._story(error)
+                lost = isinstance(error, RayActorError) or isinstance(story, BeginAgain)
+                if not lost or not self._begin_again(str(story), recorded=False):
+                    raise story from unwrapped(error)
+                continue
             self._seen = update.number
             self.told |= update.told
-            self._relaunch = update.relaunch or self._relaunch
-            step = update.status.step
-            if update.last and self._relaunch and self._begin_again(self._relaunch, step):
+            if update.last and update.relaunch and self._begin_again(update.relaunch, recorded=True):
                 continue
             if update.last:
                 self._last = update.status
@@ -230,58 +221,46 @@ class RunHandle:
         update: Update = self._node.answer(self._launched.actor.next_update.remote(self._seen))
         return update
 
-    def _begins_again(self, error: RayError, step: int) -> bool:
-        """After the scheduler is gone for good, or cannot go on where it is."""
-        story = self._story(error)
-        if not isinstance(error, RayActorError) and not isinstance(story, BeginAgain):
-            return False
-        return self._begin_again(str(story), step)
-
     def _story(self, error: RayError) -> EngineError:
         """What went wrong; of a scheduler that was killed because it hung, that."""
         killed = self._watch.killed if isinstance(error, RayActorError) else ""
         return RunFailed(killed) if killed else raised(error)
 
-    def _begin_again(self, reason: str, step: int) -> bool:
-        """Start the run again from its record, unless it never gets any further or was told to end; should it have
-        finished, find how. A start that fails takes one of the attempts, too. Raises why it cannot be."""
+    def _begin_again(self, reason: str, *, recorded: bool) -> bool:
+        """Launch the run again from its record, unless a user has told it to end or there is no record. `recorded`: the
+        record says why. If the scheduler decides otherwise, or the run had finished, `_found` is how it ended.
+
+        Raises why it cannot be launched.
+        """
         if self._plan.run_dir is None or self.told:
             return False
-        if step > self._step:
-            self._begun_again, self._step = 0, step
-        if self._begun_again >= self._plan.restarts:
-            return False
+        interrupted = "" if recorded else reason
         self._node.require_ray()
-        self._note_again(reason)
         self._watch.stop()
         self._launched.end()
         while True:
+            self.note(f"{reason}; the run begins again from its record")
             try:
-                self._start_again(self._plan.run_dir)
+                self._start_again(self._plan.run_dir, interrupted)
                 return True
-            except EngineError as error:
-                if _is_lasting(error) or self._begun_again >= self._plan.restarts:
-                    raise
-                failure = error
+            except BeginAgain as error:
+                reason = interrupted = f"it could not begin again: {error}"
             threading.Event().wait(RESPITE_S)
             if self.told:
-                raise failure
-            self._note_again(f"it could not begin again: {failure}")
+                raise RunFailed(reason)
 
-    def _note_again(self, reason: str) -> None:
-        self._begun_again += 1
-        self.note(f"{reason}; the run begins again from its record ({self._begun_again} of {self._plan.restarts})")
-
-    def _start_again(self, run_dir: Path) -> None:
-        again = dataclasses.replace(self._plan, resume=True, force_from=None, settings=())
+    def _start_again(self, run_dir: Path, interrupted: str) -> None:
+        again = dataclasses.replace(
+            self._plan, resume=True, again=True, interrupted=interrupted, force_from=None, settings=()
+        )
         try:
             self._launched = Launched.of(again, self._node)
-        except RunFinished:  # its scheduler died as it took the rest down
+        except RunFinished:
             leave_no_word(self._plan)
             self._found = status_at_end(run_dir)
         else:
             self._watch = self._begin_watch()
-        self._seen, self._relaunch = 0, ""
+        self._seen = 0
 
     def wait(self) -> Status:
         """The status at the end of the run. Raises like `updates`."""
@@ -336,10 +315,3 @@ class RunHandle:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-def _is_lasting(error: EngineError) -> bool:
-    """Whether a start that failed so fails again until somebody does something. A record is held by the scheduler of
-    the start before until that has ended."""
-    lasting = ConfigError | RecordError | StorageFull | RayProcessEnded
-    return isinstance(error, lasting) and not isinstance(error, RecordHeld)

@@ -38,8 +38,8 @@ from engine.config import load_extensions_of
 from engine.control.decide import after_resuming
 from engine.control.requests import Operation
 from engine.driver import Driver
-from engine.errors import EngineError
-from engine.events import Event, RunStarted, SchedulerRecovered, StopRequested
+from engine.errors import ConfigError, EngineError, RecordError, RecordHeld, StorageFull
+from engine.events import Event, RunInterrupted, RunStarted, SchedulerRecovered
 from engine.hosts.clock import WallClock
 from engine.hosts.reasons import clean, reason_of
 from engine.hosts.threads import contained
@@ -54,6 +54,10 @@ log = logging.getLogger(__name__)
 
 SLICE = 64
 """Events of one report after which their commands leave: the first do not wait for the last of a large report."""
+
+
+LASTING = (ConfigError, RecordError, StorageFull)
+"""What fails a launch fails the next one, too, until somebody does something about it."""
 
 
 class SchedulerActor:
@@ -89,8 +93,19 @@ class SchedulerActor:
     async def open(self) -> str | None:
         """Build everything, start every actor; the metrics endpoint, if there is one.
 
-        Raises what is wrong with the plan, before any prompt is drawn.
+        Raises what is wrong with the plan, before any prompt is drawn. `BeginAgain`: another launch may succeed where
+        this one failed, and its scheduler decides whether there is one.
         """
+        try:
+            return await self._open()
+        except LASTING:
+            raise
+        except Exception as error:
+            if self._past is None or not self._plan.again:
+                raise
+            raise BeginAgain(str(raised(error))) from error
+
+    async def _open(self) -> str | None:
         plan = self._plan
         prepare_process("scheduler", plan.run_dir, private=True)
         await self._load()
@@ -99,6 +114,7 @@ class SchedulerActor:
         past = self._past
         if plan.run_dir is not None:
             note_launch(plan.run_dir, self._packed.launch)
+        self._record(past)
         self._start_stores()
         control = self._make(past, None)
         self._after_resuming = after_resuming(self._scheduler, plan.settings, plan.replicas)
@@ -127,21 +143,32 @@ class SchedulerActor:
         if plan.make_gateway is not None:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
+    def _record(self, earlier: Past | Survived | None) -> None:
+        """Take the record, and with it an epoch."""
+        self._policies = PolicySet.from_names(self._plan.policies)
+        self._recorder = recorder_of(self._plan, self._policies, earlier)
+
     def _make(self, earlier: Past | Survived | None, living: Living | None) -> Control:
-        """Everything in this process, around a new scheduler or the one that a record has led to."""
+        """Everything in this process, around a new scheduler or the one that a record has led to. `_record` comes
+        first."""
         plan = self._plan
-        policies = PolicySet.from_names(plan.policies)
         recovered = None if earlier is None else earlier.recovered.scheduler
-        self._scheduler = recovered or Scheduler(plan.limits, policies, observe=self._transitions.changed)
+        self._scheduler = recovered or Scheduler(plan.limits, self._policies, observe=self._transitions.changed)
         journal = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
         rows = None if earlier is None else earlier.rows
         self._metrics = RunMetrics(self._scheduler, self._transitions, journal, rows)
-        self._recorder = recorder_of(plan, policies, earlier)
         self._clock = self._new_clock(earlier)
         self._over = asyncio.get_running_loop().create_future()
         given = (self._packed, self._self, self._trajectories, self._weights)
         self._supervisor = Supervisor(
-            plan, given, self._scheduler.state, self._deliver, self._lose_run, self._gateway, living
+            plan,
+            given,
+            self._scheduler.state,
+            self._deliver,
+            self._lose_run,
+            self._gateway,
+            living,
+            self._recorder.epoch,
         )
         self._executor = RayExecutor(
             supervisor=self._supervisor,
@@ -213,24 +240,27 @@ class SchedulerActor:
         leave_no_word(self._plan)
         self._metrics = metrics_at_end(survived, self._transitions)
         self._failure, self._ended = survived.failure, True
+        outcome = survived.recovered.scheduler.state.outcome
+        self._relaunch = outcome.reason if outcome is not None and outcome.again else ""
         self._leaving.set()
 
     async def _go_on(self, survived: Survived) -> None:
         """Take hold of the actors, and order again what none of them has answered."""
         plan, packed = self._plan, self._packed
+        self._record(survived)
         try:
-            living = await take_hold(packed.launch, plan, survived)
+            living = await take_hold(packed.launch, plan, survived, self._recorder.epoch)
             self._trajectories, self._weights = (living.actors[store, 1] for store in STORES)
             self._gateway = living.actors.get(("gateway", 1))
             control = self._make(survived, living)
             await control.open()
         except BaseException:
-            survived.lock.release()
+            self._recorder.close()
             raise
         self._metrics.go_on()
         self._supervisor.take_up()
         self._deliver(SchedulerRecovered())
-        self._executor.execute(survived.orders)
+        self._executor.execute(self._scheduler.state.orders.reissued(survived.recovered.at))
         self._executor.flush()
         self._supervisor.recover()
         if self._endpoint is not None:
@@ -253,7 +283,8 @@ class SchedulerActor:
         self._clock = self._driver.clock = self._new_clock(self._past)
         lives = len(self._plan.lives())
         begun = self._past is not None and self._past.recovered.events > 0
-        self._deliver(self._past.event(lives) if begun and self._past else RunStarted(replicas=lives))
+        resumed = self._past.event(lives, self._plan.again) if begun and self._past else None
+        self._deliver(resumed or RunStarted(replicas=lives))
         self._deliver(*self._after_resuming)
         if self._endpoint is not None:
             self._endpoint.announce()
@@ -373,10 +404,8 @@ class SchedulerActor:
             self._draining = not outermost
 
     def _lose_run(self, reason: str) -> None:
-        """End the run resumably where nothing can replace what is lost; it can begin again from its record."""
-        if self._plan.run_dir is not None and not self._over.done():
-            self._relaunch = reason
-        self._deliver(StopRequested(reason=clean(reason)))
+        """Report that the run cannot continue in these processes."""
+        self._deliver(RunInterrupted(reason=clean(reason)))
 
     async def _open_gateway(self) -> None:
         if self._gateway is not None:
@@ -384,7 +413,7 @@ class SchedulerActor:
                 await self._gateway.open.remote()
 
     def _finish(self, command: FinishRun) -> None:
-        if command.again and self._plan.run_dir is not None:
+        if command.again:
             self._relaunch = command.reason
         if not self._over.done():
             self._over.set_result(command)
@@ -399,7 +428,8 @@ class SchedulerActor:
             await self._over
         except Exception as error:
             self._failure = error if isinstance(error, EngineError) else EngineError(reason_of(error))
-        with contextlib.suppress(Exception):
-            await self.close()
+        if not isinstance(self._failure, RecordHeld):  # else the actors are those of a scheduler of a higher epoch
+            with contextlib.suppress(Exception):
+                await self.close()
         self._ended = True
         self._watchers.changed()

@@ -103,7 +103,7 @@ class TrajectoryStoreActor:
             self._store.flush()
         except Exception as error:
             if not self._failed.is_set():
-                log.exception("the trajectory store takes nothing more")
+                log.exception("the trajectory store cannot store anything more")
                 self._reason = reason_of(error)
                 self._failed.set()
             await asyncio.Event().wait()

@@ -24,7 +24,7 @@ from engine.actors.wire import Order, pack_orders
 from engine.commands import StartProcess, StopProcess
 from engine.errors import EngineError
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, ProcessWaits
-from engine.hosts.checkpoints import checkpoint_path, damaged_of, put_aside
+from engine.hosts.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
 from engine.hosts.reasons import clean
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.states.process import (
@@ -54,15 +54,13 @@ class Life:
 
     __slots__ = ("_place", "actor", "incarnation", "index", "kind", "opening", "orders", "sequence", "up", "watched")
 
-    def __init__(
-        self, key: Key, incarnation: Incarnation, actor: Any, place: Place | None = None, sequence: int = 0
-    ) -> None:
+    def __init__(self, key: Key, incarnation: Incarnation, actor: Any, place: Place | None = None) -> None:
         self.kind, self.index = key
         self.incarnation = incarnation
         self.actor = actor
         self._place = place or Place({})
         self.orders: list[Order] = []
-        self.sequence = sequence
+        self.sequence = 0
         self.opening: asyncio.Future[None] | None = None
         """The answer to `bring_up`, if the launch has asked."""
         self.up = False
@@ -79,9 +77,9 @@ class Life:
         """Looks at the failure, too: else asyncio says that nobody did."""
         self.up = not opening.cancelled() and opening.exception() is None
 
-    def send(self) -> None:
+    def send(self, epoch: int) -> None:
         self.sequence += 1
-        self.actor.carry_out.remote(self.sequence, pack_orders(self.orders))
+        self.actor.carry_out.remote(epoch, self.sequence, pack_orders(self.orders))
         self.orders = []
 
     def end(self) -> None:
@@ -103,9 +101,10 @@ class Supervisor:
         give_up: Callable[[str], None],
         gateway: Any = None,
         living: Living | None = None,
+        epoch: int = 0,
     ) -> None:
-        """`living`: actors of an earlier process of the scheduler, for `take_up`. `give_up(reason)` ends the run after
-        a defect of this class."""
+        """`living`: actors of an earlier process of the scheduler, for `take_up`. `epoch`: of this process; actors
+        refuse orders of lower ones. `give_up(reason)` ends the run after a defect of this class."""
         self._plan = plan
         self._given = given
         self._state = state
@@ -121,6 +120,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._living = living
+        self._epoch = epoch
         stores = {(TRAJECTORY_STORE, 0): given[2], (WEIGHTS_STORE, 0): given[3], (GATEWAY, 0): gateway}
         for key, actor in stores.items():
             if actor is not None:
@@ -200,8 +200,7 @@ class Supervisor:
                 self._found_place(source, incarnation).free()
 
     def _found(self, key: Key, incarnation: Incarnation, actor: Any) -> Life:
-        assert self._living is not None
-        return Life(key, incarnation, actor, self._found_place(source_of(*key), incarnation), self._living.first - 1)
+        return Life(key, incarnation, actor, self._found_place(source_of(*key), incarnation))
 
     def _found_place(self, source: str, incarnation: Incarnation) -> Place:
         """What an earlier process of the scheduler set aside for a life; nothing for any but replicas."""
@@ -374,23 +373,32 @@ class Supervisor:
     async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
         """Tell the scheduler of a lost life, and before that what it needs to know to begin another."""
         log.warning("%s is lost (life %d): %s", name_of(*key), incarnation, ended.reason)
-        published = NO_VERSION
+        known: dict[str, Any] = {}
         if key[0] == TRAINER:
-            published = await self._published()
+            known = {"published": await self._published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
-        # A store says by itself that it takes nothing more: beginning again would not help.
+        # A store reports by itself that its disk is full: beginning again would not help.
         full = ended.told and key[0] in KEPT
-        reason = f"it takes nothing more: {ended.reason}" if full else ended.reason
+        reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
         if not self._closed:
-            self._deliver(_lost(key, incarnation, reason, final=final or full, published=published))
+            self._deliver(_lost(key, incarnation, reason, final=final or full, **known))
 
     async def _published(self) -> int:
         """The newest version in the weights store; -1 if that does not answer."""
         try:
-            newest: int = await asyncio.wait_for(_answer(self._given[3].newest.remote()), self._pulse.patience_s)
+            newest: int = await asyncio.wait_for(self._given[3].newest.remote(), self._pulse.patience_s)
             return newest
         except (RayError, TimeoutError):
             return NO_VERSION
+
+    async def _saved(self) -> tuple[StepId, ...]:
+        """Train steps in checkpoints that are ordered, not reported and complete."""
+        if self._plan.run_dir is None:
+            return ()
+        directory = self._plan.run_dir / "checkpoints"
+        ordered: list[StepId] = list(self._state.orders.open("checkpoint"))
+        sound = [await asyncio.to_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
+        return tuple(steps for steps, there in zip(ordered, sound, strict=True) if there)
 
     async def _report_damage(self, incarnation: Incarnation) -> None:
         """Tell of checkpoints from which no trainer can begin after this life, and put them aside: else one of the same
@@ -425,7 +433,7 @@ class Supervisor:
         """Send what was ordered, one call per actor; how many calls."""
         calls = len(self._ordered)
         for life in self._ordered.values():
-            life.send()
+            life.send(self._epoch)
         self._ordered.clear()
         return calls
 
@@ -481,16 +489,8 @@ class Supervisor:
             self._give_up(f"a task that looks after the actors failed: {failure_reason(error)}")
 
 
-def _lost(
-    key: Key, incarnation: Incarnation, reason: str, *, final: bool = False, published: int = NO_VERSION
-) -> ProcessLost:
-    return ProcessLost(
-        kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), final=final, published=published
-    )
-
-
-async def _answer(call: Any) -> Any:
-    return await call
+def _lost(key: Key, incarnation: Incarnation, reason: str, **known: Any) -> ProcessLost:
+    return ProcessLost(kind=key[0], index=key[1], incarnation=incarnation, reason=clean(reason), **known)
 
 
 async def _first_up(enough: int, opening: "list[asyncio.Future[None]]") -> None:

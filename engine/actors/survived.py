@@ -6,8 +6,8 @@ on from the last event that was recorded.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from engine.actors.failures import failure_reason
 from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import Living, find_living
 from engine.actors.plan import Plan
-from engine.commands import Command
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
@@ -30,8 +29,6 @@ from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.states.state import State
 
-SENT = 1 << 24
-"""Calls that a scheduler may make to an actor for one event; far more than it does."""
 STORES = ("trajectories", "weights")
 
 log = logging.getLogger(__name__)
@@ -39,12 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Survived:
-    """`orders`: those that are open, to be given again. `lock` is on the record, for the recorder that
-    goes on with it."""
+    """`lock` is on the record, for the recorder that goes on with it."""
 
     recovered: Recovered
     lock: RecordLock
-    orders: list[Command]
     rows: StepRows
     """Of steps that are under way."""
 
@@ -83,8 +78,7 @@ def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
     except BaseException:
         lock.release()
         raise
-    orders = state.orders.reissued(recovered.at)
-    return Survived(recovered, lock, orders, under_way.rows)
+    return Survived(recovered, lock, under_way.rows)
 
 
 def status_at_end(run_dir: Path) -> Status:
@@ -110,14 +104,13 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
     return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
 
 
-async def take_hold(launch: str, plan: Plan, survived: Survived) -> Living:
+async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> Living:
     """Find the actors of a launch and have them take orders from this process.
 
     Raises: `EngineError` where one is gone that nothing can take the place of.
     """
     actors = await asyncio.to_thread(find_living, launch)
-    first = survived.recovered.events * SENT + 1
-    known = Living(actors=actors, first=first)
+    known = Living(actors=actors, epoch=epoch)
     for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
         if known.newest(needed) is None:
             raise EngineError(f"the actor of {needed} is gone, as is what it held")
@@ -130,22 +123,22 @@ async def take_hold(launch: str, plan: Plan, survived: Survived) -> Living:
     }
     silent = await let_take_over(known, listed, Pulse.of(plan).patience_s)
     log.info("took hold of %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
-    return Living(actors=actors, first=first, silent=silent)
+    return replace(known, silent=silent)
 
 
 async def let_take_over(
     known: Living, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
 ) -> dict[str, str]:
-    """Have the listed lives number their orders anew; why one does not, by its source. `listed`: whether each is up.
-    One that is being started is not waited for: there may be no room for it yet."""
+    """Have the listed lives refuse the orders of earlier schedulers; why one does not answer, by its source. `listed`:
+    whether each is up. One that is being started is not waited for: there may be no room for it yet."""
     silent: dict[str, str] = {}
 
     async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:
-        answer = known.actors[life].attach.remote(known.first)
+        answer = known.actors[life].attach.remote(known.epoch)
         if not is_up:
             return
         try:
-            await asyncio.wait_for(_answered(answer), patience_s)
+            await asyncio.wait_for(answer, patience_s)
         except TimeoutError:
             silent[life[0]] = f"no sign of life for {patience_s:g} s after the scheduler came back"
         except RayError as error:
@@ -153,7 +146,3 @@ async def let_take_over(
 
     await asyncio.gather(*(attach(life, is_up) for life, is_up in sorted(listed.items()) if life in known.actors))
     return silent
-
-
-async def _answered(answer: Awaitable[None]) -> None:
-    await answer

@@ -56,22 +56,27 @@ def _listed(plain: Sequence[object]) -> list[object]:
 
 
 class InOrder(Generic[Item]):
-    """Calls to an asynchronous actor may begin in any order; numbered from 1 by their sender they come out in
-    theirs."""
+    """Calls to an asynchronous actor may begin in any order; numbered from 1 in each epoch by their sender, they come
+    out in theirs. An epoch ends when a call of a higher one comes."""
 
     def __init__(self) -> None:
+        self._epoch = -1
         self._next = 1
         self._early: dict[int, Item] = {}
 
-    def begin_at(self, sequence: int) -> None:
-        """Another sender has taken over and numbers its calls from here; what the one before sent and is still on its
-        way, or waits for what came before it, is dropped."""
-        self._next = sequence
+    def begin(self, epoch: int) -> bool:
+        """Drop the calls of earlier epochs that wait, and refuse those that still come. False: the epoch has begun
+        before."""
+        if epoch <= self._epoch:
+            return False
+        self._epoch, self._next = epoch, 1
         self._early.clear()
+        return True
 
-    def take(self, sequence: int, item: Item) -> list[Item]:
-        """What can be carried out now. A number that was taken before brings nothing."""
-        if sequence < self._next:
+    def take(self, epoch: int, sequence: int, item: Item) -> list[Item]:
+        """What can be carried out now. A number that was taken before brings nothing, nor does an earlier epoch."""
+        self.begin(epoch)
+        if epoch < self._epoch or sequence < self._next:
             return []
         self._early[sequence] = item
         ready = []

@@ -4,6 +4,7 @@ Written by `trainer.TrainerHost`; read by whoever brings a trainer to where anot
 """
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ from engine.private_files import make_directory, make_tree_private
 from engine.roles import Trainer
 from engine.schedule.appending import fsync
 from engine.schedule.regular import open_regular
+
+log = logging.getLogger(__name__)
 
 SUMS = "SHA256SUMS"
 """In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
@@ -37,25 +40,25 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
-    """Have a checkpoint written under another name, then make it visible by one rename. What a save that did not come
-    to its end left is removed, too."""
+    """Have a checkpoint written under another name, then make it visible by one rename. It replaces one of the same
+    steps: an earlier trainer wrote that, and nobody heard of it. What unfinished saves left is removed, too."""
     final = checkpoint_path(directory, steps)
     remove_unfinished(directory)
-    if not final.exists():
-        unfinished = directory / f".{final.name}{UNFINISHED}"
-        try:
-            make_directory(directory)
-            make_directory(unfinished, exist_ok=False)
-            trainer.save(str(unfinished), steps)
-            _write_sums(unfinished)
-            make_tree_private(unfinished)
-            for path in (*sorted(unfinished.rglob("*")), unfinished):
-                fsync(path)
-            os.rename(unfinished, final)
-        except BaseException:
-            remove_unfinished(directory)
-            raise
+    unfinished = directory / f".{final.name}{UNFINISHED}"
+    try:
+        make_directory(directory)
+        make_directory(unfinished, exist_ok=False)
+        trainer.save(str(unfinished), steps)
+        _write_sums(unfinished)
+        make_tree_private(unfinished)
+        for path in (*sorted(unfinished.rglob("*")), unfinished):
+            fsync(path)
+        with suppress(FileNotFoundError):
+            os.rename(final, unfinished.with_name(f"{unfinished.name}-replaced"))
+        os.rename(unfinished, final)
         fsync(directory)
+    finally:
+        remove_unfinished(directory)
     return final
 
 
@@ -91,11 +94,12 @@ def name_aside(path: Path) -> Path:
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be."""
+    """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be.
+    `OSError` if a file that is there cannot be read, which says nothing about what it holds."""
     try:
         with open_regular(directory / SUMS) as file:
             lines = file.read().decode().splitlines()
-    except (OSError, UnicodeDecodeError, RunDamaged) as error:
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, RunDamaged) as error:
         law = f"its {SUMS} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one") from None
     unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS}
@@ -117,15 +121,28 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:
-    """What is wrong with each checkpoint before the first that is sound, in their order."""
+    """What is wrong with each checkpoint before the first that is not damaged, in their order. One that cannot be read
+    at the moment is not damaged, as far as anyone knows."""
     damaged = {}
     for path in checkpoints:
         try:
             verify_checkpoint(path)
             break
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             damaged[path] = reason_of(error)
+        except OSError as error:
+            log.warning("the checkpoint %s cannot be checked: %s", path, reason_of(error))
+            break
     return damaged
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a checkpoint is there, and is what was written."""
+    try:
+        verify_checkpoint(path)
+    except (ConfigError, OSError):
+        return False
+    return True
 
 
 def _write_sums(directory: Path) -> None:

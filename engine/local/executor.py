@@ -175,7 +175,7 @@ class LocalExecutor:
         elif isinstance(command, StartProcess):
             self._start_replica(command)
         elif isinstance(command, StopProcess):
-            self._stop_replica(command)
+            self._lose_replica(command.index, command.incarnation, command.reason)
         elif isinstance(command, FinishRun):
             if not self.over.done():
                 self.over.set_result(command)
@@ -250,28 +250,17 @@ class LocalExecutor:
             rewarded=REWARDING not in self._works,
         )
 
-    def _stop_replica(self, command: StopProcess) -> None:
-        """End a life of a replica: it is lost once it is closed. A life that has ended already is not ended again."""
-        closing = self._close_replica(command.index, command.incarnation)
-        if closing is not None:
-            lost = (command.index, command.incarnation, command.reason)
-            closing.add_done_callback(lambda _: self._report_lost(*lost))
-
     def _lose_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
-        """End a life that cannot go on: it is lost already, whatever its generator does with `close`."""
-        if self._close_replica(replica, incarnation) is not None:
-            self._report_lost(replica, incarnation, reason)
-
-    def _close_replica(self, replica: ReplicaId, incarnation: Incarnation) -> asyncio.Task[None] | None:
-        """Begin to close a life that is hosted here; None: it is not."""
+        """End a life of a replica. It is reported as lost once it is closed: its next life needs what it holds. A life
+        that has ended already is not ended again."""
         host = self._replicas.get(replica)
         if host is None or host.incarnation != incarnation:
-            return None
+            return
         del self._replicas[replica]
         closing = asyncio.get_running_loop().create_task(_close(host))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        return closing
+        closing.add_done_callback(lambda _: self._report_lost(replica, incarnation, reason))
 
     def _report_lost(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
         self.deliver(

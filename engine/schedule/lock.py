@@ -12,7 +12,8 @@ from engine.errors import RecordError, RecordHeld
 from engine.private_files import make_directory
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
-"""What file systems say that lock no directories, network ones for the most part: nobody can be told apart there."""
+"""What file systems say that lock no directories, network ones for the most part. There, a recorder looks for a segment
+of a higher epoch before it writes."""
 
 
 class RecordLock:
@@ -24,10 +25,13 @@ class RecordLock:
     def __init__(self, directory: Path, *, waits: bool = False) -> None:
         """`waits`: until whoever holds it has ended, for as long as that takes."""
         self._handle: int | None = None
+        self.exclusive = False
+        """No other process holds the directory. False where the file system has no locks."""
         try:
             make_directory(directory)
             self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.exclusive = True
         except BlockingIOError:
             self.release()
             raise RecordHeld(str(directory), 0, "another process is writing this record") from None

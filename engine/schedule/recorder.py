@@ -3,7 +3,8 @@
 Called by the driver through `ports.Recorder`: `write` or `reject` once per event in the order of their positions,
 `flush` before any of their commands leaves. A recorder never changes what is already written, and once a write failed
 it takes nothing more: a record with a hole in it would be worse than one that ends. It keeps the index of its segments
-(`index.py`), and it notices when its directory is deleted or moved: a run must not go on that nobody could resume.
+(`index.py`), and it notices when its directory is deleted or moved: a run must not go on that nobody could resume. It
+never writes behind a recorder of a higher epoch.
 """
 
 import io
@@ -17,7 +18,7 @@ from typing import BinaryIO
 from zlib import crc32
 
 from engine.commands import Command, FinishRun, SaveCheckpoint
-from engine.errors import FULL, EngineError, RecordError, RunDamaged, StorageFull
+from engine.errors import FULL, EngineError, RecordError, RecordHeld, RunDamaged, StorageFull
 from engine.events import Event
 from engine.private_files import open_private
 from engine.schedule.appending import Held, fsync
@@ -101,6 +102,7 @@ class Recorder:
                 self._take_up(header)
             else:
                 self._require_empty()
+            self.epoch = self._number + 1
             self._begin_segment()
             if first is not None:
                 self._append(first)
@@ -137,6 +139,8 @@ class Recorder:
         file = self._open_file()
         written = self._held.bytes > 0
         try:
+            if not self._lock.exclusive and os.path.exists(self._next_path):
+                raise FileExistsError
             self._offset += self._held.write(file, fsync=self.fsync or self._syncs)
             if written or self._looks:
                 self._require_place(file)
@@ -231,7 +235,8 @@ class Recorder:
             self._number += 1
             self._closed_bytes, self._offset, self._crc32 = self._closed_bytes + self._offset, 0, 0
             self._file = open_private(self.path, "xb")
-            self._hold(preamble(self._number, self.next_event))
+            self._next_path = self.directory / segment_name(self._number + 1)
+            self._hold(preamble(self._number, self.epoch, self.next_event))
             self._offset = self._held.write(self._file, fsync=True)
             fsync(self.directory)
             self._index.append(Entry(self.next_event))
@@ -280,6 +285,10 @@ class Recorder:
             self._file.close()
             self._file = None
         self._lock.release()
+        if isinstance(error, FileExistsError):
+            return RecordHeld(
+                str(self.directory), 0, f"a scheduler of a higher epoch than {self.epoch} writes this record"
+            )
         if error.errno in FULL:
             return StorageFull(str(self.directory), self._closed_bytes + self._offset, str(error.strerror))
         return RecordError(str(self.path), self._offset, f"cannot be written: {error.strerror or error}")
@@ -313,7 +322,7 @@ class MemoryRecorder:
 
     def to_bytes(self) -> bytes:
         """The record as one segment."""
-        return preamble(0, 0) + b"".join(map(frame, (self.header, *self.frames)))
+        return preamble(0, 0, 0) + b"".join(map(frame, (self.header, *self.frames)))
 
     def segments(self) -> list[Segment]:
         return [Segment("(memory)", lambda: io.BytesIO(self.to_bytes()))]
@@ -321,6 +330,8 @@ class MemoryRecorder:
 
 class NullRecorder:
     """Keeps nothing."""
+
+    epoch = 0
 
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
 

@@ -10,9 +10,10 @@ on in its place. Of what lies before the snapshot the checksums are checked: a d
 
 from collections.abc import Callable
 
+from engine.commands import Command
 from engine.errors import RecordError
-from engine.events import RunResumed
-from engine.ids import GroupId
+from engine.events import RunInterrupted, RunResumed, stamp
+from engine.ids import GroupId, StepId
 from engine.policies import PolicySet
 from engine.schedule.frames import Handled, Header
 from engine.schedule.packing import CodecError
@@ -53,6 +54,8 @@ class Recovered:
         """Of segments whose checksums were checked, and which were not decoded."""
         self._replay(self.scheduler)
         self._history = _taken_from(self.scheduler)
+        self._interruptions = 0
+        """Events of `interrupt`, which follow those that were read."""
 
     def _begin(self, observe: Observer | None, books: Books | None) -> tuple[Scheduler, Place | None]:
         """The scheduler of the newest snapshot that can be used, or that of the header."""
@@ -81,18 +84,29 @@ class Recovered:
     @property
     def events(self) -> int:
         """All that the record has."""
-        return self.report.events + (self.began_at.position if self.began_at else 0)
+        return self.report.events + self._interruptions + (self.began_at.position if self.began_at else 0)
 
     @property
     def torn(self) -> Torn | None:
         """What a crash left behind the last whole frame."""
-        return self.report.torn
+        return None if self._interruptions else self.report.torn
 
-    def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = ()) -> RunResumed:
-        """The event that goes on from where the record ends: the trainer is there again, and so are the trajectories
-        but for those of the groups that are `missing`."""
-        steps = self.scheduler.state.steps_trained
-        return RunResumed(steps=steps, replicas=replicas, consumed=(), released=(), kept=True, missing=missing)
+    def interrupt(self, reason: str) -> tuple[RunInterrupted, tuple[Command, ...]]:
+        """Ask the scheduler whether the run begins again. Returns what the caller must record: the event and the
+        answer. A run that has ended for good gives none, and then nothing is recorded."""
+        event = RunInterrupted(reason=reason)
+        stamp(event, self.events, self.at)
+        answer = self.scheduler.handle(event)
+        self._interruptions += bool(answer)
+        return event, answer
+
+    def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = (), checkpoint: StepId = 0) -> RunResumed:
+        """The event that goes on from where the record ends: the trainer is there again, from the checkpoint after so
+        many steps, and so are the trajectories but for those of the groups that are `missing`."""
+        return RunResumed(
+            steps=self.scheduler.state.steps_trained, replicas=replicas, consumed=(), released=(), kept=True,
+            missing=missing, checkpoint=checkpoint,
+        )  # fmt: skip
 
     def resumed(self, *, steps: int, replicas: int) -> RunResumed:
         """The event that goes on from the weights after `steps` train steps: what ended since then has not."""

@@ -1,10 +1,14 @@
 """How frames lie on disk: append-only segments of length-prefixed, checksummed payloads.
 
-    schedule/00000000.seg   magic (8) | format version u32 | segment number u32 | first event u64 | CRC-32 of these u32
+    schedule/00000000.seg   magic (8) | format version u32 | segment number u32 | epoch u32 | first event u64 |
+                            CRC-32 of these u32
                             then frames: payload length u32 | CRC-32 of the payload u32 | payload; little-endian
 
 Called by `recorder` and `reader`. It knows nothing of what a payload says, never reads more than a frame's length
 allows, and never takes damage in the middle of a record for its end.
+
+Each scheduler process that writes a record begins with a segment of its own. The number of that segment is its *epoch*,
+and all its segments say it: nobody else can have it, since a segment is only written if there is none of its number.
 
 A crash tears at most the end of the last segment: it is cut short, or its last frame has not all its bytes, or some
 of them were never written and are zeros. So a frame that cannot be read is a torn tail only in the last segment, only
@@ -29,7 +33,7 @@ from engine.schedule.regular import open_regular, require_regular
 MAGIC = b"step-rec"
 DEVELOPMENT_MAGIC = b"step-seg"
 """What segments began with before format 1, in formats that only development versions of the engine wrote."""
-_PREAMBLE = struct.Struct("<8sIIQ")
+_PREAMBLE = struct.Struct("<8sIIIQ")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<II")
 PREAMBLE_BYTES = _PREAMBLE.size + _CRC.size
@@ -90,16 +94,16 @@ def frame(payload: bytes) -> bytes:
     return _FRAME.pack(len(payload), crc32(payload)) + payload
 
 
-def preamble(number: int, first_event: int) -> bytes:
+def preamble(number: int, epoch: int, first_event: int) -> bytes:
     """What a segment begins with."""
-    head = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, number, first_event)
+    head = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, number, epoch, first_event)
     return head + _CRC.pack(crc32(head))
 
 
 def first_event_of(path: Path) -> int:
     """The first event of a segment that was read before. Raises: `OSError`, `RunDamaged`."""
     with open_regular(path) as file:
-        return int(_PREAMBLE.unpack(file.read(_PREAMBLE.size))[3])
+        return int(_PREAMBLE.unpack(file.read(_PREAMBLE.size))[-1])
 
 
 def segment_name(number: int) -> str:
@@ -251,7 +255,7 @@ class _SegmentReader:
             if torn and not self.number:
                 raise RecordNotBegun(self.path, 0, "the file ends within its first bytes: no record was begun")
             raise self.error(0, "the file ends within its first bytes: no record was begun, or it was cut")
-        magic, version, number, first_event = _PREAMBLE.unpack_from(head)
+        magic, version, number, epoch, first_event = _PREAMBLE.unpack_from(head)
         if magic == DEVELOPMENT_MAGIC:
             raise self.error(
                 0, f"written in development format {version}, which was never released and cannot be read any more; "
@@ -267,6 +271,8 @@ class _SegmentReader:
             raise self.error(len(MAGIC), str(error)) from None
         if number != self.number:
             raise self.error(len(MAGIC) + 4, f"this is segment {number} of a record, in the place of {self.number}")
+        if epoch > number:
+            raise self.error(len(MAGIC) + 8, f"segment {number} says that it was written in epoch {epoch}")
         self._check_first_event(first_event)
         return True
 
@@ -276,7 +282,7 @@ class _SegmentReader:
         for event in belongs:
             if told != event:
                 reason = f"the segment says that it begins with event {told}, but event {event} comes next"
-                raise self.error(len(MAGIC) + 8, reason)
+                raise self.error(len(MAGIC) + 12, reason)
 
     def _check_length(self, offset: int) -> None:
         """A closed segment has all its bytes, and no others."""

@@ -57,8 +57,8 @@ class LeavingScheduling:
     def on_replica_leaves(self, event: ReplicaLeaves) -> None:
         replica = self.state.fleet.replicas[event.replica]
         self.live.moved = True
-        if not replica.process.taken:
-            replica.process.taken, replica.process.reason = True, event.reason
+        if not replica.process.excused:
+            replica.process.excused, replica.process.reason = True, event.reason
             self.state.fleet.leave_changed(replica)
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
@@ -73,10 +73,8 @@ class LeavingScheduling:
 
     def _want(self, replica: Replica, wanted: bool, reason: str) -> None:
         process = replica.process
-        if wanted and not process.wanted and process.state == "stopping":
-            process.taken = True  # it ends for no fault of its own: its next life costs nothing
         process.wanted = wanted
-        if not process.taken:
+        if not process.excused:
             process.reason = "" if wanted else reason
         if wanted and process.state == "gone":
             process.deaths = 0
@@ -113,6 +111,8 @@ class LeavingScheduling:
         reason = replica.process.reason
         if replica.state != "down":
             self.rollout.lose_replica(replica, reason)
+        if replica.process.state != "stopping":
+            replica.process.excused = True
         self.lifetimes.stop(replica.process, reason)
         self.sync.note_none_left(replica, reason)
 

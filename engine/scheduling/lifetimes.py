@@ -27,7 +27,7 @@ class Lifetimes:
         """Order the next life of a process. `beginning`: where a trainer begins, as fields of `StartProcess`."""
         self.state.fire_process(process, "start" if process.state == "gone" else "restart")
         process.incarnation += 1
-        process.taken, process.room = False, ""
+        process.excused, process.room = False, ""
         self.orders.add(
             StartProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, **beginning,
                          cause=self.orders.cause)
@@ -49,7 +49,7 @@ class Lifetimes:
         if process.state != "gone":
             self.state.fire_process(process, "end")
         process.deaths = process.trained = 0
-        process.taken, process.reason, process.room = False, "", ""
+        process.excused, process.reason, process.room = False, "", ""
 
     def may_restart(self, process: Process) -> bool:
         """Charge the death of a process to its restart budget. Progress fills the budget again."""

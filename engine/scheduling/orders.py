@@ -35,10 +35,31 @@ class Orders:
         self._discards += groups
 
     def end_run(self, outcome: str, reason: str, *, again: bool = False) -> None:
-        """End the run as `finished`, `stopped` or `failed`. The first outcome and reason stay. `again`: it is to begin
-        again from its record."""
-        if self._state.outcome is None:
-            self._state.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
+        """End the run as `finished`, `stopped` or `failed`. The first outcome and reason stay. `again`: it can begin
+        again from its record, and does within its budget."""
+        state = self._state
+        if state.outcome is not None:
+            return
+        if again and not state.live.draining:
+            again = self._charge_restart()
+            if not again:
+                outcome = "failed"
+                spent = f"; no train step since the run began again (run_restarts = {state.restarts})"
+                reason += spent if state.restarts else ""
+        else:
+            again = False
+        state.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
+
+    def _charge_restart(self) -> bool:
+        """Whether the run may begin again from its record. A train step that it had not reached before fills the
+        budget."""
+        state = self._state
+        if state.steps_trained > state.restarted_at:
+            state.restarts, state.restarted_at = 0, state.steps_trained
+        if state.restarts >= state.limits.run_restarts:
+            return False
+        state.restarts += 1
+        return True
 
     def add_discards(self) -> None:
         """Order the discards of the event so far."""

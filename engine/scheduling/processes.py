@@ -117,7 +117,7 @@ class ProcessScheduling:
 
     def _follow(self, process: Process, event: ProcessLost) -> None:
         """Order the life after one that ended, if it is wanted and there may be one."""
-        if process.wanted and not event.final and (process.taken or self.lifetimes.may_restart(process)):
+        if process.wanted and not event.final and (process.excused or self.lifetimes.may_restart(process)):
             self.lifetimes.start(process)
         else:
             self._end(process, event.reason)
@@ -125,7 +125,7 @@ class ProcessScheduling:
     def _end(self, process: Process, reason: str) -> None:
         if process.state != "gone":
             self.state.fire_process(process, "end")
-        process.taken = False
+        process.excused = False
         if process.kind == REPLICA:
             replica = self.state.fleet.replicas[process.index]
             if replica.state != "down":
@@ -149,12 +149,14 @@ class ProcessScheduling:
         ends."""
         state = self.state
         failed = state.orders.fail(TRAINER)
-        saved = [
-            order for order in failed
-            if isinstance(order.command, PublishWeights) and order.command.version <= event.published
-        ]  # fmt: skip
-        for order in saved:  # it reached the store; only its report is lost
-            self.training.take_published(order.id)
+        done = []  # only the reports of these are lost
+        for order in failed:
+            if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
+                self.training.take_published(order.id)
+                done.append(order)
+            elif isinstance(order.command, SaveCheckpoint) and order.command.steps in event.saved:
+                self.training.take_saved(order.id)
+                done.append(order)
         reason = f"the trainer is lost: {event.reason}"
         beginning = self.training.beginning()
         may_restart = self.lifetimes.may_restart(process)
@@ -167,7 +169,7 @@ class ProcessScheduling:
             self.orders.end_run("failed", self._spent(process, reason, event))
             return
         self.lifetimes.start(process, **beginning)
-        self._fail([order for order in failed if order not in saved], reason)
+        self._fail([order for order in failed if order not in done], reason)
         if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
             self.training.checkpoint()  # no resume could begin from what is on disk
 

@@ -28,20 +28,23 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
-    unsaved = state.checkpoint_ordered > state.ended.newest
     state.stages.put_back()
     validation.begin_again(event.steps)
     state.orders.clear()
     _lose_replicas(event, state, rollout)
     if event.kept:
+        if event.checkpoint > state.ended.newest:
+            training.take_saved(event.checkpoint)
         _take_up(event, state, rollout, training)
-        if unsaved:
+        if state.checkpoint_ordered > state.ended.newest:
             training.checkpoint()
     else:
         state.branch(event.steps, event.consumed, event.released)
         state.checkpoint_ordered = event.steps
     training.delete_checkpoints()
     state.begin_again()
+    if not event.again:
+        state.restarts, state.restarted_at = 0, event.steps
     processes.begin(event.replicas)
     training.publish()
 

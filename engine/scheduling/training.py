@@ -362,16 +362,20 @@ class TrainingScheduling:
         self.orders.add(SaveCheckpoint(steps=state.steps_trained, number=self.orders.number, cause=self.orders.cause))
 
     def on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
-        state = self.state
         if isinstance(event, CheckpointSaved):
-            self.orders.discard(*state.kept.let_go(event.steps))
-            state.ended.saved(event.steps)
-            state.checkpoints.add(event.steps)
+            self.take_saved(event.steps)
             self.delete_checkpoints()
         elif self.nothing_left():
             self.orders.end_run(
                 "failed", f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"
             )
+
+    def take_saved(self, steps: int) -> None:
+        """A checkpoint is complete."""
+        state = self.state
+        self.orders.discard(*state.kept.let_go(steps))
+        state.ended.saved(steps)
+        state.checkpoints.add(steps)
 
     def delete_checkpoints(self) -> None:
         """Order the deletion of checkpoints that the limits do not keep."""

@@ -64,6 +64,7 @@ BOUNDS: dict[str, Bound] = {
     "replica_restarts": Bound("limits.replica_restarts", 0, 1_000_000),
     "trainer_restarts": Bound("limits.trainer_restarts", 0, 1_000_000),
     "worker_restarts": Bound("limits.worker_restarts", 0, 1_000_000),
+    "run_restarts": Bound("limits.run_restarts", 0, 1_000_000),
     "give_up_s": Bound("rollout.give_up_s", 0, 1_000_000, whole=False),
 }
 """By the field of `Limits`."""

@@ -34,6 +34,7 @@ def digest_figures(state: "State", others: int) -> int:
             state.checkpoint_ordered, state.orders.next_number, state.next_timer, state.next_ready,
             state.stale_echoes, state.failed_in_a_row, state.filtered_in_a_row, bool(state.none_left),
             state.failed_draws, state.updates_in[state.steps_trained], state.outcome is not None,
+            state.restarts, state.restarted_at,
         )
     )  # fmt: skip
 

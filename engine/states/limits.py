@@ -150,6 +150,8 @@ class Limits:
     """The same for the trainer."""
     worker_restarts: int = 3
     """The same for each scorer and the process of the added states, without an answered order in between."""
+    run_restarts: int = 5
+    """Times in a row, without a train step in between, that the run is begun again from its record."""
     max_filtered_in_a_row: int = 1000
     """Groups that the filter may drop one after another before the run ends; see `filtered_in_a_row`."""
     keep_checkpoints: int = 2

@@ -8,7 +8,7 @@ shows what a run waits for, what to reissue after the scheduler's process died, 
 No other field may encode "this is in flight".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -279,15 +279,15 @@ class OrderBook:
         """Every open order, oldest first."""
         return list(self._by_number.values())
 
-    def reissued(self, now: float) -> list[Command]:
+    def reissued(self, now: float) -> Iterator[Command]:
         """The orders to reissue after a process died: all open orders, oldest first. Timers get their remaining time.
-        Executing an order twice does no harm."""
-        return [
-            replace(order.command, delay_s=max(0.0, order.at + order.command.delay_s - now))
-            if isinstance(order.command, SetTimer)
-            else order.command
-            for order in self.all()
-        ]
+        Executing an order twice does no harm. An order that ends while an older one is executed is left out."""
+        for order in self.all():
+            command = order.command
+            if isinstance(command, SetTimer):
+                command = replace(command, delay_s=max(0.0, order.at + command.delay_s - now))
+            if self.is_open(order):
+                yield command
 
     def digest_from_scratch(self) -> int:
         """`digest`, recomputed from the open orders."""

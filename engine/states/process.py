@@ -32,7 +32,17 @@ class Process:
     """What the scheduler knows of one process."""
 
     __slots__ = (
-        "deaths", "id", "incarnation", "index", "kind", "reason", "room", "state", "taken", "touched", "trained",
+        "deaths",
+        "excused",
+        "id",
+        "incarnation",
+        "index",
+        "kind",
+        "reason",
+        "room",
+        "state",
+        "touched",
+        "trained",
         "wanted",
     )  # fmt: skip
 
@@ -54,8 +64,8 @@ class Process:
         """Train steps done at the last of these deaths; more of them are progress."""
         self.wanted = True
         """Another life follows one that has ended."""
-        self.taken = False
-        """This life is to end as soon as its work can go on elsewhere, as its machine is taken away."""
+        self.excused = False
+        """It ends for no fault of its own, so it costs no restart: it gets no new work, and ends once it has none."""
         self.reason = ""
         """Why it is to leave."""
         self.room = ""
@@ -74,7 +84,7 @@ class Process:
     @property
     def leaves(self) -> bool:
         """It gets no new work, and ends once it has none."""
-        return self.taken or not self.wanted
+        return self.excused or not self.wanted
 
     @property
     def dismissed(self) -> bool:
@@ -89,7 +99,7 @@ class Process:
     def identity(self) -> tuple[int, ...]:
         """What the state hash is made of."""
         return (
-            STATE_NUMBER[self.state], self.incarnation, self.deaths, self.trained, self.wanted, self.taken,
+            STATE_NUMBER[self.state], self.incarnation, self.deaths, self.trained, self.wanted, self.excused,
             digest(tuple(self.room.encode())) >> 1 if self.room else 0,
         )  # fmt: skip
 

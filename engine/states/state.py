@@ -94,6 +94,10 @@ class State:
         """Why the last replica is gone for good, which ends the run once it needs one; and why the last group failed or
         replica was lost."""
         self.outcome: FinishRun | None = None
+        self.restarts = 0
+        """Times that the run was begun again from its record since `restarted_at` train steps, or since a user resumed
+        it."""
+        self.restarted_at: StepId = 0
         self.now = 0.0
         self.step_reward: float | None = None
         """Mean reward of the groups of the last step trained."""

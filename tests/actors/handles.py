@@ -67,7 +67,7 @@ class Handle:
     def _join(self) -> None:
         self.joins += 1
 
-    def _carry_out(self, sequence: int, packed: bytes) -> None:
+    def _carry_out(self, epoch: int, sequence: int, packed: bytes) -> None:
         self.orders += [order.command for order in unpack_orders(packed)]
 
     async def _alive(self) -> str:
@@ -166,7 +166,7 @@ class Scene:
         taken = None
         if living is not None:
             actors = {(name.split("/")[0], int(name.split("/")[1])): cluster.add(name) for name in living}
-            taken = Living(actors=actors, first=100, silent=dict.fromkeys(silent, "it is silent"))
+            taken = Living(actors=actors, epoch=100, silent=dict.fromkeys(silent, "it is silent"))
         self.supervisor = Supervisor(
             self.plan, given, self.scheduler.state, self.events.append, pytest.fail,  # type: ignore[arg-type]
             self.stores[2] if gateway else None, taken,

@@ -154,6 +154,11 @@ def plan(run_dir: Path, generator: Callable[[int], Any] = lambda replica: Quick(
     )
 
 
+def limited(plan: Plan, **limits: Any) -> Plan:
+    """The same plan under other limits."""
+    return replace(plan, limits=replace(plan.limits, **limits))
+
+
 def paced(replica: int) -> TokenGenerator:
     """A generator of the whole protocol, a third of whose responses are long enough to be swapped under."""
     return TokenGenerator(length=10, free=True, pace_s=0.002, stretch=100)

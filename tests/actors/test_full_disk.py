@@ -77,7 +77,7 @@ def test_a_store_over_its_bound_stops_the_run_and_a_higher_one_lets_it_go_on(tmp
     with start(bounded) as run:
         status = run.wait()
     assert status.outcome == "stopped"
-    assert "takes nothing more" in status.reason and "durability.max_bytes are used up" in status.reason
+    assert "cannot store anything more" in status.reason and "durability.max_bytes are used up" in status.reason
     with start(replace(bounded, resume=True, store_policy=StorePolicy())) as run:
         assert run.wait().outcome == "finished"
     check_finished(tmp_path)

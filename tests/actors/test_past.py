@@ -6,17 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ray_plans import Mortal, plan, restore_mortal
+from ray_plans import Mortal, events_of, plan, restore_mortal
 
 from engine.actors.past import Past, past_of
 from engine.actors.plan import Plan
-from engine.errors import ConfigError, RecordError, RunDamaged
-from engine.events import PrefixStored, StepTrained
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
+from engine.events import PrefixStored, RunInterrupted, StepTrained
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import pack_group
 from engine.local import response
 from engine.metrics.transitions import Transitions
+from engine.schedule import read, replay
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase
 from engine.states.state import State
@@ -259,3 +260,30 @@ def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
     past = scene.past()
     assert past.missing == (scene.ready,)
     assert scene.held() == {*scene.trained, *scene.formed}
+
+
+def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begins_again(scene: Scene) -> None:
+    def interrupted(number: int) -> Past:
+        return scene.past(again=True, interrupted=f"the scheduler died, {number}")
+
+    scene.fill()
+
+    for number in range(5):
+        past = interrupted(number)
+        assert past.recovered.scheduler.state.restarts == number + 1
+        assert past.event(1, again=True).again and past.after.torn is None
+    with pytest.raises(RunFinished, match="the scheduler died, 5; no train step since the run began again"):
+        interrupted(5)
+    assert replay(read(scene.directory.parent / "schedule")).divergence is None
+    told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
+    assert told == [f"the scheduler died, {number}" for number in range(6)]
+    assert scene.past().event(1).again is False, "a user may resume it"
+
+
+def test_a_torn_end_is_cut_once_when_an_interruption_is_recorded_behind_it(scene: Scene) -> None:
+    scene.fill()
+    path = scene.directory.parent / "schedule" / "00000000.seg"
+    path.write_bytes(path.read_bytes()[:-3])
+    past = scene.past(again=True, interrupted="the scheduler died")
+    assert past.recovered.torn is None and past.recovered.scheduler.state.restarts == 1
+    assert replay(read(path.parent)).divergence is None

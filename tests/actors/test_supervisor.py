@@ -498,6 +498,24 @@ def test_a_checkpoint_that_is_not_there_any_more_is_damaged_too(tmp_path: Path, 
     play(story)
 
 
+def test_a_lost_trainer_is_told_with_the_checkpoints_that_it_completed_and_did_not_report(
+    tmp_path: Path, cluster: RayOfHandles
+) -> None:
+    async def story() -> None:
+        saved(tmp_path)
+        scene = Scene(tmp_path, cluster)
+        for steps in (OLDER, NEWEST, NEWEST + 1):
+            scene.scheduler.state.orders.add(SaveCheckpoint(steps=steps, number=steps, cause=0), 0.0)
+        (checkpoint_path(tmp_path / "checkpoints", OLDER) / "steps").write_text("cut")
+        scene.start(TRAINER, 0, 1)
+        await settled()
+        scene.handle("trainer/1").die()
+        await settled()
+        assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].saved == (NEWEST,)
+
+    play(story)
+
+
 @pytest.mark.parametrize("how", ["silent", "dead"])
 def test_a_weights_store_that_does_not_answer_has_nothing(tmp_path: Path, cluster: RayOfHandles, how: str) -> None:
     async def dead() -> int:
@@ -533,7 +551,9 @@ def test_a_store_that_says_that_it_is_full_is_lost_for_good(
         await settled()
         lost = scene.events[-1]
         assert isinstance(lost, ProcessLost) and (lost.kind, lost.final) == (kind, full)
-        assert lost.reason == ("it takes nothing more: no space left on device" if full else "RayError: it died")
+        assert lost.reason == (
+            "it cannot store anything more: no space left on device" if full else "RayError: it died"
+        )
         assert cluster.killed == [], "whoever has started it ends it"
 
     play(story)

@@ -17,37 +17,37 @@ from engine.states.limits import Limits
 
 
 class Actor:
-    """A handle: it takes the new numbers of orders, or is silent, as one is for which no node has room."""
+    """A handle: it takes the new epoch, or is silent, as one is for which no node has room."""
 
     def __init__(self, silent: bool = False) -> None:
         self.silent = silent
-        self.begins_at: list[int] = []
+        self.epochs: list[int] = []
         self.attach = SimpleNamespace(remote=self._attach)
 
-    def _attach(self, sequence: int) -> "asyncio.Future[None]":
-        self.begins_at.append(sequence)
+    def _attach(self, epoch: int) -> "asyncio.Future[None]":
+        self.epochs.append(epoch)
         answer = asyncio.get_running_loop().create_future()
         if not self.silent:
             answer.set_result(None)
         return answer
 
 
-def test_lives_that_are_listed_number_their_orders_anew_and_one_that_is_starting_is_not_waited_for() -> None:
+def test_lives_that_are_listed_take_the_new_epoch_and_one_that_is_starting_is_not_waited_for() -> None:
     lives = [("rollout-0", 1), ("rollout-1", 2), ("trainer", 1), ("rollout-0", 2), ("weights", 1)]
     actors = {life: Actor(silent=life == ("rollout-1", 2)) for life in lives}
     listed = {("rollout-0", 1): True, ("rollout-1", 2): False, ("trainer", 1): True, ("rollout-9", 1): True}
 
     async def story() -> dict[str, str]:
-        known = Living(actors=actors, first=33)
+        known = Living(actors=actors, epoch=33)
         return await asyncio.wait_for(let_take_over(known, listed, 3600.0), 60.0)
 
     assert asyncio.run(story()) == {}
-    assert [actor.begins_at for actor in actors.values()] == [[33], [33], [33], [], []]
+    assert [actor.epochs for actor in actors.values()] == [[33], [33], [33], [], []]
 
 
 def test_one_that_was_up_and_gives_no_sign_of_life_is_silent() -> None:
     lives = [("rollout-0", 1), ("trainer", 1)]
-    known = Living(actors={life: Actor(silent=True) for life in lives}, first=33)
+    known = Living(actors={life: Actor(silent=True) for life in lives}, epoch=33)
     silent = asyncio.run(let_take_over(known, dict.fromkeys(lives, True), 0.01))
     assert set(silent) == {"rollout-0", "trainer"} and "no sign of life" in silent["trainer"]
 
@@ -68,4 +68,5 @@ def test_what_is_ordered_again_is_in_the_newest_snapshot_and_no_frame_before_it_
     survived = survived_of(tmp_path, Transitions())
     survived.lock.release()
     assert survived.recovered.began_at is not None and survived.recovered.began_at.position >= 80
-    assert survived.orders == state.orders.reissued(state.now) != []
+    again = survived.recovered.scheduler.state.orders.reissued(survived.recovered.at)
+    assert list(again) == list(state.orders.reissued(state.now)) != []

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.actors.wire import Order, pack_events, pack_orders, unpack_events, unpack_orders
+from engine.actors.wire import InOrder, Order, pack_events, pack_orders, unpack_events, unpack_orders
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event
 from tests.core.test_orders import sample
@@ -21,3 +21,20 @@ def test_every_event_arrives_as_it_was(kind: type[Event]) -> None:
 def test_every_order_arrives_as_it_was(kind: type[Command]) -> None:
     order = Order(sample(kind))
     assert unpack_orders(pack_orders([order])) == [order]
+
+
+def test_calls_come_out_in_the_order_of_their_numbers_and_each_once() -> None:
+    calls: InOrder[str] = InOrder()
+    assert calls.take(4, 2, "second") == []
+    assert calls.take(4, 1, "first") == ["first", "second"]
+    assert calls.take(4, 2, "second") == [] and calls.take(4, 3, "third") == ["third"]
+
+
+def test_calls_of_an_earlier_epoch_are_refused_also_those_that_wait() -> None:
+    calls: InOrder[str] = InOrder()
+    assert calls.take(4, 1, "old") == ["old"] and calls.take(4, 3, "waits") == []
+    assert calls.take(7, 2, "second") == [], "the new scheduler counts from 1"
+    assert calls.take(4, 2, "late") == [], "the old one is refused"
+    assert calls.begin(7) is False and calls.begin(4) is False
+    assert calls.take(7, 1, "first") == ["first", "second"]
+    assert calls.begin(8) is True and calls.take(7, 3, "late") == []

@@ -243,6 +243,28 @@ def test_a_replica_that_comes_up_as_it_is_stopped_gets_no_work() -> None:
     assert run.state.fleet.replicas[1].process.state == "gone"
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_replica_that_is_wanted_again_while_it_stops_is_charged_if_it_was_stopped_for_its_failures(
+    failed: bool,
+) -> None:
+    run = small(replica_restarts=1, **({"timeouts": Timeouts(sync_s=50.0)} if failed else {}))
+    if failed:
+        run.finish(*run.running()[:2])
+        run.train()
+        run.publish()
+        while not run.ordered(StopProcess):
+            run.fire()
+    run.tell(ReplicasWanted(replicas=1))
+    if not failed:
+        paused(run, 1)
+    stop = next(order for order in run.ordered(StopProcess) if order.index == 1)
+    assert stop.hung == failed
+    run.tell(ReplicasWanted(replicas=2))
+    run.tell(ProcessLost(kind="replica", index=1, incarnation=1, reason=stop.reason))
+    assert run.state.fleet.replicas[1].process.state == "starting"
+    assert run.state.fleet.replicas[1].process.deaths == failed
+
+
 def test_another_life_of_a_replica_that_is_not_wanted_leaves() -> None:
     run = small()
     run.tell(ReplicasWanted(replicas=1))

@@ -36,6 +36,7 @@ from engine.events import (
     PromptsDrawn,
     ReplicaLeaves,
     ReplicasWanted,
+    RunInterrupted,
     RunResumed,
     RunStarted,
     SchedulerRecovered,
@@ -61,7 +62,7 @@ from tests.core.test_worlds import ROUGH
 
 NEED_NO_ORDER = (
     RunStarted, RunResumed, StopRequested, DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged,
-    SchedulerRecovered, CheckpointDamaged,
+    SchedulerRecovered, CheckpointDamaged, RunInterrupted,
 )  # fmt: skip
 """Events that answer no order: the run's own, and what users, hardware and disks say."""
 
@@ -265,9 +266,14 @@ def test_orders_are_given_again_oldest_first_and_a_timer_with_what_is_left_of_it
     drawn, resumed = DrawPrompts(count=4, cause=0), sample(ResumeReplica, number=2)
     for command in (timer, drawn, resumed):
         book.add(command, at=5.0)
-    assert book.reissued(9.0) == [replace(timer, delay_s=6.0), drawn, resumed]
-    assert book.reissued(60.0)[0] == replace(timer, delay_s=0.0)
-    assert book.reissued(9.0)[0] == replace(timer, delay_s=6.0), "the book itself is as it was"
+    assert list(book.reissued(9.0)) == [replace(timer, delay_s=6.0), drawn, resumed]
+    assert next(book.reissued(60.0)) == replace(timer, delay_s=0.0)
+    again = book.reissued(9.0)
+    assert next(again) == replace(timer, delay_s=6.0)
+    book.match(OrderDone(orders=(resumed.number,)))
+    book.withdraw("draw", None)
+    assert list(again) == [], "those that ended since are not given again"
+    assert list(book.reissued(9.0)) == [replace(timer, delay_s=6.0)], "the book itself is as it was"
 
 
 def test_the_work_of_a_state_belongs_to_whoever_does_that_state_s() -> None:
@@ -307,7 +313,7 @@ class Forgetful(World):
             self._over = False
             if self.driver.outcome is None and self.scheduler.state.outcome is None:
                 self.life += 1
-                commands = self.scheduler.state.orders.reissued(self.time) * self._times
+                commands = list(self.scheduler.state.orders.reissued(self.time)) * self._times
                 if self._memory is not None:
                     self._recover(commands)
         super().execute(commands)
@@ -318,7 +324,7 @@ class Forgetful(World):
         judging = False
         recovered = recover(read(self._memory), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
-        assert recovered.scheduler.state.orders.reissued(self.time) * self._times == open_orders
+        assert list(recovered.scheduler.state.orders.reissued(self.time)) * self._times == open_orders
         self.scheduler = self.driver.scheduler = recovered.scheduler
 
     def _in_this_life(self, action: Callable[[], None]) -> Callable[[], None]:
@@ -369,7 +375,7 @@ def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
     outcome = world.run()
     barren = not world.scheduler.state.steps_trained  # its few groups were filtered, or dropped as stragglers
     assert outcome.outcome == "finished" or rough or limits.timeouts.group_s or barren, outcome
-    assert world.scheduler.state.orders.reissued(world.time) == []
+    assert not list(world.scheduler.state.orders.reissued(world.time))
 
 
 FULL = Limits(

@@ -322,6 +322,43 @@ def test_a_publication_is_charged_unless_it_has_reached_the_store(reached: bool)
     assert run.state.fleet.replicas[0].version == 1
 
 
+def test_a_checkpoint_whose_report_is_lost_with_the_trainer_counts_and_the_next_life_begins_there() -> None:
+    run = trains(checkpoint_every=2, keeps_batches=True, keep_checkpoints=1)
+    for _ in range(2):
+        step(run)
+    saved(run)
+    for _ in range(2):
+        step(run)
+    assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2, 4] and run.state.checkpoints.steps == [2]
+    lose(run, "trainer", published=4, saved=(4,))
+    (start,) = run.ordered(StartProcess)
+    assert (start.steps, start.version, start.redo) == (4, NO_VERSION, ())
+    assert run.state.checkpoints.steps == [2, 4] and run.state.ended.newest == 4 and not run.state.checkpoint_pending
+    assert [order.steps for order in run.ordered(DeleteCheckpoint)] == [2], "it counts like any other"
+    orders = [type(order) for order in run.orders]
+    assert orders.index(StartProcess) < orders.index(DeleteCheckpoint), "which the next life is told"
+
+
+def test_a_checkpoint_that_was_not_complete_is_ordered_again() -> None:
+    run = trains(checkpoint_every=2, keeps_batches=True)
+    for _ in range(2):
+        step(run)
+    lose(run, "trainer", published=2, saved=(1, 3))
+    assert run.state.checkpoints.steps == [] and run.state.checkpoint_ordered == 0
+    assert run.ordered(StartProcess)[-1].redo == (0, 1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_checkpoint_whose_report_is_lost_with_every_process_counts_where_the_run_resumes_from_it(there: bool) -> None:
+    run = trains(checkpoint_every=2, keeps_batches=True)
+    for _ in range(3):
+        step(run)
+    assert run.state.checkpoint_pending
+    run.tell(RunResumed(steps=3, replicas=1, consumed=(), released=(), kept=True, checkpoint=2 if there else 0))
+    assert run.state.checkpoints.steps == ([2] if there else [])
+    assert [order.steps for order in run.ordered(SaveCheckpoint)][1:] == ([] if there else [3])
+
+
 def test_a_publication_that_failed_is_ordered_again_from_weights_that_can_be_made_again() -> None:
     run = trains(checkpoint_every=5, keeps_batches=True)
     run.finish(run.running()[0])
@@ -572,7 +609,15 @@ def processes(run: Scripted) -> list[Process]:
 
 
 def test_every_field_of_a_process_but_its_reason_is_in_the_hash() -> None:
-    changed = {"state": "up", "incarnation": 7, "deaths": 2, "trained": 3, "wanted": False, "taken": True, "room": "a"}
+    changed = {
+        "state": "up",
+        "incarnation": 7,
+        "deaths": 2,
+        "trained": 3,
+        "wanted": False,
+        "excused": True,
+        "room": "a",
+    }
     for field, value in changed.items():
         fresh, other = Process("trainer"), Process("trainer")
         setattr(other, field, value)

@@ -106,8 +106,8 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = plan_of(configured(tmp_path, {"function": "conversing:deadly"}, replicas=1), tmp_path)
-    with start(replace(plan, restarts=1)) as run:
-        assert run.wait().outcome == "stopped"
+    with start(replace(plan, limits=replace(plan.limits, run_restarts=1))) as run:
+        assert run.wait().outcome == "failed"
     lost = events_of(tmp_path, ProcessLost)
     assert [event.kind for event in lost] == ["gateway"] * 2 and len(events_of(tmp_path, RunResumed)) == 1
     assert all(re.match(r"GatewayActor \(process \d+\) died", event.reason) for event in lost)

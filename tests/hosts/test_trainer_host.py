@@ -373,14 +373,14 @@ def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_doe
     play(scene)
 
 
-def test_a_checkpoint_that_is_there_already_is_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> None:
     async def scene() -> None:
         trainer = Scribe()
         bench = Bench(trainer, tmp_path)
         await bench.answer(SaveCheckpoint(steps=10, number=10, cause=0))
         again = Bench(trainer, tmp_path)
         assert await again.answer(SaveCheckpoint(steps=10, number=10, cause=0)) == [CheckpointSaved(steps=10)]
-        assert trainer.calls == ["save 10"]
+        assert trainer.calls == ["save 10", "save 10"]
         await bench.host.close()
         await again.host.close()
 

@@ -350,6 +350,26 @@ def test_a_replica_that_only_dies_is_replaced_so_many_times() -> None:
     assert len(made) == 3 + 2
 
 
+def test_the_next_life_of_a_replica_begins_when_the_one_before_is_closed() -> None:
+    """It may need the memory that the generator before it holds."""
+    told: list[str] = []
+
+    class Slow(Mortal):
+        def __init__(self) -> None:
+            super().__init__(0)
+            told.append("made")
+
+        async def close(self) -> None:
+            told.append("closing")
+            for _ in range(8):
+                await asyncio.sleep(0)
+            told.append("closed")
+
+    with pytest.raises(RunFailed, match="its engine ended"):
+        run(generators=lambda replica: Slow(), replacements=2)
+    assert told == ["made", "closing", "closed"] * 3
+
+
 @pytest.mark.parametrize("turns", range(16))
 def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int) -> None:
     class Broken(SimpleGenerator):

@@ -220,12 +220,12 @@ def test_the_first_event_of_a_segment_is_checked(run: Path) -> None:
     (run / INDEX).unlink()
     path = segments(run)[2]
     whole = path.read_bytes()
-    magic, version, number, first = struct.unpack_from("<8sIIQ", whole)
-    head = struct.pack("<8sIIQ", magic, version, number, first + 1)
+    *others, first = struct.unpack_from("<8sIIIQ", whole)
+    head = struct.pack("<8sIIIQ", *others, first + 1)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
     with pytest.raises(RecordError, match=f"begins with event {first + 1}, but event {first} comes next") as caught:
         replay(read(run))
-    assert (caught.value.details["path"], caught.value.details["offset"]) == (str(path), 16)
+    assert (caught.value.details["path"], caught.value.details["offset"]) == (str(path), 20)
 
 
 # a directory that goes while it is written

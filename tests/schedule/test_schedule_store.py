@@ -1,8 +1,11 @@
 """Segments on disk: what is written is read, a torn end is cut and said, damage before it is refused with its place."""
 
+import errno
+import fcntl
 import struct
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
@@ -11,8 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_samples import answer, event, fill, header, leave_open
 
-from engine.errors import EngineError, RecordError
-from engine.schedule import FORMAT_VERSION, CodecError, Handled, MemoryRecorder, NullRecorder, Recorder, Rejected, read
+from engine.errors import EngineError, RecordError, RecordHeld
+from engine.schedule import (
+    FORMAT_VERSION,
+    After,
+    CodecError,
+    Handled,
+    MemoryRecorder,
+    NullRecorder,
+    Recorder,
+    Rejected,
+    read,
+)
 from engine.schedule.packing import MAX_PAYLOAD_BYTES
 from engine.schedule.store import DEVELOPMENT_MAGIC, FRAME_BYTES, MAGIC, PREAMBLE_BYTES, frame
 
@@ -255,7 +268,7 @@ def test_a_cut_before_the_header_is_no_record(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = written(tmp_path, 1)
     whole = path.read_bytes()
-    head = MAGIC + struct.pack("<IIQ", FORMAT_VERSION + 1, 0, 0)
+    head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION + 1, 0, 0, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
     expect(tmp_path, 8, f"format version {FORMAT_VERSION + 1}; this engine reads up to {FORMAT_VERSION}")
 
@@ -263,7 +276,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_development_format_is_refused_by_name(tmp_path: Path) -> None:
     path = written(tmp_path, 1)
     whole = path.read_bytes()
-    head = DEVELOPMENT_MAGIC + struct.pack("<IIQ", 3, 0, 0)
+    head = DEVELOPMENT_MAGIC + struct.pack("<IIIQ", 3, 0, 0, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
     expect(tmp_path, 0, "development format 3, which was never released")
 
@@ -359,3 +372,60 @@ def test_damaged_records_never_crash(tmp_path_factory: pytest.TempPathFactory, d
         list(read(directory).frames())
     except EngineError as error:
         assert type(error) is RecordError
+
+
+# epochs
+
+
+def epochs(directory: Path) -> list[tuple[int, int]]:
+    """(number, epoch) of each segment."""
+    heads = (path.read_bytes()[:20] for path in sorted(directory.glob("*.seg")))
+    return [struct.unpack_from("<8sIII", head)[2:] for head in heads]
+
+
+def test_every_recorder_has_an_epoch_of_its_own_which_all_its_segments_say(tmp_path: Path) -> None:
+    with closing(Recorder(tmp_path, header(), segment_bytes=200)) as first:
+        for position in range(9):
+            first.write(event(position), answer(position), position)
+            first.flush()
+    assert first.epoch == 0 and len(epochs(tmp_path)) > 2
+    second = Recorder(tmp_path, After(events=9))
+    second.close()
+    third = Recorder(tmp_path, After(events=9))
+    third.close()
+    begun = second.epoch
+    assert third.epoch == begun + 1
+    assert epochs(tmp_path) == [*((number, 0) for number in range(begun)), (begun, begun), (begun + 1, begun + 1)]
+    assert positions(tmp_path) == list(range(9))
+
+
+def test_a_segment_of_an_epoch_that_had_not_begun_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    whole = path.read_bytes()
+    head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION, 0, 1, 0)
+    path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
+    expect(tmp_path, 16, "segment 0 says that it was written in epoch 1")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["appends", "begins a segment"])
+def test_where_there_are_no_locks_nothing_is_written_behind_a_higher_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    old = Recorder(tmp_path, header(), segment_bytes=1 if full else 1 << 20)
+    old.write(event(0), answer(0), 0)
+    old.flush()
+    new = Recorder(tmp_path, After(events=1))
+    assert new.epoch > old.epoch
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RecordHeld, match=f"a scheduler of a higher epoch than {old.epoch} writes this record"):
+        old.write(event(1), answer(1), 1)
+        old.flush()
+    old.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    new.write(event(1), answer(1), 1)
+    new.close()
+    assert positions(tmp_path) == [0, 1]
