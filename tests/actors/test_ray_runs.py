@@ -33,7 +33,7 @@ from ray_plans import (
 )
 
 from engine.actors.plan import Plan
-from engine.actors.run import RunHandle, start
+from engine.actors.run import start
 from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
 from engine.events import (
@@ -168,12 +168,6 @@ def test_what_is_wrong_with_a_plan_is_raised_before_any_prompt_is_drawn(tmp_path
     with pytest.raises(ConfigError, match="need a GPU of their own: 4; there are 0; gloo would hold"):
         start(plan(tmp_path / "third", transport=nccl))
     wait_for_no_actors()
-
-
-def until_step(run: RunHandle, step: int) -> None:
-    for status in run.updates():
-        if status.step >= step:
-            return
 
 
 def test_a_run_stops_on_request_and_leaves_no_process(tmp_path: Path) -> None:
