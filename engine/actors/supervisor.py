@@ -279,6 +279,10 @@ class Supervisor:
     async def _bring_up(self, life: Life, command: StartProcess) -> None:
         key = (life.kind, life.index)
         try:
+            if command.delay_s and not life.opening:
+                await asyncio.sleep(command.delay_s)
+                if not self._is_there(life):
+                    return
             given = (self._restore(command),) if life.kind == TRAINER else ()
             opening = life.opening or life.bring_up(*given)
             if life.kind == REPLICA and not opening.done():

@@ -396,8 +396,9 @@ class State:
         """Drop the figures of versions that nothing refers to any more: all tokens of a group that no step has taken
         are of versions with at least `steps_batched` - S train steps."""
         least = self.steps_batched - self.live.loosest
-        used = {replica.version for replica in self.fleet.replicas.values()}
-        used.update(self.versions, (run.version for run in self.validations.runs.values()))
+        used = {*self.versions, *(run.version for run in self.validations.runs.values())}
+        for validators in (False, True):
+            used.update(self.census.kind(validators=validators).seen.by)
         for version in list(self.steps_in):
             if self.steps_in[version] >= least or version >= self.latest_version - 1:
                 return
