@@ -319,10 +319,12 @@ def test_without_checkpoints_only_the_newest_updates_are_known() -> None:
 
 def test_the_version_of_a_replica_that_lags_behind_stays_known() -> None:
     run = run_of(replicas=2, max_staleness_steps=3, max_concurrent_groups=8)
-    for _ in range(8):
+    for step in range(8):
         mine = [group for group in run.running() if run.state.groups[group].replica == 0]
         run.finish(*mine[:2])
         run.train()
         run.publish()
-        run.install(0)
-    assert 0 in run.state.steps_in and run.state.fleet.replicas[1].version == 0
+        for replica in (0, 1) if step == 0 else (0,):
+            run.install(replica)
+    assert run.state.fleet.replicas[1].version == 1
+    assert 1 in run.state.steps_in and 3 not in run.state.steps_in
