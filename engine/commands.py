@@ -316,6 +316,8 @@ class StartProcess(Command):
     """Of the trainer: optimizer updates in these steps."""
     redo: tuple[StepId, ...] = ()
     """Of the trainer: the steps that follow. It trains them again from their recorded batches before it is up."""
+    delay_s: float = 0.0
+    """Wait so long first: the life before could not be started."""
 
 
 COMMANDS: dict[int, type[Command]] = {

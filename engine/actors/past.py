@@ -167,8 +167,9 @@ def _taken_up(
 def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> tuple[StepId, Path | None]:
     """The checkpoint that the user names, else the newest. Raises: `RunDamaged` where that is not the newest that was
     saved, as far as the record knows, `ConfigError` for a name that no checkpoint has."""
-    trained = recovered.scheduler.state.steps_trained
-    usable = [(steps, path) for steps, path in saved if steps <= trained]
+    state = recovered.scheduler.state
+    trained = state.steps_trained
+    usable = [(steps, path) for steps, path in saved if steps <= trained and steps in state.updates_in]
     if plan.force_from is None:
         _require_newest(plan, saved, recovered)
         return usable[-1] if usable else (0, None)

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -32,12 +33,15 @@ from engine.trajectory import TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 Packed = tuple[GroupId, int, bytes]
 """(group, attempt, packed group)"""
 
 
 class TrajectoryStoreActor:
-    """A trajectory store in a process of its own: on disk where it is told where, else in memory."""
+    """A trajectory store in a process of its own: on disk where it is told where, else in memory.
+
+    One thread does what it is asked, in order: a slow disk does not keep the event loop from giving signs of life."""
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class TrajectoryStoreActor:
         """`fresh`: `directory` must not hold trajectories yet; else what it holds is read."""
         plan.register_stacks("trajectories")
         end_when_orphaned(plan, scheduler)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._failed = asyncio.Event()
         self._reason = ""
         self._store: TrajectoryStore[bytes] | DurableStore = (
@@ -66,41 +71,50 @@ class TrajectoryStoreActor:
         return self._reason
 
     async def put(self, groups: list[Packed]) -> None:
-        await self._write(
-            lambda: [self._store.put(group, attempt, payload, len(payload)) for group, attempt, payload in groups]
-        )
+        def put_all() -> None:
+            for group, attempt, payload in groups:
+                self._store.put(group, attempt, payload, len(payload))
+
+        await self._write(put_all)
 
     async def replace(self, group: GroupId, attempt: int, payload: bytes) -> None:
-        await self._write(lambda: self._store.replace(group, attempt, payload, len(payload)))
+        await self._write(self._store.replace, group, attempt, payload, len(payload))
 
     async def partial(self, group: GroupId) -> bytes | None:
-        return self._store.partial(group)
+        return await self._call(self._store.partial, group)
 
     async def get(self, groups: list[GroupId]) -> list[bytes]:
-        return self._store.get(groups)
+        return await self._call(self._store.get, groups)
 
     async def put_scores(self, step: StepId, task: str, groups: list[GroupId], packed: list[bytes]) -> None:
-        await self._write(lambda: self._store.put_scores(step, task, groups, packed))
+        await self._write(self._store.put_scores, step, task, groups, packed)
 
     async def scores(self, step: StepId, task: str, groups: list[GroupId]) -> list[bytes]:
-        return self._store.scores(step, task, groups)
+        return await self._call(self._store.scores, step, task, groups)
 
     async def discard(self, groups: list[GroupId], attempt: int | None = None) -> None:
-        await self._write(lambda: self._store.discard(groups, attempt))
+        await self._write(self._store.discard, groups, attempt)
 
     async def stats(self) -> StoreStats:
-        return self._store.stats()
+        return await self._call(self._store.stats)
 
     async def close(self) -> None:
         """Let go of the directory."""
-        self._store.close()
+        await self._call(self._store.close)
 
-    async def _write(self, change: Callable[[], object]) -> None:
+    async def _call(self, operation: Callable[..., Result], *given: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, operation, *given)
+
+    async def _write(self, change: Callable[..., object], *given: Any) -> None:
         """Returns once what changed is kept. Where nothing more can be written it never does: that costs nobody an
         attempt, and whoever watches this actor ends the run."""
-        try:
-            change()
+
+        def keep() -> None:
+            change(*given)
             self._store.flush()
+
+        try:
+            await self._call(keep)
         except Exception as error:
             if not self._failed.is_set():
                 log.exception("the trajectory store cannot store anything more")

@@ -27,23 +27,14 @@ from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, Proc
 from engine.hosts.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
 from engine.hosts.reasons import clean
 from engine.ids import NO_VERSION, Incarnation, StepId
-from engine.states.process import (
-    ADDED_STATES,
-    GATEWAY,
-    REPLICA,
-    SCORER,
-    TRAINER,
-    TRAJECTORY_STORE,
-    WEIGHTS_STORE,
-    name_of,
-)
+from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
 
 log = logging.getLogger(__name__)
 
 STORE_PATIENCE = 4
-"""A store writes to its disk, which may be slow, on the event loop that gives its signs of life. It may miss so many
-times as many as other processes."""
+"""The weights store copies whole models on the event loop that gives its signs of life. A store may miss so many times
+as many as other processes."""
 GOODBYE_S = 5.0
 """How long a generator may take to close."""
 Key = tuple[str, int]
@@ -121,9 +112,9 @@ class Supervisor:
         self._closed = False
         self._living = living
         self._epoch = epoch
-        stores = {(TRAJECTORY_STORE, 0): given[2], (WEIGHTS_STORE, 0): given[3], (GATEWAY, 0): gateway}
-        for key, actor in stores.items():
+        for kind, actor in zip(KEPT, (*given[2:], gateway), strict=True):
             if actor is not None:
+                key = (kind, 0)
                 self._lives[key] = Life(key, self._newest(key) + (living is None), actor)
 
     # the launch
@@ -279,6 +270,10 @@ class Supervisor:
     async def _bring_up(self, life: Life, command: StartProcess) -> None:
         key = (life.kind, life.index)
         try:
+            if command.delay_s and not life.opening:
+                await asyncio.sleep(command.delay_s)
+                if not self._is_there(life):
+                    return
             given = (self._restore(command),) if life.kind == TRAINER else ()
             opening = life.opening or life.bring_up(*given)
             if life.kind == REPLICA and not opening.done():

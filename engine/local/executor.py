@@ -94,6 +94,8 @@ class LocalExecutor:
         self._replicas: dict[ReplicaId, ReplicaHost] = {}
         self._begun: dict[ReplicaId, Incarnation] = {}
         """The newest life of each replica that was ordered."""
+        self._delayed: dict[ReplicaId, asyncio.TimerHandle] = {}
+        """Lives that are to begin later."""
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
         self._scorers = {
@@ -147,6 +149,8 @@ class LocalExecutor:
     async def close(self) -> None:
         """End whatever still runs; nothing is reported any more."""
         self._timers.close()
+        for delayed in self._delayed.values():
+            delayed.cancel()
         unused = (self._host(replica, 1, generator) for replica, generator in self._first.items())
         replicas = (_close(host) for host in (*self._replicas.values(), *unused))
         scorers = (host.close() for host in self._scorers.values())
@@ -219,6 +223,14 @@ class LocalExecutor:
         if self._begun.get(replica, 0) >= incarnation:
             return
         self._begun[replica] = incarnation
+        if command.delay_s:
+            begin = asyncio.get_running_loop().call_later(command.delay_s, self._begin_life, replica, incarnation)
+            self._delayed[replica] = begin
+        else:
+            self._begin_life(replica, incarnation)
+
+    def _begin_life(self, replica: ReplicaId, incarnation: Incarnation) -> None:
+        self._delayed.pop(replica, None)
         try:
             host = self._host(replica, incarnation, self._generator(replica))
         except Exception as error:
@@ -253,6 +265,10 @@ class LocalExecutor:
     def _lose_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:
         """End a life of a replica. It is reported as lost once it is closed: its next life needs what it holds. A life
         that has ended already is not ended again."""
+        if replica in self._delayed and self._begun[replica] == incarnation:
+            self._delayed.pop(replica).cancel()
+            self._report_lost(replica, incarnation, reason)
+            return
         host = self._replicas.get(replica)
         if host is None or host.incarnation != incarnation:
             return

@@ -12,6 +12,8 @@ from engine.states.state import State
 
 REASON_LENGTH = 1000
 """Characters of a reason that go into an order."""
+FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
+"""Between a life that could not be started and the next one. The delay doubles with each."""
 REFILLED_BY_STEPS = (REPLICA, TRAINER)
 """Kinds for which a train step is progress. For the others it is an answered order."""
 
@@ -25,12 +27,15 @@ class Lifetimes:
 
     def start(self, process: Process, **beginning: Any) -> None:
         """Order the next life of a process. `beginning`: where a trainer begins, as fields of `StartProcess`."""
+        delay_s = 0.0
+        if process.state == "starting" and process.deaths:  # what made it fail may need time to pass
+            delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(process.deaths - 1, 10))
         self.state.fire_process(process, "start" if process.state == "gone" else "restart")
         process.incarnation += 1
         process.excused, process.room = False, ""
         self.orders.add(
-            StartProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, **beginning,
-                         cause=self.orders.cause)
+            StartProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, delay_s=delay_s,
+                         cause=self.orders.cause, **beginning)
         )  # fmt: skip
 
     def stop(self, process: Process, reason: str, *, hung: bool = False) -> None:

@@ -329,13 +329,11 @@ class RolloutScheduling:
 
     def _oldest_admissible(self) -> Version | None:
         """The oldest version with a place left (law 3); places grow with the version, so newer ones have one too."""
-        state = self.state
-        held = state.held
-        if held >= state.places(state.latest_version):
-            return None
-        oldest = state.latest_version
-        while oldest > 0 and held < state.places(oldest - 1):
-            oldest -= 1
+        oldest, held = None, self.state.held
+        for version in reversed(self.state.steps_in):
+            if held >= self.state.places(version):
+                break
+            oldest = version
         return oldest
 
     def _dispatch(self, group: Group, oldest: Version) -> Replica | None:

@@ -259,6 +259,8 @@ class TrainingScheduling:
             self.orders.discard(*step.groups)
         state.updates_in[step.id + 1] = state.updates_in[step.id] + event.updates
         state.steps_trained += 1
+        if not state.limits.checkpoint_every:
+            state.forget_updates()
         if state.steps_trained % state.limits.sync_every == 0 or self.nothing_left():
             state.fire_step(step, "publish")
             self.publish()
@@ -314,6 +316,7 @@ class TrainingScheduling:
         state.versions[published] = version
         state.steps_in[published] = state.steps_trained
         state.latest_version = published
+        state.forget_versions()
         step = state.training_step
         if step is not None and step.state == "publishing":
             state.fire_step(step, "published")
@@ -376,6 +379,7 @@ class TrainingScheduling:
         self.orders.discard(*state.kept.let_go(steps))
         state.ended.saved(steps)
         state.checkpoints.add(steps)
+        state.forget_updates()
 
     def delete_checkpoints(self) -> None:
         """Order the deletion of checkpoints that the limits do not keep."""

@@ -332,7 +332,7 @@ class World:
         self._begun[process] = life
         if self._chance(self.setting.faults.hang):
             return
-        delay = self.setting.sync_s * 5 + len(command.redo) * self.setting.train_s
+        delay = command.delay_s + self.setting.sync_s * 5 + len(command.redo) * self.setting.train_s
         self._after(delay, lambda: self._started(command))
 
     def _started(self, command: StartProcess) -> None:

@@ -68,9 +68,10 @@ class State:
         self.kept, self.checkpoints = KeptBatches(), Checkpoints()
         self.versions: dict[Version, WeightsVersion] = {}
         self.steps_in: dict[Version, int] = {}
-        """Train steps in each version ever published."""
+        """Train steps in each version that a live group, a replica or a validation may still refer to."""
         self.updates_in: dict[StepId, int] = {0: 0}
-        """Optimizer updates in the first so many train steps; a trainer that takes the run up schedules by them."""
+        """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
+        schedules by them."""
         self.latest_version: Version = 0
         self.ledger = Ledger()
         self.deadlines = Deadlines(limits.surplus)
@@ -390,6 +391,27 @@ class State:
         self.disturb()
         if version.state == "retired":
             del self.versions[version.id]
+
+    def forget_versions(self) -> None:
+        """Drop the figures of versions that nothing refers to any more: all tokens of a group that no step has taken
+        are of versions with at least `steps_batched` - S train steps."""
+        least = self.steps_batched - self.live.loosest
+        used = {*self.versions, *(run.version for run in self.validations.runs.values())}
+        for validators in (False, True):
+            used.update(self.census.kind(validators=validators).seen.by)
+        for version in list(self.steps_in):
+            if self.steps_in[version] >= least or version >= self.latest_version - 1:
+                return
+            if version and version not in used:  # a fresh replica has version 0
+                del self.steps_in[version]
+
+    def forget_updates(self) -> None:
+        """Drop the figures of train steps after which no trainer can begin: those before the newest checkpoint, but for
+        checkpoints that are there; without checkpoints, all but the newest."""
+        newest = self.ended.newest if self.limits.checkpoint_every else self.steps_trained
+        kept = {0, *self.checkpoints.steps}
+        for steps in [steps for steps in self.updates_in if steps < newest and steps not in kept]:
+            del self.updates_in[steps]
 
     def change(self, limits: Limits) -> None:
         """Other bounds from now on; groups keep the deadlines they have."""

@@ -498,6 +498,26 @@ def test_a_checkpoint_that_is_not_there_any_more_is_damaged_too(tmp_path: Path, 
     play(story)
 
 
+def test_a_life_that_is_to_begin_later_is_brought_up_then_and_keeps_its_orders(
+    tmp_path: Path, cluster: RayOfHandles
+) -> None:
+    async def story() -> None:
+        scene = Scene(tmp_path, cluster)
+        scene.start(TRAINER, 0, 1, delay_s=0.001)
+        scene.start(TRAINER, 0, 1, delay_s=0.001)
+        scene.start(SCORER, 0, 1, delay_s=3600.0)
+        await scene.handle("trainer/1").asked.wait()
+        await settled()
+        assert [(event.kind, type(event)) for event in scene.events] == [(TRAINER, ProcessUp)]  # type: ignore[attr-defined]
+        assert not scene.handle("scorer-0/1").opened_with
+        scene.stop(SCORER, 0, 1)
+        await settled()
+        assert scene.lost == [("scorer-0", 1, "enough")]
+        await scene.supervisor.close()
+
+    play(story)
+
+
 def test_a_lost_trainer_is_told_with_the_checkpoints_that_it_completed_and_did_not_report(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:

@@ -3,6 +3,7 @@
 from engine.commands import FinishRun, ParkGroup, SetTimer, StopProcess, TrainStep
 from engine.events import (
     BatchScored,
+    CheckpointSaved,
     DrainRequested,
     ReplicaLeaves,
     ReplicasWanted,
@@ -81,10 +82,11 @@ def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() 
 
 
 def test_the_state_counts_the_optimizer_s_updates_and_a_branch_takes_them_back() -> None:
-    run = small(replicas=1)
+    run = small(replicas=1, checkpoint_every=1)
     for step in (0, 1):
         run.finish(*run.running()[:2])
         run.tell(StepTrained(step=step, attempt=1, updates=3))
+        run.tell(CheckpointSaved(steps=step + 1))
         run.publish()
         run.install(0)
     assert run.state.updates_in == {0: 0, 1: 3, 2: 6}

@@ -290,3 +290,41 @@ def test_what_is_on_the_disk_is_what_the_state_says_after_crashes() -> None:
         made.crash(replicas=1, kept=kept)
     assert made.complete().outcome == "finished"
     assert made.scheduler.state.checkpoints.steps == sorted(made.trainer.saved) == [4, 8, 12, 16, 20]
+
+
+# what the state need not know any more
+
+
+def test_a_long_run_keeps_no_figures_of_versions_and_steps_that_nothing_refers_to() -> None:
+    run = run_of(keep_checkpoints=2, keep_checkpoints_every=10)
+    save(run, 40)
+    state = run.state
+    assert state.checkpoints.steps == [10, 20, 30, 39, 40], "and 38 was there as 40 was saved"
+    assert list(state.updates_in) == [0, 10, 20, 30, 38, 39, 40], "a trainer may begin at any of them"
+    assert 40 in state.steps_in and len(state.steps_in) <= 4
+    assert all(group.admitted_version in state.steps_in for group in state.groups.values() if group.attempt)
+    resumed(run, 39)
+    assert state.updates_in[39] == run.state.updates_in[30] == 0
+
+
+def test_without_checkpoints_only_the_newest_updates_are_known() -> None:
+    run = run_of(checkpoint_every=0)
+    for _ in range(5):
+        run.finish(*run.running()[:2])
+        run.train()
+        run.publish()
+        run.install()
+    assert list(run.state.updates_in) == [0, 5]
+
+
+def test_the_version_of_a_replica_that_lags_behind_stays_known() -> None:
+    run = run_of(replicas=2, max_staleness_steps=3, max_concurrent_groups=8)
+    for step in range(8):
+        mine = [group for group in run.running() if run.state.groups[group].replica == 0]
+        run.finish(*mine[:2])
+        run.train()
+        run.publish()
+        for replica in (0, 1) if step == 0 else (0,):
+            run.install(replica)
+    assert run.state.fleet.replicas[1].version == 1
+    assert 1 in run.state.steps_in and 3 not in run.state.steps_in

@@ -116,6 +116,35 @@ def test_a_life_that_never_began_costs_a_restart_too() -> None:
     assert started(run, "replica") == [2, 3] and run.ordered(FinishRun)[-1].outcome == "failed"
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("replica", "replica_restarts"), ("trainer", "trainer_restarts")])
+def test_each_life_that_could_not_be_started_delays_the_next_one_longer(kind: str, limit: str) -> None:
+    run = small(replicas=1, infrastructure_attempts=9, **{limit: 9})
+    lose(run, kind)
+    for _ in range(8):
+        lose(run, kind, reason="its factory raised")
+    delays = [order.delay_s for order in run.ordered(StartProcess) if order.kind == kind]
+    assert delays == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0], "the first life was up"
+
+
+def test_the_first_life_that_could_not_be_started_delays_the_next_one_by_a_second() -> None:
+    run = small()
+    run.tell(ReplicasWanted(replicas=3))
+    lose(run, "replica", 2)
+    assert [order.delay_s for order in run.ordered(StartProcess)] == [0.0, 1.0]
+    come_up(run, "replica", 2)
+    lose(run, "replica", 2)
+    assert run.ordered(StartProcess)[-1].delay_s == 0.0, "it has been up"
+
+
+def test_a_replica_that_is_let_go_before_it_is_up_delays_nothing() -> None:
+    run = small()
+    run.tell(ReplicasWanted(replicas=3))
+    run.tell(ReplicasWanted(replicas=2))
+    run.tell(ReplicasWanted(replicas=3))
+    lose(run, "replica", 2)
+    assert [order.delay_s for order in run.ordered(StartProcess)] == [0.0, 0.0]
+
+
 def test_a_train_step_fills_the_budgets_of_replicas_and_trainer() -> None:
     run = trains(replica_restarts=1, trainer_restarts=1)
     for _ in range(3):

@@ -6,17 +6,21 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import engine.local
+from engine.commands import StartProcess, StopProcess
 from engine.errors import ConfigError, DataFailure, RunFailed
-from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
-from engine.hosts.prompts import CountedPrompts
+from engine.events import DrawFailed, Event, GroupFailed, GroupGenerated, ProcessLost
+from engine.hosts.prompts import CountedPrompts, listed
 from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
+from engine.local.executor import LocalExecutor
 from engine.roles import Batch, Generated, GroupWork
 from engine.schedule import Handled, read, replay
+from engine.scheduling import lifetimes
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory
 
@@ -64,6 +68,11 @@ def limits(**changes: Any) -> Limits:
 def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
     frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
     return [frame.event for frame in frames if isinstance(frame.event, kind)]
+
+
+def orders_of(result: RunResult, kind: type[Any]) -> list[Any]:
+    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
+    return [command for frame in frames for command in frame.commands if isinstance(command, kind)]
 
 
 def run(**options: Any) -> RunResult:
@@ -348,6 +357,40 @@ def test_a_replica_that_only_dies_is_replaced_so_many_times() -> None:
     with pytest.raises(RunFailed, match=r"no replica is left.*its engine ended"):
         run(generators=make, limits=limits(replica_restarts=1))
     assert len(made) == 3 + 2
+
+
+def test_a_factory_that_raises_is_asked_again_after_the_ordered_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetimes, "FIRST_DELAY_S", 0.001)
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        if 1 < len(made) < 4:
+            raise RuntimeError("no memory")
+        return Mortal(0) if len(made) == 1 else Steady()
+
+    result = run(generators=make, replacements=5)
+    assert result.outcome == "finished" and len(made) == 4
+    delays = [order.delay_s for order in orders_of(result, StartProcess)]
+    assert delays == [0.0, 0.0, 0.002, 0.004]
+
+
+def test_a_life_that_is_stopped_before_its_delay_is_over_never_begins() -> None:
+    async def story() -> list[Event]:
+        made: list[int] = []
+        executor = LocalExecutor(
+            generators=[], make=lambda replica: made.append(replica) or Steady(), trainer=Counting(),  # type: ignore[func-returns-value,return-value]
+            prompts=listed(["a"]), samples=1, slots=1, prefix_every_tokens=0, report=lambda *_: None, checkpoints=None,
+        )  # fmt: skip
+        told: list[Event] = []
+        executor.driver = SimpleNamespace(deliver=told.append)  # type: ignore[assignment]
+        executor.execute([StartProcess(kind="replica", index=0, incarnation=2, delay_s=3600.0, cause=0)])
+        executor.execute([StopProcess(kind="replica", index=0, incarnation=2, reason="not wanted", cause=0)])
+        await executor.close()
+        assert not made
+        return told
+
+    assert asyncio.run(story()) == [ProcessLost(kind="replica", index=0, incarnation=2, reason="not wanted")]
 
 
 def test_the_next_life_of_a_replica_begins_when_the_one_before_is_closed() -> None:

@@ -1,0 +1,56 @@
+"""The trajectory store's actor, without Ray: what it does on which thread, and when it answers."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.actors.process import PackedPlan
+from engine.actors.stores import TrajectoryStoreActor
+from engine.hosts.durable import StorePolicy
+
+
+def store(directory: Path, **policy: Any) -> TrajectoryStoreActor:
+    alone = PackedPlan(directory="", path=(), data=b"", launch="", lasts=False, orphan_s=0.0, run_dir=None)
+    return TrajectoryStoreActor(alone, None, directory, StorePolicy(**policy))
+
+
+def test_a_disk_that_does_not_answer_keeps_no_sign_of_life_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop_thread, hangs, answers, written = threading.get_ident(), threading.Event(), threading.Event(), os.fsync
+
+    def hang(handle: int) -> None:
+        assert threading.get_ident() != loop_thread, "the disk is waited for on the event loop"
+        hangs.set()
+        assert answers.wait(60)
+        written(handle)
+
+    async def story() -> None:
+        actor = store(tmp_path / "trajectories", fsync="always")
+        monkeypatch.setattr(os, "fsync", hang)
+        put = asyncio.ensure_future(actor.put([(0, 1, b"first")]))
+        assert await asyncio.to_thread(hangs.wait, 60)
+        got = asyncio.ensure_future(actor.get([0]))
+        assert await actor.beat() == os.getpid() and not put.done() and not got.done()
+        answers.set()
+        await put
+        assert await got == [b"first"], "calls are carried out in order"
+        assert (await actor.stats()).groups == 1
+        await actor.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_calls_are_carried_out_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    async def story() -> None:
+        actor = store(tmp_path / "trajectories")
+        puts = [actor.put([(group, attempt, b"%d" % attempt)]) for attempt in (1, 2, 3) for group in range(40)]
+        await asyncio.gather(*puts, actor.discard(list(range(20))))
+        assert await actor.get(list(range(20, 40))) == [b"3"] * 20 and await actor.partial(0) is None
+        await actor.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
