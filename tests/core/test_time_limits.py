@@ -55,11 +55,10 @@ from tests.core.states_of_our_own import CHECKING
 from tests.core.test_validation import Measured
 
 HOUR = 3600.0
+TWO_AT_ONCE = replace(CHECKING, concurrency=2)
 
 
-def every(limit: float | str, **others: Any) -> Timeouts:
-    """The same limit for every kind, but for those given."""
-    return Timeouts(**{**{f"{kind}_s": limit for kind in KINDS}, **others})
+every = Timeouts.every
 
 
 def small(timeouts: Timeouts, **others: Any) -> Scripted:
@@ -91,7 +90,7 @@ def done(run: Scripted, kind: type[Any]) -> None:
 
 
 def test_a_group_that_exceeds_its_limit_is_parked_and_its_next_attempt_has_twice_the_time() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     given = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, given + 99.0))
     assert cut_or_stopped(wait(run, given + 100.0)) == ["ParkGroup"] * 4
@@ -106,7 +105,7 @@ def test_a_group_that_exceeds_its_limit_is_parked_and_its_next_attempt_has_twice
 
 
 def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
-    run = small(Timeouts(group_s=100.0, cut_s=7.0))
+    run = small(every(None, group_s=100.0, cut_s=7.0))
     wait(run, 103.0)
     parked = run.state.orders.find("park", 0).at  # type: ignore[union-attr]
     assert cut_or_stopped(wait(run, parked + 6.0)) == []
@@ -116,7 +115,7 @@ def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
 
 
 def test_a_group_that_already_moves_is_not_told_to_park_twice() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     wait(run, 103.0)
     run.tell(SettingChanged(setting="timeouts.group_s", value="50"))
     assert not cut_or_stopped(wait(run, run.clock + 51.0)), "the cut has its own limit"
@@ -177,7 +176,7 @@ def test_a_process_that_does_not_execute_its_order_is_stopped(
 
 
 def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
-    run = small(Timeouts(sync_s=50.0))
+    run = small(every(None, sync_s=50.0))
     syncs(run)
     run.install(pause=False)
     assert isinstance(run.orders[-1], PauseReplica | SetTimer)
@@ -186,7 +185,7 @@ def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
 
 
 def test_a_replica_that_does_not_start_is_stopped_and_one_that_does_not_stop_ends_the_run() -> None:
-    run = small(Timeouts(start_s=50.0))
+    run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     assert run.ordered(StartProcess)
     assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
@@ -199,7 +198,7 @@ def test_a_replica_that_does_not_start_is_stopped_and_one_that_does_not_stop_end
 
 
 def test_a_replica_that_was_stopped_as_it_did_not_start_starts_again() -> None:
-    run = small(Timeouts(start_s=50.0))
+    run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     wait(run, run.clock + 51.0)
     lost(run)
@@ -223,7 +222,7 @@ def up(run: Scripted) -> list[Command]:
 
 
 def test_a_trainer_that_is_stopped_starts_again_and_its_orders_stand_still_until_it_is_up() -> None:
-    run = small(Timeouts(train_s=50.0))
+    run = small(every(None, train_s=50.0))
     trains(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
     assert (stop.kind, run.state.processes["trainer"].state) == ("trainer", "stopping")
@@ -241,7 +240,7 @@ def test_a_trainer_that_is_stopped_starts_again_and_its_orders_stand_still_until
 
 
 def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
-    run = small(Timeouts(train_s=50.0), trainer_restarts=1, infrastructure_attempts=9)
+    run = small(every(None, train_s=50.0), trainer_restarts=1, infrastructure_attempts=9)
     trains(run)
     wait(run, run.clock + 60.0)
     lost(run)
@@ -254,7 +253,7 @@ def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
 
 def test_a_scorer_that_is_stopped_starts_again_and_scores() -> None:
     pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
-    run = small(Timeouts(score_s=50.0), scoring_tasks=("old_logprobs",), pools=pools)
+    run = small(every(None, score_s=50.0), scoring_tasks=("old_logprobs",), pools=pools)
     trains(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
     assert (stop.kind, stop.index) == ("scorer", 0)
@@ -269,7 +268,7 @@ def test_a_scorer_that_is_stopped_starts_again_and_scores() -> None:
 
 
 def test_a_start_that_waits_for_room_stands_still() -> None:
-    run = small(Timeouts(start_s=50.0))
+    run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     waits = {"kind": "replica", "index": 1, "incarnation": 1}
     run.tell(ProcessWaits(**waits, reason="no GPU is free"))
@@ -281,7 +280,7 @@ def test_a_start_that_waits_for_room_stands_still() -> None:
 
 
 def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
-    run = small(Timeouts(start_s=AUTO))
+    run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ProcessWaits(kind="replica", index=1, incarnation=1, reason="no GPU is free"))
     known = run.state.clocks.longest["start"]
@@ -291,7 +290,7 @@ def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
 
 
 def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> None:
-    run = small(Timeouts(store_s=50.0))
+    run = small(every(None, store_s=50.0))
     publishes(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
     assert stop.kind == "trajectory store"
@@ -302,16 +301,19 @@ def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> No
 
 
 def test_work_of_an_added_state_that_takes_too_long_fails_and_its_late_answer_is_stale() -> None:
-    run = small(Timeouts(stage_s=50.0), added_states=(CHECKING,))
+    run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
     first = run.ordered(EnterState)[-1]
-    ordered = wait(run, run.clock + 51.0)
-    assert not cut_or_stopped(ordered)
+    figures = {"state": "checking", "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+    wait(run, run.clock + 10.0)
+    run.finish(1)
+    run.tell(StateLeft(group=1, attempt=run.ordered(EnterState)[-1].attempt, **figures))
+    ordered = wait(run, run.clock + 41.0)
+    assert not cut_or_stopped(ordered), "the process answers"
     again = run.ordered(EnterState)[-1]
     assert (again.group, again.attempt, run.state.groups[0].infrastructure_failures) == (0, first.attempt + 1, 1)
     assert "the state checking exceeded its time limit of 50 s (timeouts.stage_s)" in run.state.last_failure
     stale = run.state.stale_echoes
-    figures = {"state": "checking", "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
     run.tell(StateLeft(group=0, attempt=first.attempt, **figures))
     assert run.state.stale_echoes == stale + 1
     run.tell(StateLeft(group=0, attempt=again.attempt, **figures))
@@ -325,7 +327,7 @@ def measuring(timeouts: Timeouts, **others: Any) -> Measured:
 
 
 def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
-    run = measuring(Timeouts(rows_s=50.0))
+    run = measuring(every(None, rows_s=50.0))
     late, other = run.out()
     run.measured(other)
     ordered = wait(run, run.clock + 51.0)
@@ -341,7 +343,7 @@ def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
 
 
 def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
-    run = measuring(Timeouts(rows_s=50.0))
+    run = measuring(every(None, rows_s=50.0))
     (validation,) = run.state.validations.runs.values()
     run.state.orders.find("rows", (validation.id, 1)).mark += 10.0  # type: ignore[union-attr]
     assert cut_or_stopped(wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)) == ["StopMeasuring"]  # type: ignore[union-attr]
@@ -350,7 +352,7 @@ def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
 
 
 def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
-    run = measuring(Timeouts(rows_s=50.0, cut_s=5.0))
+    run = measuring(every(None, rows_s=50.0, cut_s=5.0))
     wait(run, run.clock + 51.0)
     assert cut_or_stopped(wait(run, run.clock + 5.0)) == ["StopProcess"]
     (validation,) = run.state.validations.runs.values()
@@ -358,11 +360,75 @@ def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
     assert run.out()[-1].replica == 1
 
 
+# only what hung is charged
+
+
+def test_when_a_replica_hangs_over_one_group_the_others_on_it_are_not_charged() -> None:
+    run = small(every(None, group_s=100.0, cut_s=7.0))
+    wait(run, run.clock + 60.0)
+    run.keep_prefix(1, 2, 3, tokens=1)
+    wait(run, run.clock + 40.0)
+    parked = run.state.orders.find("park", 0)
+    assert parked is not None and run.state.orders.find("park", 1) is None
+    assert cut_or_stopped(wait(run, parked.at + 7.0)) == ["StopProcess"]
+    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+    assert {run.state.groups[id].state for id in range(4)} == {"aborted"}
+    lost(run)
+    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+
+
+def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> None:
+    run = small(every(None, sync_s=50.0))
+    syncs(run)
+    assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
+    lost(run)
+    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+
+
+def test_a_replica_that_dies_charges_each_of_its_groups() -> None:
+    run = small(every(None))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
+
+
+def test_when_the_trainer_hangs_over_a_checkpoint_the_train_step_behind_it_is_not_charged() -> None:
+    run = small(every(None, checkpoint_s=50.0), checkpoint_every=1, keeps_batches=True)
+    checkpoints(run)
+    run.finish(2, 3)
+    assert [order.subject for order in run.state.orders.owned("trainer")] == ["checkpoint", "train"]
+    assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
+    lost(run)
+    assert run.state.steps[1].failures == 0
+    assert run.state.orders.find("train", 1) is not None
+
+
+def test_rows_on_a_replica_that_hangs_over_a_group_are_not_charged() -> None:
+    run = measuring(every(None, rows_s=50.0, cut_s=5.0))
+    (validation,) = run.state.validations.runs.values()
+    run.state.orders.find("rows", (validation.id, 1)).mark += 10.0  # type: ignore[union-attr]
+    wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)  # type: ignore[union-attr]
+    assert cut_or_stopped(wait(run, run.clock + 5.0)) == ["StopProcess"]
+    assert [chunk.failures for chunk in validation.chunks] == [1, 0]
+
+
+def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None:
+    run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
+    run.finish(0)
+    wait(run, run.clock + 30.0)
+    run.finish(1)
+    (stop,) = [one for one in wait(run, run.clock + 21.0) if isinstance(one, StopProcess)]
+    assert stop.kind == "added states"
+    lost(run)
+    assert [run.state.groups[id].infrastructure_failures for id in (0, 1)] == [1, 0]
+    up(run)
+    assert {one.command.group for one in run.state.orders.all() if one.subject == "stage"} == {0, 1}  # type: ignore[attr-defined]
+
+
 # what never stops healthy work
 
 
 def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     for tokens in range(1, 20):
         assert not cut_or_stopped(wait(run, run.clock + 90.0))
         run.keep_prefix(0, 1, 2, 3, tokens=tokens)
@@ -371,7 +437,7 @@ def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
 
 
 def test_max_s_bounds_a_group_whatever_its_progress() -> None:
-    run = small(Timeouts(group_s=100.0, max_s=250.0))
+    run = small(every(None, group_s=100.0, max_s=250.0))
     began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     for tokens in range(1, 4):
         wait(run, run.clock + 70.0)
@@ -382,7 +448,7 @@ def test_max_s_bounds_a_group_whatever_its_progress() -> None:
 
 
 def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() -> None:
-    run = small(Timeouts(group_s=AUTO, floor_s=100.0))
+    run = small(every(None, group_s=AUTO, floor_s=100.0))
     began = run.clock
     assert not cut_or_stopped(wait(run, began + 500.0)), "a first compilation may be slow"
     run.finish(0)
@@ -393,7 +459,7 @@ def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() ->
 
 
 def test_after_its_first_short_answer_a_process_has_the_floor_and_a_fresh_one_six_floors() -> None:
-    run = small(Timeouts(sync_s=AUTO, floor_s=100.0))
+    run = small(every(None, sync_s=AUTO, floor_s=100.0))
     resumes(run)
     assert run.state.clocks.least["sync"] == 100.0
     for replica, expected in ((0, 100.0), (1, 600.0)):
@@ -408,7 +474,7 @@ def test_after_its_first_short_answer_a_process_has_the_floor_and_a_fresh_one_si
 
 
 def test_the_next_life_of_a_replica_is_fresh() -> None:
-    run = small(Timeouts(sync_s=AUTO, floor_s=100.0))
+    run = small(every(None, sync_s=AUTO, floor_s=100.0))
     resumes(run)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
@@ -417,7 +483,7 @@ def test_the_next_life_of_a_replica_is_fresh() -> None:
 
 
 def test_failures_and_parked_groups_teach_nothing() -> None:
-    run = small(Timeouts(group_s=AUTO, floor_s=100.0))
+    run = small(every(None, group_s=AUTO, floor_s=100.0))
     wait(run, run.clock + 400.0)
     run.fail(0, cause="data")
     run.abort(1)
@@ -434,7 +500,7 @@ def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
 
 @pytest.mark.parametrize("state", ["pausing", "installing"])
 def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     syncs(run)
     replica = run.state.fleet.replicas[0]
     place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
@@ -452,7 +518,7 @@ def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> N
 
 
 def test_a_pause_that_waits_for_groups_begins_when_the_last_one_ends() -> None:
-    run = small(Timeouts(sync_s=50.0, group_s=1000.0), sync_mode="wait")
+    run = small(every(None, sync_s=50.0, group_s=1000.0), sync_mode="wait")
     syncs(run)
     run.install(pause=False)
     assert run.state.fleet.replicas[0].state == "pausing"
@@ -463,14 +529,14 @@ def test_a_pause_that_waits_for_groups_begins_when_the_last_one_ends() -> None:
 
 
 def test_in_mode_wait_a_group_on_a_pausing_replica_still_has_its_limit() -> None:
-    run = small(Timeouts(group_s=100.0), sync_mode="wait")
+    run = small(every(None, group_s=100.0), sync_mode="wait")
     syncs(run)
     run.install(pause=False)
     assert "ParkGroup" in cut_or_stopped(wait(run, run.clock + 100.0))
 
 
 def test_an_order_of_the_trainer_is_timed_from_the_end_of_the_one_ahead() -> None:
-    run = small(Timeouts(train_s=100.0), checkpoint_every=1)
+    run = small(every(None, train_s=100.0), checkpoint_every=1)
     checkpoints(run)
     run.finish(2, 3)
     assert [order.subject for order in run.state.orders.owned("trainer")] == ["checkpoint", "train"]
@@ -493,7 +559,7 @@ def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:
 
 
 def test_a_long_validation_is_not_overdue_while_its_rows_come_in() -> None:
-    run = measuring(Timeouts(rows_s=100.0), slots=1)
+    run = measuring(every(None, rows_s=100.0), slots=1)
     for _ in range(2):
         assert not cut_or_stopped(wait(run, run.clock + 90.0))
         run.measured(run.out()[0])
@@ -501,7 +567,7 @@ def test_a_long_validation_is_not_overdue_while_its_rows_come_in() -> None:
 
 
 def test_a_drain_stops_the_clocks_of_the_groups_it_parks() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     run.tell(DrainRequested(reason="maintenance"))
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
 
@@ -532,7 +598,7 @@ def test_history_is_in_the_snapshot() -> None:
 
 
 def test_a_new_scheduler_process_and_one_that_stood_still_give_every_order_its_full_time() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     run.tell(SchedulerRecovered(), at=95.0)
     assert not cut_or_stopped(wait(run, 190.0))
     timer = run.state.live.limit_timer
@@ -543,7 +609,7 @@ def test_a_new_scheduler_process_and_one_that_stood_still_give_every_order_its_f
 
 
 def test_one_timer_serves_all_orders_and_an_order_that_is_due_sooner_gets_it() -> None:
-    run = small(Timeouts(group_s=100.0, train_s=10.0))
+    run = small(every(None, group_s=100.0, train_s=10.0))
     trains(run)
     assert [order.subject for order in run.state.orders.all()].count("timer") == 1
     assert run.state.clocks.timer_at == run.ordered(SetTimer)[-1].delay_s + run.clock == run.clock + 10.0
@@ -552,7 +618,7 @@ def test_one_timer_serves_all_orders_and_an_order_that_is_due_sooner_gets_it() -
 
 
 def test_limits_may_be_set_and_lifted_at_any_time() -> None:
-    run = small(Timeouts())
+    run = small(every(None))
     trains(run)
     run.tell(SettingChanged(setting="timeouts.train_s", value="auto"))
     run.tell(SettingChanged(setting="timeouts.floor_s", value="10"))
@@ -662,7 +728,7 @@ def test_without_limits_a_hang_is_for_ever() -> None:
     """What the limits are for."""
     with pytest.raises(Exception, match="liveness"):
         for seed in range(6):
-            a_world(seed, Timeouts(), Faults(hang=0.02)).run()
+            a_world(seed, every(None), Faults(hang=0.02)).run()
 
 
 HUNG = [
