@@ -28,7 +28,7 @@ from engine.states.digest import MASK, digest
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, Owner, works_in_order
 from engine.states.process import REPLICA, Process
 from engine.states.replica import Replica
-from engine.states.timeouts import CUT, KINDS, Timeouts
+from engine.states.timeouts import CUT, KINDS, MOST_S, Timeouts
 
 if TYPE_CHECKING:
     from engine.states.state import State
@@ -303,6 +303,9 @@ class Clocks:
         fresh = kind != "start" and (clock is None or not clock.answered & BITS[kind])
         limit = self._timeouts.limit(kind, self.longest.get(kind), fresh=fresh)
         assert limit is not None  # it has one
+        if type(order.command) is StartProcess and order.command.redo:
+            train = self._timeouts.limit("train", self.longest.get("train"), fresh=True)
+            limit += len(order.command.redo) * (MOST_S if train is None else train)
         return limit * self.doubled.get((order.subject, order.id), 1)
 
     def elapsed(self, order: Order) -> float:

@@ -1,8 +1,7 @@
 """Time limits of orders: what exceeds its limit is cut short or stopped, and healthy work never is."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from engine.events import (
     BatchScored,
     CheckpointSaved,
     DrainRequested,
-    Event,
     OrderDone,
     ProcessLost,
     ProcessUp,
@@ -44,11 +42,7 @@ from engine.events import (
 )
 from engine.schedule.packing import pack, unpack
 from engine.schedule.snapshots import restore, snapshot
-from engine.simulation.proof import prove
-from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
-from engine.states.orders import RELATIONS
-from engine.states.process import TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.scripted import Scripted
 from tests.core.states_of_our_own import CHECKING
@@ -289,6 +283,19 @@ def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     assert run.state.clocks.longest["start"] == known
 
 
+def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_up() -> None:
+    run = small(every(None, start_s=50.0, train_s=80.0), checkpoint_every=3, keeps_batches=True)
+    for step in range(2):
+        run.finish(2 * step, 2 * step + 1)
+        run.train()
+        run.publish()
+        run.install()
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    assert run.ordered(StartProcess)[-1].redo == (0, 1)
+    assert not cut_or_stopped(wait(run, run.clock + 50.0 + 2 * 80.0 - 1.0))
+    assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
+
+
 def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> None:
     run = small(every(None, store_s=50.0))
     publishes(run)
@@ -317,7 +324,7 @@ def test_work_of_an_added_state_that_takes_too_long_fails_and_its_late_answer_is
     run.tell(StateLeft(group=0, attempt=first.attempt, **figures))
     assert run.state.stale_echoes == stale + 1
     run.tell(StateLeft(group=0, attempt=again.attempt, **figures))
-    assert run.state.groups[0].state == "generated"
+    assert run.state.groups[0].state == "batched"
 
 
 def measuring(timeouts: Timeouts, **others: Any) -> Measured:
@@ -654,143 +661,3 @@ def test_a_header_holds_the_limits_and_refuses_unknown_ones() -> None:
     plain["timeouts"]["nap_s"] = 3.0
     with pytest.raises(ConfigError, match="nap_s"):
         Limits.from_plain(plain)
-
-
-# whole worlds
-
-
-class Seen(World):
-    """Counts the commands of a run, and remembers when it ended."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.seen: Counter[str] = Counter()
-        super().__init__(setting)
-
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        self.seen.update(type(command).__name__ for command in commands)
-        super()._observe(event, commands)
-
-
-def a_world(seed: int, timeouts: Timeouts, faults: Faults, **others: Any) -> Seen:
-    limits = Limits(
-        train_batch_size=3, max_staleness_steps=2, max_concurrent_groups=9, max_steps=8, infrastructure_attempts=20,
-        timeouts=timeouts, scoring_tasks=("old_logprobs",), checkpoint_every=2,
-        validation=ValidationLimits(rows=12, rows_per_slot=3, every=2), added_states=(CHECKING,),
-    )  # fmt: skip
-    limits = replace(limits, **others)
-    return Seen(Setting(limits=limits, replicas=3, slots=3, prompts=200, seed=seed, faults=faults, max_tokens=400,
-                        prefix_every_tokens=10))  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_healthy_world_is_disturbed(seed: int, mode: str) -> None:
-    """Limits little above what single orders take, far below what they wait for one another."""
-    turns = (Pool(tasks=("rollout", "train", "old_logprobs"), replicas=(0, 1, 2)),)
-    timeouts = every(45.0, cut_s=5.0, start_s=60.0)
-    for others in ({}, {"pools": turns}):
-        world = a_world(seed, timeouts, Faults(), sync_mode=mode, **others)
-        assert world.run().outcome == "finished"
-        assert not world.seen["ParkGroup"] and not world.seen["StopProcess"]
-        assert world.scheduler.state.clocks.doubled == {}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_groups_that_are_stuck_are_cut_short_and_go_on(seed: int) -> None:
-    world = a_world(seed, every(45.0, cut_s=5.0), Faults(stick=0.1))
-    assert world.run().outcome == "finished"
-    assert world.seen["ParkGroup"] and not world.seen["StopProcess"]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_world_whose_agents_hang_recovers_or_ends_within_the_limits(seed: int) -> None:
-    timeouts = every(100.0, cut_s=5.0)
-    world = a_world(seed, timeouts, Faults(hang=0.004))
-    calm = a_world(seed, timeouts, Faults())
-    assert calm.run().outcome == "finished"
-    outcome = world.run()
-    assert outcome.outcome in ("finished", "stopped")
-    if outcome.outcome == "stopped":
-        assert "exceeded its time limit" in outcome.reason
-        assert outcome.again != ("the data source" in outcome.reason), "but for that, it begins again by itself"
-    hangs = 1 + world.seen["StopProcess"] + world.seen["ParkGroup"]
-    assert world.time <= 3 * calm.time + 2 * 105.0 * hangs
-
-
-def test_limits_are_not_for_the_made_up_times_of_a_proof() -> None:
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=every(1.0, cut_s=1.0)
-    )  # fmt: skip
-    assert prove(limits, {}, worlds=2) == 2
-
-
-def test_without_limits_a_hang_is_for_ever() -> None:
-    """What the limits are for."""
-    with pytest.raises(Exception, match="liveness"):
-        for seed in range(6):
-            a_world(seed, every(None), Faults(hang=0.02)).run()
-
-
-HUNG = [
-    ("group", "replica", "finished"),
-    ("train", "trainer", "finished"),
-    ("publish", "trainer", "finished"),
-    ("checkpoint", "trainer", "finished"),
-    ("score", "scorer", "finished"),
-    ("discard", "trajectory store", "stopped"),
-    ("retire", "weights store", "stopped"),
-]
-
-
-class HangsOnce(Seen):
-    """The process that executes the second order of a subject hangs over it, for ever."""
-
-    def __init__(self, setting: Setting, subject: str) -> None:
-        self.subject, self.left, self.hung = subject, 2, ""
-        self.hung_at = self.stopped_at = self.up_at = 0.0
-        super().__init__(setting)
-
-    def execute(self, commands: Sequence[Command]) -> None:
-        passed: list[Command] = []
-        for command in commands:
-            relation = RELATIONS.get(type(command))
-            self.left -= relation is not None and relation.subject == self.subject
-            if not self.left and not self.hung:
-                self.hung, self.hung_at = relation.owner, self.time  # type: ignore[union-attr]
-                self._hang(command)
-                if relation.owner in (TRAJECTORY_STORE, WEIGHTS_STORE):  # type: ignore[union-attr]
-                    continue
-            passed.append(command)
-        super().execute(passed)
-
-    def _hang(self, command: Any) -> None:
-        if self.subject == "group":
-            self.replicas[command.replica].hung = True
-        elif self.subject == "score":
-            self._scorers[0].hung = True
-        elif self.hung == TRAINER:
-            self.trainer.hung = True
-
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        for command in commands:
-            if isinstance(command, StopProcess) and not self.stopped_at:
-                self.hung, self.stopped_at = command.kind, self.time
-        if self.stopped_at and not self.up_at and isinstance(event, ProcessUp) and event.incarnation == 2:
-            self.up_at = self.time
-        super()._observe(event, commands)
-
-
-@pytest.mark.parametrize(("subject", "kind", "outcome"), HUNG)
-def test_a_process_that_hangs_is_stopped_in_time_and_another_carries_on(subject: str, kind: str, outcome: str) -> None:
-    apart = (Pool(tasks=("rollout",), replicas=(0, 1, 2)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
-    limits = a_world(1, every(100.0, cut_s=5.0), Faults(), pools=apart, keeps_batches=True).setting
-    world = HangsOnce(limits, subject)
-    end = world.run()
-    assert (world.hung, end.outcome, end.again) == (kind, outcome, outcome == "stopped"), end.reason
-    orders_ahead = 2  # of the trainer: the clock begins when they are over
-    assert 0 < world.stopped_at - world.hung_at <= 105.0 + orders_ahead * 45.0
-    assert world.seen["StopProcess"] == 1
-    if outcome == "finished":
-        assert world.stopped_at < world.up_at < world.stopped_at + 60.0, "it trains two steps again"
-    else:
-        assert f"{kind} exceeded its time limit of 100 s (timeouts.store_s)" in end.reason
