@@ -409,15 +409,6 @@ def test_when_the_trainer_hangs_over_a_checkpoint_the_train_step_behind_it_is_no
     assert run.state.orders.find("train", 1) is not None
 
 
-def test_rows_on_a_replica_that_hangs_over_a_group_are_not_charged() -> None:
-    run = measuring(every(None, rows_s=50.0, cut_s=5.0))
-    (validation,) = run.state.validations.runs.values()
-    run.state.orders.find("rows", (validation.id, 1)).mark += 10.0  # type: ignore[union-attr]
-    wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)  # type: ignore[union-attr]
-    assert cut_or_stopped(wait(run, run.clock + 5.0)) == ["StopProcess"]
-    assert [chunk.failures for chunk in validation.chunks] == [1, 0]
-
-
 def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None:
     run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
