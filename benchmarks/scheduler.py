@@ -2,13 +2,13 @@
 
     python benchmarks/scheduler.py [--live 1000 10000 100000 1000000]
     python benchmarks/scheduler.py --replicas 10,100,1000,4000
-    python benchmarks/scheduler.py --time-limits
+    python benchmarks/scheduler.py --no-time-limits
 
 One core, no executor: events are made from the commands that come back, so what is timed is driver, scheduler,
 machines, ledger, laws and record. "live" groups are started and not consumed while one batch after another goes
 through. With `--replicas`, fleets of so many replicas with 16 slots each are compared instead: a batch is a quarter of
 the slots, and every replica takes new weights after every step, so that each group costs as many events in any fleet.
-`--time-limits` gives every order a limit.
+`--no-time-limits` gives no order a limit.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.commands import (
     Command,
@@ -55,7 +55,7 @@ from engine.schedule.frames import Header
 from engine.schedule.recorder import Recorder
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits
-from engine.states.timeouts import AUTO, KINDS, Timeouts
+from engine.states.timeouts import Timeouts
 
 REPLICAS = 16
 SLOTS = 16
@@ -182,9 +182,9 @@ def measure(live: int, groups: int, directory: Path, timeouts: Timeouts) -> tupl
     drive(driver, echo, scheduler, batch)
     gc.collect()
     gc.freeze()
-    events, begin = driver.events_handled, time.perf_counter()
+    events, begin = driver.events_handled, time.process_time()
     drive(driver, echo, scheduler, max(groups, batch))
-    elapsed = time.perf_counter() - begin
+    elapsed = time.process_time() - begin
     recorder.close()
     return max(groups, batch) / elapsed, (driver.events_handled - events) / elapsed, size / started
 
@@ -215,14 +215,16 @@ class Figures(NamedTuple):
     longest_ms: float
 
 
-def measure_fleet(replicas: int, groups: int, directory: Path, straggler_factor: float | None = None) -> Figures:
+def measure_fleet(
+    replicas: int, groups: int, directory: Path, timeouts: Timeouts, straggler_factor: float | None = None
+) -> Figures:
     """So many replicas, all slots busy, one batch after another with a weight sync behind each. All times are CPU
     times: cores that others use as well leave the ratios alone."""
     slots = replicas * SLOTS
     batch = slots // (STALENESS + 1)
     limits = Limits(
         train_batch_size=batch, max_staleness_steps=STALENESS, max_concurrent_groups=slots,
-        straggler_factor=straggler_factor,
+        straggler_factor=straggler_factor, timeouts=timeouts,
     )  # fmt: skip
     scheduler, echo = Scheduler(limits), Echo(SLOTS)
     header = Header(run="benchmark", limits=limits.to_plain(), policies=dict(scheduler.policies.names))
@@ -244,14 +246,14 @@ def measure_fleet(replicas: int, groups: int, directory: Path, straggler_factor:
     return Figures(timed / elapsed, 1e6 * driver.sync_s / driver.syncs, 1e3 * first_s, 1e3 * driver.longest_s)
 
 
-def compare_fleets(fleets: list[int], groups: int, runs: int) -> None:
+def compare_fleets(fleets: list[int], groups: int, runs: int, timeouts: Timeouts) -> None:
     """One row for each fleet, medians; ratios are to the first fleet in the same turn."""
     kinds = (None, 2.0)
     found: dict[tuple[int, float | None], list[Figures]] = {(n, kind): [] for n in fleets for kind in kinds}
     for _ in range(runs):
         for n, kind in found:
             with tempfile.TemporaryDirectory() as directory:
-                found[n, kind].append(measure_fleet(n, groups, Path(directory) / "schedule", kind))
+                found[n, kind].append(measure_fleet(n, groups, Path(directory) / "schedule", timeouts, kind))
     print(
         "replicas      K      B | groups/s  ratio  us/sync event  longest ms (filling) |  stragglers: groups/s  ratio"
     )
@@ -274,13 +276,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=40_000, help="groups timed per run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--replicas", help="compare fleets of so many replicas, for example 10,100,1000,4000")
-    parser.add_argument("--time-limits", action="store_true", help="give every order a time limit")
+    parser.add_argument("--no-time-limits", action="store_true", help="give no order a time limit")
     args = parser.parse_args()
+    timeouts = Timeouts.every(None) if args.no_time_limits else Timeouts()
     if args.replicas:
-        compare_fleets([int(n) for n in args.replicas.split(",")], args.groups, args.runs)
+        compare_fleets([int(n) for n in args.replicas.split(",")], args.groups, args.runs, timeouts)
         return
-    every: dict[str, Any] = {f"{kind}_s": AUTO for kind in KINDS} if args.time_limits else {}
-    timeouts, base = Timeouts(**every), None
+    base = None
     print("live groups   groups/s   events/s  us/group  cost ratio  bytes/group")
     for live in args.live:
         results = []

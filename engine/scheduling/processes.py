@@ -1,6 +1,7 @@
 """What follows when a process comes up or is lost: another life, what it begins from, and what becomes of its orders.
 
-Called by `scheduler.py`. A lost process costs each of its orders one attempt. A store or the gateway cannot be replaced
+Called by `scheduler.py`. A lost process costs each of its orders one attempt, or if it hung,
+those that exceeded their limits. A store or the gateway cannot be replaced
 while the run goes on: the run stops, and begins again from its record.
 """
 
@@ -133,7 +134,7 @@ class ProcessScheduling:
 
     def _lose_worker(self, process: Process, event: ProcessLost) -> None:
         """A scorer, or the process of the added states: it holds nothing that is not elsewhere too."""
-        failed = [order for owner in self.state.owners_of(process) for order in self.state.orders.fail(owner)]
+        failed, hung = self._take_orders(process)
         tasks = self.state.limits.scorers()[process.index] if process.kind == SCORER else ()
         who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
         reason = f"the {who} is lost: {event.reason}"
@@ -142,13 +143,13 @@ class ProcessScheduling:
             self.orders.end_run("failed", self._spent(process, reason, event))
             return
         self.lifetimes.start(process)
-        self._fail(failed, reason)
+        self._fail(failed, hung, reason)
 
     def _lose_trainer(self, process: Process, event: ProcessLost) -> None:
         """The next life begins where nothing is lost by it. If there is no such place, or too many lives ended, the run
         ends."""
         state = self.state
-        failed = state.orders.fail(TRAINER)
+        failed, hung = self._take_orders(process)
         done = []  # only the reports of these are lost
         for order in failed:
             if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
@@ -169,32 +170,42 @@ class ProcessScheduling:
             self.orders.end_run("failed", self._spent(process, reason, event))
             return
         self.lifetimes.start(process, **beginning)
-        self._fail([order for order in failed if order not in done], reason)
+        self._fail([order for order in failed if order not in done], hung, reason)
         if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
             self.training.checkpoint()  # no resume could begin from what is on disk
+
+    def _take_orders(self, process: Process) -> tuple[list[Order], list[Order]]:
+        """End the orders of a lost process. Returns them, and those of them that exceeded their limits."""
+        owners = self.state.owners_of(process)
+        hung = [order for owner in owners for order in self.state.clocks.exceeded(owner)]
+        return [order for owner in owners for order in self.state.orders.fail(owner)], hung
 
     def _spent(self, process: Process, reason: str, event: ProcessLost) -> str:
         if event.final or process.deaths <= 1:
             return reason
         return f"{reason}; it ended {process.deaths} times without progress"
 
-    def _fail(self, failed: list[Order], reason: str) -> None:
-        """Charge the orders that were lost with a process. A lost checkpoint is ordered again once the run cannot end
-        without it."""
-        steps: dict[StepId, None] = {}
+    def _fail(self, failed: list[Order], hung: list[Order], reason: str) -> None:
+        """Give the orders again that were lost with a process. Each costs an attempt; if the process hung, only those
+        in `hung` do. A lost checkpoint is ordered again once the run cannot end without it."""
+        steps: dict[StepId, bool] = {}
         for order in failed:
-            command = order.command
+            command, charged = order.command, not hung or order in hung
             if isinstance(command, ScoreBatch | TrainStep):
-                steps[command.step] = None
+                steps[command.step] = steps.get(command.step, False) or charged
+            elif isinstance(command, PublishWeights) and not charged:
+                self.training.publish()
             elif isinstance(command, PublishWeights):
                 self.training.fail_publication(command.version, reason)
             elif isinstance(command, SaveCheckpoint):
                 self.state.checkpoint_ordered = min(self.state.checkpoint_ordered, self.state.ended.newest)
+            elif isinstance(command, EnterState) and not charged:
+                self.rollout.stages.put_back(command.state, self.state.groups[command.group])
             elif isinstance(command, EnterState):
                 self.rollout.on_state_failed(
                     StateFailed(group=command.group, attempt=command.attempt, state=command.state,
                                 cause="infrastructure", reason=reason)
                 )  # fmt: skip
-        for step in steps:
-            self.training.fail_step(step, reason)
+        for step, charged in steps.items():
+            self.training.fail_step(step, reason, charged=charged)
         self.training.delete_checkpoints()  # those that the trainer was to delete

@@ -27,8 +27,10 @@ from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.stages import StageScheduling
 from engine.states.group import Group
 from engine.states.invariants import require
+from engine.states.orders import KINDS_OF_SUBJECTS
 from engine.states.replica import Replica
 from engine.states.state import Key, State
+from engine.states.timeouts import CUT_SHORT
 from engine.states.view import View, view_group
 
 MOST_STARTS = 256
@@ -138,9 +140,7 @@ class RolloutScheduling:
         if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
             return
-        self.park(group)
-        if group.truncate and not group.kept:
-            self.release(group, "drop")
+        self._park_uncharged(group)
 
     def on_prefix_stored(self, event: PrefixStored) -> None:
         if not event.tokens:
@@ -177,17 +177,22 @@ class RolloutScheduling:
 
     def lose_replica(self, replica: Replica, reason: str) -> None:
         """Its process has ended, or is to. Park what ran there: each group loses an attempt of the infrastructure
-        budget, not its place."""
+        budget, not its place. If the replica hung, only groups that exceeded their own limit lose one."""
         state = self.state
+        hung = any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
         state.orders.fail(replica.id)
         replica.staged = replica.staging = None
         replica.failed_groups = 0
         state.fire_replica(replica, "lose")
-        state.validations.lose(replica)
+        state.validations.lose(replica, failed=not hung)
         for id in list(replica.groups):
             group = state.groups[id]
+            charged = not hung or group.overdue_s > 0
             state.unseat(group)
-            self.park_after_failure(group, "infrastructure", reason)
+            if charged:
+                self.park_after_failure(group, "infrastructure", reason)
+            else:
+                self._park_uncharged(group)
 
     def park_after_failure(self, group: Group, cause: str, reason: str) -> None:
         """An attempt was lost: park the group for another one, or fail it. Its slot has been taken back already."""
@@ -197,6 +202,12 @@ class RolloutScheduling:
         if not again:
             self._give_up(group)
         elif group.truncate and not group.kept:
+            self.release(group, "drop")
+
+    def _park_uncharged(self, group: Group) -> None:
+        """Park a group through no fault of its own. One that is to be truncated needs tokens."""
+        self.park(group)
+        if group.truncate and not group.kept:
             self.release(group, "drop")
 
     def _give_up(self, group: Group) -> None:

@@ -58,10 +58,14 @@ class StageScheduling:
         self.state.last_failure = event.reason
         if not self.decisions.another_attempt(group, event.cause):
             return group
-        self.state.stages.leave(event.state, group.id)
+        self.put_back(event.state, group)
+        return None
+
+    def put_back(self, name: str, group: Group) -> None:
+        """A group waits for the work of its state again."""
+        self.state.stages.leave(name, group.id)
         self.state.enter_stage(group)
         self.state.touch(group)
-        return None
 
     def advance(self) -> None:
         """Order the work of every state while it may have more under way."""

@@ -88,7 +88,7 @@ class TimeLimits:
             self._park(order, limit_s)
         elif order.subject == "rows":
             self.validation.cut(order, reason)
-        elif order.subject == "stage":
+        elif order.subject == "stage" and not self.clocks.silent(order):
             self._fail_stage(order, reason)
         elif order.subject == "stop":
             self.orders.end_run("stopped", reason, again=True)

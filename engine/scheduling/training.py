@@ -234,13 +234,13 @@ class TrainingScheduling:
     def on_step_failed(self, event: StepFailed) -> None:
         self.fail_step(event.step, event.reason)
 
-    def fail_step(self, id: StepId, reason: str) -> None:
-        """An attempt to score or train a step came to nothing."""
+    def fail_step(self, id: StepId, reason: str, *, charged: bool = True) -> None:
+        """An attempt to score or train a step came to nothing, and counts if it is `charged`."""
         step = self.state.steps[id]
         for task in self.state.scoring(step):
             self.state.orders.withdraw("score", (id, task))
-        step.failures += 1
-        if step.failures >= self.state.limits.infrastructure_attempts:
+        step.failures += charged
+        if charged and step.failures >= self.state.limits.infrastructure_attempts:
             self.orders.end_run("failed", f"train step {id} failed {step.failures} times, at last: {reason}")
             return
         self.begin_again(step)

@@ -62,7 +62,7 @@ def scaled_down(limits: Limits) -> Limits:
         "added_states": tuple(replace(s, concurrency=min(s.concurrency, 3)) for s in limits.added_states),
         "pools": (),
         "validation": None,
-        "timeouts": Timeouts(),
+        "timeouts": Timeouts.every(None),
     }
     if limits.validation is not None:
         own = 2 if limits.validation.own else None

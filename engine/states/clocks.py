@@ -28,7 +28,7 @@ from engine.states.digest import MASK, digest
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, Owner, works_in_order
 from engine.states.process import REPLICA, Process
 from engine.states.replica import Replica
-from engine.states.timeouts import CUT, KINDS, Timeouts
+from engine.states.timeouts import CUT, KINDS, MOST_S, Timeouts
 
 if TYPE_CHECKING:
     from engine.states.state import State
@@ -58,7 +58,7 @@ class OwnerClock:
         self.stopped_at = -1.0
         """Since when it stands still; -1: it works."""
         self.closed = 0.0
-        """If it works on one order at a time: its work time when the last one closed."""
+        """Its work time when the last order closed, if it works on one at a time; or was answered, if it is a state."""
         self.digest = 0
 
     def work_time(self, now: float) -> float:
@@ -127,7 +127,11 @@ class Clocks:
 
     def answered(self, order: Order, event: Event) -> None:
         """An event answers an order, which is still open. A failure teaches nothing about how long work takes."""
-        if order.subject not in self.least or type(event) in FAILURES:
+        if order.subject not in self.least:
+            return
+        if order.subject == "stage":
+            self._note_closed(order.owner)
+        if type(event) in FAILURES:
             return
         if order.subject == "start" and not self.runs(order):
             return  # nobody knows when it had room
@@ -161,11 +165,7 @@ class Clocks:
             if stalled is not None:
                 stalled.pop(order.number, None)
         if was_first and type(order.owner) is str and works_in_order(order.owner):
-            clock = self.owners.get(order.owner)
-            if clock is None:
-                clock = self.owners[order.owner] = OwnerClock()
-            clock.closed = clock.work_time(self._state.now)
-            self._note(order.owner, clock)
+            self._note_closed(order.owner)
             self._wake(order.owner)
 
     def cleared(self) -> None:
@@ -303,6 +303,9 @@ class Clocks:
         fresh = kind != "start" and (clock is None or not clock.answered & BITS[kind])
         limit = self._timeouts.limit(kind, self.longest.get(kind), fresh=fresh)
         assert limit is not None  # it has one
+        if type(order.command) is StartProcess and order.command.redo:
+            train = self._timeouts.limit("train", self.longest.get("train"), fresh=True)
+            limit += len(order.command.redo) * (MOST_S if train is None else train)
         return limit * self.doubled.get((order.subject, order.id), 1)
 
     def elapsed(self, order: Order) -> float:
@@ -332,6 +335,17 @@ class Clocks:
         if type(order.owner) is str and works_in_order(order.owner):
             return self._state.orders.first(order.owner) is order
         return True
+
+    def exceeded(self, owner: Owner) -> list[Order]:
+        """The open orders of an owner that exceeded their limits."""
+        if PAST not in self.looks.values():
+            return []
+        return [order for order in self._state.orders.owned(owner) if self.looks.get(order.number) == PAST]
+
+    def silent(self, order: Order) -> bool:
+        """Whether the owner of an order to a state has answered nothing since it was given."""
+        clock = self.owners.get(order.owner)
+        return clock is None or clock.closed <= order.mark
 
     def overdue(self) -> list[Order]:
         """Look at every order whose time may have come. Returns those that exceed their limit, in the order given."""
@@ -374,6 +388,13 @@ class Clocks:
     def _work_time(self, owner: Owner) -> float:
         clock = self.owners.get(owner)
         return self._state.now if clock is None else clock.work_time(self._state.now)
+
+    def _note_closed(self, owner: Owner) -> None:
+        clock = self.owners.get(owner)
+        if clock is None:
+            clock = self.owners[owner] = OwnerClock()
+        clock.closed = clock.work_time(self._state.now)
+        self._note(owner, clock)
 
     def _works(self, replica: Replica) -> bool:
         waits = replica.state == "pausing" and self._state.limits.sync_mode == "wait"

@@ -22,8 +22,8 @@ SLOW = ("start", "publish", "checkpoint", "rows")
 
 AUTO: Literal["auto"] = "auto"
 Limit = float | Literal["auto"] | None
-DEFAULT: Limit = None
-"""The limit of every kind unless it is set: None (no limit) or `AUTO`."""
+DEFAULT: Limit = AUTO
+"""The limit of every kind unless it is set."""
 
 FLOOR_S, SLOW_FLOOR_S = 600.0, 3600.0
 TIMES_LONGEST = 10
@@ -77,6 +77,11 @@ class Timeouts:
         self._check("cut_s")
         if self.max_s is not None:
             self._check("max_s")
+
+    @classmethod
+    def every(cls, limit: Limit, **others: Any) -> "Timeouts":
+        """The same limit for every kind, but for those given in `others`."""
+        return cls(**{**{f"{kind}_s": limit for kind in KINDS}, **others})
 
     def _check(self, name: str, *, or_words: bool = False) -> None:
         value: Any = getattr(self, name)

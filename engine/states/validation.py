@@ -207,11 +207,11 @@ class Validations:
         self._fleet.room.pop(replica.id, None)
         self._changed()
 
-    def lose(self, replica: Replica) -> None:
-        """A replica is gone."""
+    def lose(self, replica: Replica, *, failed: bool) -> None:
+        """A replica is gone. `failed`: its chunks have lost an attempt."""
         run = self.runs.get(replica.held)
         if run is not None:
-            self.release(run, replica, failed=True)
+            self.release(run, replica, failed=failed)
 
     def send(self, run: Validation, replica: Replica) -> Chunk:
         """Give the next chunk that waits a slot."""

@@ -34,12 +34,14 @@ from engine.policies import PolicySet
 from engine.scheduler import Scheduler
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
 
 Kind = TypeVar("Kind", bound=Command)
 
 
 class Scripted:
-    """Replicas with many slots joined, prompts drawn on demand, everything else by the test."""
+    """Replicas with many slots joined, prompts drawn on demand, everything else by the test. No order has a time limit,
+    unless the test gives it one."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Scripted:
         answers_draws: bool = True,
         **limits,
     ) -> None:  # type: ignore[no-untyped-def]
+        limits = {"timeouts": Timeouts.every(None), **limits}
         self.scheduler = Scheduler(Limits(**limits), PolicySet.from_names(policies or {}))
         self.state = self.scheduler.state
         self.view = self.scheduler.view

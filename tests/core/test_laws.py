@@ -70,10 +70,12 @@ def limits(draw: st.DrawFn) -> Limits:
 
 @st.composite
 def timeouts(draw: st.DrawFn) -> Timeouts:
-    """No time limits, one for groups, or one for every order."""
-    chosen = draw(st.sampled_from(["none", "none", "groups", "all", "all"]))
-    if chosen != "all":
-        return Timeouts(group_s=4.0 if chosen == "groups" else None)
+    """No time limits, one for groups, one for every order, or the default."""
+    chosen = draw(st.sampled_from(["none", "groups", "all", "all", "auto"]))
+    if chosen in ("none", "groups"):
+        return Timeouts.every(None, group_s=4.0 if chosen == "groups" else None)
+    if chosen == "auto":
+        return Timeouts()
     kinds = {f"{kind}_s": draw(st.sampled_from([4.0, 60.0, 60.0, AUTO, AUTO])) for kind in KINDS}
     return Timeouts(**kinds, floor_s=draw(st.sampled_from([2.0, 10.0])), cut_s=draw(st.sampled_from([2.0, 20.0])))
 

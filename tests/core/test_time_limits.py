@@ -1,8 +1,7 @@
 """Time limits of orders: what exceeds its limit is cut short or stopped, and healthy work never is."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from engine.events import (
     BatchScored,
     CheckpointSaved,
     DrainRequested,
-    Event,
     OrderDone,
     ProcessLost,
     ProcessUp,
@@ -44,22 +42,17 @@ from engine.events import (
 )
 from engine.schedule.packing import pack, unpack
 from engine.schedule.snapshots import restore, snapshot
-from engine.simulation.proof import prove
-from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
-from engine.states.orders import RELATIONS
-from engine.states.process import TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.scripted import Scripted
 from tests.core.states_of_our_own import CHECKING
 from tests.core.test_validation import Measured
 
 HOUR = 3600.0
+TWO_AT_ONCE = replace(CHECKING, concurrency=2)
 
 
-def every(limit: float | str, **others: Any) -> Timeouts:
-    """The same limit for every kind, but for those given."""
-    return Timeouts(**{**{f"{kind}_s": limit for kind in KINDS}, **others})
+every = Timeouts.every
 
 
 def small(timeouts: Timeouts, **others: Any) -> Scripted:
@@ -91,7 +84,7 @@ def done(run: Scripted, kind: type[Any]) -> None:
 
 
 def test_a_group_that_exceeds_its_limit_is_parked_and_its_next_attempt_has_twice_the_time() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     given = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     assert not cut_or_stopped(wait(run, given + 99.0))
     assert cut_or_stopped(wait(run, given + 100.0)) == ["ParkGroup"] * 4
@@ -106,7 +99,7 @@ def test_a_group_that_exceeds_its_limit_is_parked_and_its_next_attempt_has_twice
 
 
 def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
-    run = small(Timeouts(group_s=100.0, cut_s=7.0))
+    run = small(every(None, group_s=100.0, cut_s=7.0))
     wait(run, 103.0)
     parked = run.state.orders.find("park", 0).at  # type: ignore[union-attr]
     assert cut_or_stopped(wait(run, parked + 6.0)) == []
@@ -116,7 +109,7 @@ def test_a_replica_that_does_not_cut_a_group_short_is_stopped() -> None:
 
 
 def test_a_group_that_already_moves_is_not_told_to_park_twice() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     wait(run, 103.0)
     run.tell(SettingChanged(setting="timeouts.group_s", value="50"))
     assert not cut_or_stopped(wait(run, run.clock + 51.0)), "the cut has its own limit"
@@ -177,7 +170,7 @@ def test_a_process_that_does_not_execute_its_order_is_stopped(
 
 
 def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
-    run = small(Timeouts(sync_s=50.0))
+    run = small(every(None, sync_s=50.0))
     syncs(run)
     run.install(pause=False)
     assert isinstance(run.orders[-1], PauseReplica | SetTimer)
@@ -186,7 +179,7 @@ def test_the_pause_and_the_install_of_a_replica_have_a_limit_too() -> None:
 
 
 def test_a_replica_that_does_not_start_is_stopped_and_one_that_does_not_stop_ends_the_run() -> None:
-    run = small(Timeouts(start_s=50.0))
+    run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     assert run.ordered(StartProcess)
     assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
@@ -199,7 +192,7 @@ def test_a_replica_that_does_not_start_is_stopped_and_one_that_does_not_stop_end
 
 
 def test_a_replica_that_was_stopped_as_it_did_not_start_starts_again() -> None:
-    run = small(Timeouts(start_s=50.0))
+    run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     wait(run, run.clock + 51.0)
     lost(run)
@@ -223,7 +216,7 @@ def up(run: Scripted) -> list[Command]:
 
 
 def test_a_trainer_that_is_stopped_starts_again_and_its_orders_stand_still_until_it_is_up() -> None:
-    run = small(Timeouts(train_s=50.0))
+    run = small(every(None, train_s=50.0))
     trains(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
     assert (stop.kind, run.state.processes["trainer"].state) == ("trainer", "stopping")
@@ -241,7 +234,7 @@ def test_a_trainer_that_is_stopped_starts_again_and_its_orders_stand_still_until
 
 
 def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
-    run = small(Timeouts(train_s=50.0), trainer_restarts=1, infrastructure_attempts=9)
+    run = small(every(None, train_s=50.0), trainer_restarts=1, infrastructure_attempts=9)
     trains(run)
     wait(run, run.clock + 60.0)
     lost(run)
@@ -254,7 +247,7 @@ def test_a_trainer_that_hangs_again_and_again_ends_the_run() -> None:
 
 def test_a_scorer_that_is_stopped_starts_again_and_scores() -> None:
     pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
-    run = small(Timeouts(score_s=50.0), scoring_tasks=("old_logprobs",), pools=pools)
+    run = small(every(None, score_s=50.0), scoring_tasks=("old_logprobs",), pools=pools)
     trains(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
     assert (stop.kind, stop.index) == ("scorer", 0)
@@ -269,7 +262,7 @@ def test_a_scorer_that_is_stopped_starts_again_and_scores() -> None:
 
 
 def test_a_start_that_waits_for_room_stands_still() -> None:
-    run = small(Timeouts(start_s=50.0))
+    run = small(every(None, start_s=50.0))
     run.tell(ReplicasWanted(replicas=2))
     waits = {"kind": "replica", "index": 1, "incarnation": 1}
     run.tell(ProcessWaits(**waits, reason="no GPU is free"))
@@ -281,7 +274,7 @@ def test_a_start_that_waits_for_room_stands_still() -> None:
 
 
 def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
-    run = small(Timeouts(start_s=AUTO))
+    run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
     run.tell(ProcessWaits(kind="replica", index=1, incarnation=1, reason="no GPU is free"))
     known = run.state.clocks.longest["start"]
@@ -290,8 +283,21 @@ def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     assert run.state.clocks.longest["start"] == known
 
 
+def test_a_trainer_may_train_the_steps_since_its_checkpoint_again_before_it_is_up() -> None:
+    run = small(every(None, start_s=50.0, train_s=80.0), checkpoint_every=3, keeps_batches=True)
+    for step in range(2):
+        run.finish(2 * step, 2 * step + 1)
+        run.train()
+        run.publish()
+        run.install()
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
+    assert run.ordered(StartProcess)[-1].redo == (0, 1)
+    assert not cut_or_stopped(wait(run, run.clock + 50.0 + 2 * 80.0 - 1.0))
+    assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
+
+
 def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> None:
-    run = small(Timeouts(store_s=50.0))
+    run = small(every(None, store_s=50.0))
     publishes(run)
     (stop,) = [one for one in wait(run, run.clock + 60.0) if isinstance(one, StopProcess)]
     assert stop.kind == "trajectory store"
@@ -302,20 +308,23 @@ def test_a_store_that_is_stopped_has_the_run_begin_again_from_its_record() -> No
 
 
 def test_work_of_an_added_state_that_takes_too_long_fails_and_its_late_answer_is_stale() -> None:
-    run = small(Timeouts(stage_s=50.0), added_states=(CHECKING,))
+    run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
     run.finish(0)
     first = run.ordered(EnterState)[-1]
-    ordered = wait(run, run.clock + 51.0)
-    assert not cut_or_stopped(ordered)
+    figures = {"state": "checking", "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
+    wait(run, run.clock + 10.0)
+    run.finish(1)
+    run.tell(StateLeft(group=1, attempt=run.ordered(EnterState)[-1].attempt, **figures))
+    ordered = wait(run, run.clock + 41.0)
+    assert not cut_or_stopped(ordered), "the process answers"
     again = run.ordered(EnterState)[-1]
     assert (again.group, again.attempt, run.state.groups[0].infrastructure_failures) == (0, first.attempt + 1, 1)
     assert "the state checking exceeded its time limit of 50 s (timeouts.stage_s)" in run.state.last_failure
     stale = run.state.stale_echoes
-    figures = {"state": "checking", "live": 2, "reward_mean": 0.5, "reward_spread": 1.0}
     run.tell(StateLeft(group=0, attempt=first.attempt, **figures))
     assert run.state.stale_echoes == stale + 1
     run.tell(StateLeft(group=0, attempt=again.attempt, **figures))
-    assert run.state.groups[0].state == "generated"
+    assert run.state.groups[0].state == "batched"
 
 
 def measuring(timeouts: Timeouts, **others: Any) -> Measured:
@@ -325,7 +334,7 @@ def measuring(timeouts: Timeouts, **others: Any) -> Measured:
 
 
 def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
-    run = measuring(Timeouts(rows_s=50.0))
+    run = measuring(every(None, rows_s=50.0))
     late, other = run.out()
     run.measured(other)
     ordered = wait(run, run.clock + 51.0)
@@ -341,7 +350,7 @@ def test_rows_that_take_too_long_are_cut_short_and_measured_again() -> None:
 
 
 def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
-    run = measuring(Timeouts(rows_s=50.0))
+    run = measuring(every(None, rows_s=50.0))
     (validation,) = run.state.validations.runs.values()
     run.state.orders.find("rows", (validation.id, 1)).mark += 10.0  # type: ignore[union-attr]
     assert cut_or_stopped(wait(run, run.state.orders.find("rows", (0, 0)).at + 50.0)) == ["StopMeasuring"]  # type: ignore[union-attr]
@@ -350,7 +359,7 @@ def test_only_the_rows_that_are_late_lose_an_attempt() -> None:
 
 
 def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
-    run = measuring(Timeouts(rows_s=50.0, cut_s=5.0))
+    run = measuring(every(None, rows_s=50.0, cut_s=5.0))
     wait(run, run.clock + 51.0)
     assert cut_or_stopped(wait(run, run.clock + 5.0)) == ["StopProcess"]
     (validation,) = run.state.validations.runs.values()
@@ -358,11 +367,66 @@ def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
     assert run.out()[-1].replica == 1
 
 
+# only what hung is charged
+
+
+def test_when_a_replica_hangs_over_one_group_the_others_on_it_are_not_charged() -> None:
+    run = small(every(None, group_s=100.0, cut_s=7.0))
+    wait(run, run.clock + 60.0)
+    run.keep_prefix(1, 2, 3, tokens=1)
+    wait(run, run.clock + 40.0)
+    parked = run.state.orders.find("park", 0)
+    assert parked is not None and run.state.orders.find("park", 1) is None
+    assert cut_or_stopped(wait(run, parked.at + 7.0)) == ["StopProcess"]
+    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+    assert {run.state.groups[id].state for id in range(4)} == {"aborted"}
+    lost(run)
+    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 0, 0, 0]
+
+
+def test_when_a_replica_hangs_over_new_weights_its_groups_are_not_charged() -> None:
+    run = small(every(None, sync_s=50.0))
+    syncs(run)
+    assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
+    lost(run)
+    assert {group.infrastructure_failures for group in run.state.groups.values()} == {0}
+
+
+def test_a_replica_that_dies_charges_each_of_its_groups() -> None:
+    run = small(every(None))
+    run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
+    assert [run.state.groups[id].infrastructure_failures for id in range(4)] == [1, 1, 1, 1]
+
+
+def test_when_the_trainer_hangs_over_a_checkpoint_the_train_step_behind_it_is_not_charged() -> None:
+    run = small(every(None, checkpoint_s=50.0), checkpoint_every=1, keeps_batches=True)
+    checkpoints(run)
+    run.finish(2, 3)
+    assert [order.subject for order in run.state.orders.owned("trainer")] == ["checkpoint", "train"]
+    assert cut_or_stopped(wait(run, run.clock + 51.0)) == ["StopProcess"]
+    lost(run)
+    assert run.state.steps[1].failures == 0
+    assert run.state.orders.find("train", 1) is not None
+
+
+def test_the_process_of_added_states_is_stopped_if_it_answered_nothing() -> None:
+    run = small(every(None, stage_s=50.0), added_states=(TWO_AT_ONCE,))
+    run.finish(0)
+    wait(run, run.clock + 30.0)
+    run.finish(1)
+    (stop,) = [one for one in wait(run, run.clock + 21.0) if isinstance(one, StopProcess)]
+    assert stop.kind == "added states"
+    lost(run)
+    assert [run.state.groups[id].infrastructure_failures for id in (0, 1)] == [1, 0]
+    up(run)
+    assert {one.command.group for one in run.state.orders.all() if one.subject == "stage"} == {0, 1}  # type: ignore[attr-defined]
+
+
 # what never stops healthy work
 
 
 def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     for tokens in range(1, 20):
         assert not cut_or_stopped(wait(run, run.clock + 90.0))
         run.keep_prefix(0, 1, 2, 3, tokens=tokens)
@@ -371,7 +435,7 @@ def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
 
 
 def test_max_s_bounds_a_group_whatever_its_progress() -> None:
-    run = small(Timeouts(group_s=100.0, max_s=250.0))
+    run = small(every(None, group_s=100.0, max_s=250.0))
     began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
     for tokens in range(1, 4):
         wait(run, run.clock + 70.0)
@@ -382,7 +446,7 @@ def test_max_s_bounds_a_group_whatever_its_progress() -> None:
 
 
 def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() -> None:
-    run = small(Timeouts(group_s=AUTO, floor_s=100.0))
+    run = small(every(None, group_s=AUTO, floor_s=100.0))
     began = run.clock
     assert not cut_or_stopped(wait(run, began + 500.0)), "a first compilation may be slow"
     run.finish(0)
@@ -393,7 +457,7 @@ def test_auto_waits_six_floors_for_the_first_answer_and_learns_from_answers() ->
 
 
 def test_after_its_first_short_answer_a_process_has_the_floor_and_a_fresh_one_six_floors() -> None:
-    run = small(Timeouts(sync_s=AUTO, floor_s=100.0))
+    run = small(every(None, sync_s=AUTO, floor_s=100.0))
     resumes(run)
     assert run.state.clocks.least["sync"] == 100.0
     for replica, expected in ((0, 100.0), (1, 600.0)):
@@ -408,7 +472,7 @@ def test_after_its_first_short_answer_a_process_has_the_floor_and_a_fresh_one_si
 
 
 def test_the_next_life_of_a_replica_is_fresh() -> None:
-    run = small(Timeouts(sync_s=AUTO, floor_s=100.0))
+    run = small(every(None, sync_s=AUTO, floor_s=100.0))
     resumes(run)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, reason="killed"))
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
@@ -417,7 +481,7 @@ def test_the_next_life_of_a_replica_is_fresh() -> None:
 
 
 def test_failures_and_parked_groups_teach_nothing() -> None:
-    run = small(Timeouts(group_s=AUTO, floor_s=100.0))
+    run = small(every(None, group_s=AUTO, floor_s=100.0))
     wait(run, run.clock + 400.0)
     run.fail(0, cause="data")
     run.abort(1)
@@ -434,7 +498,7 @@ def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
 
 @pytest.mark.parametrize("state", ["pausing", "installing"])
 def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     syncs(run)
     replica = run.state.fleet.replicas[0]
     place = {"replica": 0, "incarnation": 1, "attempt": replica.sync_attempt}
@@ -452,7 +516,7 @@ def test_groups_on_a_replica_that_takes_new_weights_stand_still(state: str) -> N
 
 
 def test_a_pause_that_waits_for_groups_begins_when_the_last_one_ends() -> None:
-    run = small(Timeouts(sync_s=50.0, group_s=1000.0), sync_mode="wait")
+    run = small(every(None, sync_s=50.0, group_s=1000.0), sync_mode="wait")
     syncs(run)
     run.install(pause=False)
     assert run.state.fleet.replicas[0].state == "pausing"
@@ -463,14 +527,14 @@ def test_a_pause_that_waits_for_groups_begins_when_the_last_one_ends() -> None:
 
 
 def test_in_mode_wait_a_group_on_a_pausing_replica_still_has_its_limit() -> None:
-    run = small(Timeouts(group_s=100.0), sync_mode="wait")
+    run = small(every(None, group_s=100.0), sync_mode="wait")
     syncs(run)
     run.install(pause=False)
     assert "ParkGroup" in cut_or_stopped(wait(run, run.clock + 100.0))
 
 
 def test_an_order_of_the_trainer_is_timed_from_the_end_of_the_one_ahead() -> None:
-    run = small(Timeouts(train_s=100.0), checkpoint_every=1)
+    run = small(every(None, train_s=100.0), checkpoint_every=1)
     checkpoints(run)
     run.finish(2, 3)
     assert [order.subject for order in run.state.orders.owned("trainer")] == ["checkpoint", "train"]
@@ -493,7 +557,7 @@ def test_what_runs_on_a_sleeping_replica_has_no_limit() -> None:
 
 
 def test_a_long_validation_is_not_overdue_while_its_rows_come_in() -> None:
-    run = measuring(Timeouts(rows_s=100.0), slots=1)
+    run = measuring(every(None, rows_s=100.0), slots=1)
     for _ in range(2):
         assert not cut_or_stopped(wait(run, run.clock + 90.0))
         run.measured(run.out()[0])
@@ -501,7 +565,7 @@ def test_a_long_validation_is_not_overdue_while_its_rows_come_in() -> None:
 
 
 def test_a_drain_stops_the_clocks_of_the_groups_it_parks() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     run.tell(DrainRequested(reason="maintenance"))
     assert not cut_or_stopped(wait(run, run.clock + 10_000.0))
 
@@ -532,7 +596,7 @@ def test_history_is_in_the_snapshot() -> None:
 
 
 def test_a_new_scheduler_process_and_one_that_stood_still_give_every_order_its_full_time() -> None:
-    run = small(Timeouts(group_s=100.0))
+    run = small(every(None, group_s=100.0))
     run.tell(SchedulerRecovered(), at=95.0)
     assert not cut_or_stopped(wait(run, 190.0))
     timer = run.state.live.limit_timer
@@ -543,7 +607,7 @@ def test_a_new_scheduler_process_and_one_that_stood_still_give_every_order_its_f
 
 
 def test_one_timer_serves_all_orders_and_an_order_that_is_due_sooner_gets_it() -> None:
-    run = small(Timeouts(group_s=100.0, train_s=10.0))
+    run = small(every(None, group_s=100.0, train_s=10.0))
     trains(run)
     assert [order.subject for order in run.state.orders.all()].count("timer") == 1
     assert run.state.clocks.timer_at == run.ordered(SetTimer)[-1].delay_s + run.clock == run.clock + 10.0
@@ -552,7 +616,7 @@ def test_one_timer_serves_all_orders_and_an_order_that_is_due_sooner_gets_it() -
 
 
 def test_limits_may_be_set_and_lifted_at_any_time() -> None:
-    run = small(Timeouts())
+    run = small(every(None))
     trains(run)
     run.tell(SettingChanged(setting="timeouts.train_s", value="auto"))
     run.tell(SettingChanged(setting="timeouts.floor_s", value="10"))
@@ -588,143 +652,3 @@ def test_a_header_holds_the_limits_and_refuses_unknown_ones() -> None:
     plain["timeouts"]["nap_s"] = 3.0
     with pytest.raises(ConfigError, match="nap_s"):
         Limits.from_plain(plain)
-
-
-# whole worlds
-
-
-class Seen(World):
-    """Counts the commands of a run, and remembers when it ended."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.seen: Counter[str] = Counter()
-        super().__init__(setting)
-
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        self.seen.update(type(command).__name__ for command in commands)
-        super()._observe(event, commands)
-
-
-def a_world(seed: int, timeouts: Timeouts, faults: Faults, **others: Any) -> Seen:
-    limits = Limits(
-        train_batch_size=3, max_staleness_steps=2, max_concurrent_groups=9, max_steps=8, infrastructure_attempts=20,
-        timeouts=timeouts, scoring_tasks=("old_logprobs",), checkpoint_every=2,
-        validation=ValidationLimits(rows=12, rows_per_slot=3, every=2), added_states=(CHECKING,),
-    )  # fmt: skip
-    limits = replace(limits, **others)
-    return Seen(Setting(limits=limits, replicas=3, slots=3, prompts=200, seed=seed, faults=faults, max_tokens=400,
-                        prefix_every_tokens=10))  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_healthy_world_is_disturbed(seed: int, mode: str) -> None:
-    """Limits little above what single orders take, far below what they wait for one another."""
-    turns = (Pool(tasks=("rollout", "train", "old_logprobs"), replicas=(0, 1, 2)),)
-    timeouts = every(45.0, cut_s=5.0, start_s=60.0)
-    for others in ({}, {"pools": turns}):
-        world = a_world(seed, timeouts, Faults(), sync_mode=mode, **others)
-        assert world.run().outcome == "finished"
-        assert not world.seen["ParkGroup"] and not world.seen["StopProcess"]
-        assert world.scheduler.state.clocks.doubled == {}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_groups_that_are_stuck_are_cut_short_and_go_on(seed: int) -> None:
-    world = a_world(seed, every(45.0, cut_s=5.0), Faults(stick=0.1))
-    assert world.run().outcome == "finished"
-    assert world.seen["ParkGroup"] and not world.seen["StopProcess"]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_world_whose_agents_hang_recovers_or_ends_within_the_limits(seed: int) -> None:
-    timeouts = every(100.0, cut_s=5.0)
-    world = a_world(seed, timeouts, Faults(hang=0.004))
-    calm = a_world(seed, timeouts, Faults())
-    assert calm.run().outcome == "finished"
-    outcome = world.run()
-    assert outcome.outcome in ("finished", "stopped")
-    if outcome.outcome == "stopped":
-        assert "exceeded its time limit" in outcome.reason
-        assert outcome.again != ("the data source" in outcome.reason), "but for that, it begins again by itself"
-    hangs = 1 + world.seen["StopProcess"] + world.seen["ParkGroup"]
-    assert world.time <= 3 * calm.time + 2 * 105.0 * hangs
-
-
-def test_limits_are_not_for_the_made_up_times_of_a_proof() -> None:
-    limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=every(1.0, cut_s=1.0)
-    )  # fmt: skip
-    assert prove(limits, {}, worlds=2) == 2
-
-
-def test_without_limits_a_hang_is_for_ever() -> None:
-    """What the limits are for."""
-    with pytest.raises(Exception, match="liveness"):
-        for seed in range(6):
-            a_world(seed, Timeouts(), Faults(hang=0.02)).run()
-
-
-HUNG = [
-    ("group", "replica", "finished"),
-    ("train", "trainer", "finished"),
-    ("publish", "trainer", "finished"),
-    ("checkpoint", "trainer", "finished"),
-    ("score", "scorer", "finished"),
-    ("discard", "trajectory store", "stopped"),
-    ("retire", "weights store", "stopped"),
-]
-
-
-class HangsOnce(Seen):
-    """The process that executes the second order of a subject hangs over it, for ever."""
-
-    def __init__(self, setting: Setting, subject: str) -> None:
-        self.subject, self.left, self.hung = subject, 2, ""
-        self.hung_at = self.stopped_at = self.up_at = 0.0
-        super().__init__(setting)
-
-    def execute(self, commands: Sequence[Command]) -> None:
-        passed: list[Command] = []
-        for command in commands:
-            relation = RELATIONS.get(type(command))
-            self.left -= relation is not None and relation.subject == self.subject
-            if not self.left and not self.hung:
-                self.hung, self.hung_at = relation.owner, self.time  # type: ignore[union-attr]
-                self._hang(command)
-                if relation.owner in (TRAJECTORY_STORE, WEIGHTS_STORE):  # type: ignore[union-attr]
-                    continue
-            passed.append(command)
-        super().execute(passed)
-
-    def _hang(self, command: Any) -> None:
-        if self.subject == "group":
-            self.replicas[command.replica].hung = True
-        elif self.subject == "score":
-            self._scorers[0].hung = True
-        elif self.hung == TRAINER:
-            self.trainer.hung = True
-
-    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
-        for command in commands:
-            if isinstance(command, StopProcess) and not self.stopped_at:
-                self.hung, self.stopped_at = command.kind, self.time
-        if self.stopped_at and not self.up_at and isinstance(event, ProcessUp) and event.incarnation == 2:
-            self.up_at = self.time
-        super()._observe(event, commands)
-
-
-@pytest.mark.parametrize(("subject", "kind", "outcome"), HUNG)
-def test_a_process_that_hangs_is_stopped_in_time_and_another_carries_on(subject: str, kind: str, outcome: str) -> None:
-    apart = (Pool(tasks=("rollout",), replicas=(0, 1, 2)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",)))
-    limits = a_world(1, every(100.0, cut_s=5.0), Faults(), pools=apart, keeps_batches=True).setting
-    world = HangsOnce(limits, subject)
-    end = world.run()
-    assert (world.hung, end.outcome, end.again) == (kind, outcome, outcome == "stopped"), end.reason
-    orders_ahead = 2  # of the trainer: the clock begins when they are over
-    assert 0 < world.stopped_at - world.hung_at <= 105.0 + orders_ahead * 45.0
-    assert world.seen["StopProcess"] == 1
-    if outcome == "finished":
-        assert world.stopped_at < world.up_at < world.stopped_at + 60.0, "it trains two steps again"
-    else:
-        assert f"{kind} exceeded its time limit of 100 s (timeouts.store_s)" in end.reason

@@ -26,6 +26,7 @@ from engine.scheduling.validation import ValidationScheduling
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.state import State
+from engine.states.timeouts import Timeouts
 from engine.states.validation import Validation, Validations
 from tests.core.scripted import Scripted
 
@@ -478,8 +479,9 @@ def test_a_validation_that_takes_for_ever_delays_nobody_else(own_from: int | Non
     """Measuring takes a million seconds: every step is trained, and every version installed elsewhere, before that."""
     validation = ValidationLimits(rows=4, at_start=True, every=1, at_end=True, own_from=own_from)
     limits = Limits(
-        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=8, validation=validation
-    )
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=8, validation=validation,
+        timeouts=Timeouts(rows_s=None),
+    )  # fmt: skip
     world = World(Setting(limits=limits, replicas=2, prompts=40, measure_s=1e6, max_tokens=60))
     assert world.run().outcome == "finished"
     assert len(world.judge.trained_at) == 8
@@ -538,10 +540,10 @@ def replicas_are_held_beyond_the_validation(monkeypatch: pytest.MonkeyPatch) -> 
 def rows_of_a_lost_replica_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Validations.lose
 
-    def lose(self: Validations, replica: Any) -> None:
+    def lose(self: Validations, replica: Any, *, failed: bool) -> None:
         run = self.runs.get(replica.held)
         waiting = list(run.waiting) if run is not None else []
-        honest(self, replica)
+        honest(self, replica, failed=failed)
         if run is not None:
             run.waiting[:] = waiting
 

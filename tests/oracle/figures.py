@@ -49,7 +49,7 @@ def any_limits(random: Random) -> Limits:
         infrastructure_attempts=random.randint(1, 5), data_attempts=random.randint(1, 2), checkpoint_every=every,
         validation=one([None, validation]), pools=pools, train_after_sync=not shared and one([True, False, False]),
         added_states=one([(), (), (WEIGHING,), (WEIGHING, CHECKING), (AddedState(name="rewarding", concurrency=2),)]),
-        timeouts=Timeouts(group_s=one([None, None, 40.0])), straggler_factor=one([None, None, 1.1]),
+        timeouts=Timeouts.every(None, group_s=one([None, None, 40.0])), straggler_factor=one([None, None, 1.1]),
         give_up_s=one([0.0, 5.0]), keeps_batches=every > 0 and one([True, False]),
     )  # fmt: skip
 

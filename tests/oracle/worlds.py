@@ -105,7 +105,7 @@ def in_world(
 
 def calm(number: int, told: Told) -> None:
     random = Random(f"calm/{number}")
-    limits = replace(any_limits(random), timeouts=Timeouts())
+    limits = replace(any_limits(random), timeouts=Timeouts.every(None))
     named = any_policies(random, own=0.1)
     in_world(a_setting(random, limits), named, told, steady=True)
 
