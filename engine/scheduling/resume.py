@@ -28,7 +28,7 @@ def resume(
 ) -> None:
     """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
     _require_possible(event, state)
-    unsaved = state.checkpoint_ordered > state.ended.newest
+    unsaved = state.checkpoint_ordered > state.checkpoints.newest
     state.stages.put_back()
     validation.begin_again(event.steps)
     state.orders.clear()
