@@ -297,6 +297,8 @@ class ParkGroup(Command):
     attempt: int
     replica: ReplicaId
     incarnation: Incarnation
+    reason: str = ""
+    """Why its attempt is lost; empty: it is not, a faster replica takes the group over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class Control:
                 log.warning("where the run takes orders cannot be written down: %s", error)
         self._silence = Silence(self._metrics, self._plan.silence_s)
         self._listen()
-        if self._driver.scheduler.state.live.draining:
+        if self._driver.scheduler.state.draining:
             self.told = True
 
     async def close(self) -> None:

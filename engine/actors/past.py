@@ -195,9 +195,9 @@ def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Rec
             f"the newest events are missing; restore them from a copy, or {way_back(usable)}"
         )
         raise RunDamaged(str(plan.run_dir / "schedule"), reason)
-    if there < state.ended.newest:
+    if there < state.checkpoints.newest:
         reason = f"is missing, but the record says that it was saved; restore it from a copy, or {way_back(usable)}"
-        raise RunDamaged(str(checkpoint_path(plan.run_dir / "checkpoints", state.ended.newest)), reason)
+        raise RunDamaged(str(checkpoint_path(plan.run_dir / "checkpoints", state.checkpoints.newest)), reason)
 
 
 def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> list[str]:

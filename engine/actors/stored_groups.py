@@ -105,7 +105,7 @@ def _discard_unwanted(store: DurableStore, recovered: Recovered) -> None:
     """Discard groups that the ended processes had yet to discard, and attempts that a power cut removed from the
     record. New attempts would not replace those."""
     state = recovered.scheduler.state
-    kept = {*chain.from_iterable(state.kept.by_step.values())}
+    kept = {*chain.from_iterable(state.checkpoints.kept.values())}
     last = {group.id: group.attempt for group in state.groups.values()}
     wanted = {group for group, attempt in store.attempts.items() if group in kept or attempt <= last.get(group, -1)}
     store.discard([group for group in store.attempts if group not in wanted])

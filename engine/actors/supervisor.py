@@ -300,7 +300,7 @@ class Supervisor:
         """What a trainer begins from."""
         if not command.steps and not command.redo:
             return None
-        batches = {batch.step: batch for batch in self._state.ended.batches(command.steps)}
+        batches = {batch.step: batch for batch in self._state.checkpoints.batches(command.steps)}
         redo = tuple(Redo(step=s, groups=batches[s].groups, staleness=batches[s].staleness) for s in command.redo)
         path = None
         if command.steps and command.version == NO_VERSION and self._plan.run_dir is not None:
@@ -401,7 +401,7 @@ class Supervisor:
         if self._plan.run_dir is None:
             return
         directory = self._plan.run_dir / "checkpoints"
-        saved: list[StepId] = self._state.checkpoints.steps[::-1]
+        saved = self._state.checkpoints.steps[::-1]
         paths = {checkpoint_path(directory, steps): steps for steps in saved}
         damaged = await asyncio.to_thread(damaged_of, list(paths))
         for path, reason in damaged.items():

@@ -37,7 +37,7 @@ def summarize(state: State) -> dict[str, Any]:
         },
         "pools": [
             {"tasks": list(lease.pool.tasks), "task": lease.task, "step": lease.step, "wanted": lease.wanted}
-            for lease in (state.pools.leases if state.pools.listed else ())
+            for lease in (state.pools.leases if state.limits.pools else ())
         ],
         "replicas": [
             {

@@ -43,13 +43,12 @@ class GoingOn:
         return self._state.checkpoints.newest
 
     def park_ordered(self, command: ParkGroup) -> None:
-        group = self._state.groups.get(command.group)
-        self.parked["moved" if group is not None and group.moving else "timeout"] += 1
+        self.parked["timeout" if command.reason else "moved"] += 1
 
     def draining_s(self, now: float) -> float:
         """How long the run has been coming to rest; 0 where nobody asked it to."""
         since = self._transitions.draining_since
-        return max(0.0, now - since) if self._state.live.draining and since is not None else 0.0
+        return max(0.0, now - since) if self._state.draining and since is not None else 0.0
 
     @property
     def replicas_wanted(self) -> int:

@@ -292,7 +292,7 @@ class IdleTime:
         """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
-        if self._state.live.draining:
+        if self._state.draining:
             return "draining"
         if self.busy < self._most:
             return self.rollout_cause
@@ -306,7 +306,7 @@ class IdleTime:
         state, ledger = self._state, self._state.ledger
         if not state.started:
             return "starting"
-        if state.live.draining:
+        if state.draining:
             return "draining"
         bound = self._bound(ledger.count)
         if bound:
@@ -332,7 +332,7 @@ class IdleTime:
             self.trainer_cause = "pool" if lease.shared and lease.task == ROLLOUT else "waiting_for_weight_sync"
         elif state.publishing:
             self.trainer_cause = "publishing"
-        elif state.live.draining and step is None:
+        elif state.draining and step is None:
             self.trainer_cause = "draining"
         elif not state.started:
             self.trainer_cause = "starting"

@@ -189,7 +189,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         validation_now=_validation_now(state),
         validations=tuple(metrics.validations[metrics.validations_before :][-SPARK_STEPS:]),
         draining_s=live.draining_s(now),
-        draining=state.live.draining,
+        draining=state.draining,
         replicas_wanted=live.replicas_wanted,
         replicas_slow=tuple(live.slow),
         silent_s=max(0.0, now - metrics.at),
@@ -197,7 +197,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
         checkpoint_age_s=max(0.0, now - live.checkpoint_at),
         checkpoint_every=limits.checkpoint_every,
         recoveries={kind: times for kind, times in live.recoveries.items() if times},
-        settings=dict(state.live.settings),
+        settings=dict(state.settings),
         events=sum(metrics.events.values()),
         recent=tuple(metrics.steps.recent),
         silence=metrics.silence[1] if metrics.silence[0] == metrics.changes and state.outcome is None else "",
@@ -271,7 +271,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
     if syncing:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
-    if state.live.draining:
+    if state.draining:
         return f"the run comes to rest: {_groups(state.ledger.running)} to be parked"
     free = idle.slots - idle.busy
     if not idle.slots:

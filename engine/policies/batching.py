@@ -55,8 +55,10 @@ class Freshest:
     """Latest deadline first: the least stale batch the laws allow; older groups wait until their deadline binds."""
 
     def select(self, view: View, size: int) -> Sequence[GroupId] | None:
-        candidates = sorted(view.ready_deadlines(), key=lambda c: -c[1])
-        return select_in_order(candidates, view.requirements(), size)
+        requirements = view.requirements()
+        if any(must > ready for _, must, ready in requirements):
+            return None  # before the sort, since every event asks again
+        return select_in_order(sorted(view.ready_deadlines(), key=lambda c: -c[1]), requirements, size)
 
 
 TAKEN_OR_WAITING = ("queued", "generated", "batched")

@@ -22,7 +22,7 @@ from engine.schedule.replayer import ReplayReport, replay
 from engine.schedule.snapshots import Books, restore
 from engine.schedule.store import Torn
 from engine.scheduler import Scheduler
-from engine.states.ended import Batch, Ended
+from engine.states.checkpoints import Batch, Checkpoints
 from engine.states.limits import Limits
 from engine.states.state import Observer, State
 
@@ -119,7 +119,7 @@ class Recovered:
         """What was trained after so many train steps, in order, in the line of weights that the record ends with."""
         return self._since(steps).batches(steps) if steps < self.scheduler.state.steps_trained else []
 
-    def _since(self, steps: int) -> Ended:
+    def _since(self, steps: int) -> Checkpoints:
         """What has ended, from so many train steps on; where no snapshot says it, the whole record does."""
         if steps < self._history.floor:
             scheduler = _first_scheduler(self._record, None)
@@ -137,13 +137,13 @@ def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
     """The scheduler of a record's header; it keeps whatever ends. Raises: as the header's faults come."""
     header = record.header
     scheduler = Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
-    scheduler.state.ended.keep_all()
+    scheduler.state.checkpoints.keep_all()
     return scheduler
 
 
-def _taken_from(scheduler: Scheduler) -> Ended:
+def _taken_from(scheduler: Scheduler) -> Checkpoints:
     """What has ended, as far as the scheduler knows; from now on it keeps no more of it than a run needs."""
-    return scheduler.state.ended.hand_over(bool(scheduler.limits.checkpoint_every))
+    return scheduler.state.checkpoints.hand_over(bool(scheduler.limits.checkpoint_every))
 
 
 def recover(

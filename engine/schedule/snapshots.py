@@ -1,93 +1,48 @@
 """The whole state of a scheduler as plain values, and a scheduler from them: what a snapshot in a record says.
 
-    parts = snapshot(scheduler)              # plain values: the books, then the live groups, so many in each part
+    parts = snapshot(scheduler)              # plain values: the tree without groups, then the groups, so many in a part
     scheduler = restore(parts, observe)      # decides from here on as the other would have
 
 Called by the driver, which writes one every so many events, by `replayer`, which compares, and by `recovery`, which
 begins there. Pure, like the scheduler.
 
-Nothing is listed that could be forgotten: every slot and attribute of the classes below is taken, unless `WIRING` says
-that the constructor makes it. A field that holds what has no plain form is a `CodecError`. A snapshot says which fields
-it has; one whose fields are others was written by another engine and is not used, so that no class has to stay as it is
-for the sake of snapshots: the events are the record.
+What is written are the fields that the classes of the tree declare (`states/tree.py`), in their order, checked against
+their types on both ways: a value that does not fit is a `CodecError`. Everything else follows from them and is made
+anew. A snapshot begins with the declarations; one that has others was written by another engine and is not used, so
+that no class has to stay as it is for the sake of snapshots: the events are the record.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
 from struct import error as StructError
-from typing import Any, Protocol
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin
 
-from engine.commands import FinishRun
+from engine.commands import Command, FinishRun
 from engine.errors import EngineError
 from engine.policies import PolicySet
 from engine.schedule.codec import command_from, plain_command
 from engine.schedule.packing import CodecError
 from engine.scheduler import Scheduler
-from engine.states.clocks import Clocks, OwnerClock
-from engine.states.ended import Ended
-from engine.states.fleet import Fleet
 from engine.states.group import Group
 from engine.states.invariants import check_all
-from engine.states.kept import KeptBatches
-from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
-from engine.states.live import Live
-from engine.states.orders import Order, OrderBook
-from engine.states.pool import PoolLease, Pools
-from engine.states.process import Process
-from engine.states.replica import Replica
-from engine.states.retention import Checkpoints
-from engine.states.stages import Stage, Stages
 from engine.states.state import Observer, State
-from engine.states.step import Step
-from engine.states.validation import Chunk, Validation, Validations
-from engine.states.version import WeightsVersion
+from engine.states.tree import declared
 
 Plain = Any
-"""None, bool, int, float, str, and lists of these that begin with what they stand for."""
+"""None, bool, int, float, str, and lists of these."""
 
 GROUPS_IN_A_PART = 4096
-LIST, TUPLE, QUEUE, MAPPING, BYTES, RECORD, ORDERS = range(7)
-SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, deque: QUEUE}
-SCALARS = {type(None), bool, int, float, str}
-
-SAMPLES: dict[str, Any] = {
-    type(record).__name__: record
-    for record in (
-        Step(0), Replica(0), Process(""), WeightsVersion(0, 0), Chunk(0, 0, 1), Validation(0, 0, 0, 1, 1, 0.0),
-        OwnerClock(), FinishRun(outcome="", reason="", cause=0),
-    )
-}  # fmt: skip
-"""A record of each class that is made anew from a snapshot, groups aside: its fields and their types."""
+SCALARS = (NoneType, bool, int, float, str)
+ROOT_LEFT_OUT = ("groups",)
+"""Fields of the state that have parts of their own."""
 DAMAGED = (
     EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, StructError,
 )  # fmt: skip
 """What a snapshot that says something else than snapshots do may raise."""
-PARTS = (
-    State, Pools, PoolLease, Stages, Stage, Fleet, Ledger, Deadlines, Validations, Ended, KeptBatches, Checkpoints,
-    Live, Clocks,
-)  # fmt: skip
-"""What a scheduler holds once, or once for each entry of its limits: made by its constructor, then filled."""
-WIRING: dict[str, set[str]] = {
-    "State": {
-        "limits", "_ahead", "_phases", "_leave", "_enter", "groups", "hashed", "census", "_group_machine",
-        "_step_machine",
-        "_replica_machine", "_version_machine", "_pool_machine", "_process_machine",
-    },
-    "Group": {"digest"},
-    "Clocks": {"_heap", "_queues", "_stalled", "_state", "least", "sooner", "timer_at"},
-    "Pools": {"_of_task", "_of_replica", "listed"},
-    "PoolLease": {"pool", "place_of"},
-    "Fleet": {*Fleet.__slots__} - {"replicas"},
-    "Replica": {"place", "touched"},
-    "Process": {"touched"},
-    "Stages": {"_orders"},
-    "Stage": {"_orders", "owner"},
-    "Validations": {"_fleet", "_orders", "machine", "_disturb"},
-}  # fmt: skip
-"""Fields that the constructor makes, or that follow from others."""
 
 
 class Books(Protocol):
@@ -103,17 +58,16 @@ class Books(Protocol):
 
 def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
     """The parts of a snapshot, between two events. Raises: `CodecError` for what has no plain form."""
-    groups = iter(scheduler.state.groups.values())
-    rows = [list(map(_row, islice(groups, GROUPS_IN_A_PART))) for _ in range(_parts(len(scheduler.state.groups)))]
+    state = scheduler.state
+    groups = iter(state.groups.values())
+    parts = -(-len(state.groups) // GROUPS_IN_A_PART)
+    rows = [list(map(_row, islice(groups, GROUPS_IN_A_PART))) for _ in range(parts)]
+    counted = None if books is None else books.to_plain()
+    names = dict(scheduler.policies.names)
     first = [
-        _fields_of_all(scheduler),
-        _plain(scheduler.limits.to_plain()),
-        _plain(dict(scheduler.policies.names)),
-        scheduler.state_hash,
-        len(scheduler.state.groups),
-        _values(scheduler.state),
-        None if books is None else _plain(books.to_plain()),
-    ]
+        declarations(), _tagged(scheduler.limits.to_plain()), _tagged(names), scheduler.state_hash, len(state.groups),
+        _form(State).plain(state), _tagged(counted),
+    ]  # fmt: skip
     return [first, *rows]
 
 
@@ -123,17 +77,24 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
     Raises: `CodecError` for whatever no snapshot of this engine says.
     """
     try:
-        fields, limits, names, state_hash, live, state, counted = parts[0]
-        scheduler = Scheduler(Limits.from_plain(_value(limits)), PolicySet.from_names(_value(names)))
-        _restore_into(scheduler, fields, state, parts[1:])
-        check_all(scheduler.state)
-        if scheduler.state_hash != state_hash or len(scheduler.state.groups) != live:
+        fields, limits, names, state_hash, live, plain, counted = parts[0]
+        if fields != declarations():
+            raise CodecError("it was written by an engine whose records have other fields")
+        scheduler = Scheduler(Limits.from_plain(_untagged(limits)), PolicySet.from_names(_untagged(names)))
+        state = scheduler.state
+        for group in map(_group, chain.from_iterable(parts[1:])):
+            state.groups[group.id] = group
+        _form(State).value(plain, state)
+        state.rebuild()
+        scheduler.decisions.recall()
+        check_all(state)
+        if scheduler.state_hash != state_hash or len(state.groups) != live:
             raise CodecError("the state is not the one whose hash it names")
         if books is not None:
             if counted is None:
                 raise CodecError("nothing is said of what was counted until then")
-            books.take(_value(counted))
-        watch(scheduler, observe)
+            books.take(_untagged(counted))
+        state.observe(observe)
     except DAMAGED as error:
         raise CodecError(f"no snapshot that this engine can go on from: {error}") from error
     return scheduler
@@ -141,45 +102,179 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
 
 def same_engine(parts: Sequence[Plain], scheduler: Scheduler) -> bool:
     """Whether a snapshot was written by an engine whose records have the fields that they have here."""
-    return type(parts[0]) is list and bool(parts[0]) and parts[0][0] == _fields_of_all(scheduler)
+    return type(parts[0]) is list and bool(parts[0]) and parts[0][0] == declarations()
 
 
-def _restore_into(scheduler: Scheduler, fields: Plain, said: Plain, rows: Sequence[Plain]) -> None:
-    if fields != _fields_of_all(scheduler):
-        raise CodecError("it was written by an engine whose records have other fields")
-    state = scheduler.state
-    for row in chain.from_iterable(rows):
-        group = _group(row)
-        state.groups[group.id] = group
-    _fill(state, said)
-    scheduler.decisions.recall()
-    state.hashed.begin(group for group in state.groups.values() if group.begun)
-    state.settle()
-    for process in state.processes.values():
-        process.watch(None)
-    state.fleet.rebuild(state.groups)
-    state.census.rebuild()
-    state.clocks.rebuild()
+# the forms of values, by their declared types
 
 
-def watch(scheduler: Scheduler, observe: Observer | None) -> None:
-    """Tell of every change of state from now on: of none that it took to put a scheduler together."""
-    state = scheduler.state
-    for machine in (
-        state._group_machine, state._step_machine, state._replica_machine, state._version_machine, state._pool_machine,
-        state._process_machine, state.validations.machine,
-    ):  # fmt: skip
-        machine.observe = observe
+class Form(NamedTuple):
+    """How values of a type are written and read. `value(plain, present)` may fill what is there already."""
+
+    plain: Callable[[Any], Plain]
+    value: Callable[[Plain, Any], Any]
+
+
+@lru_cache
+def _form(hint: Any) -> Form:
+    hint = NoneType if hint is None else hint
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in SCALARS:
+        return _scalar(hint)
+    if hint is bytes:
+        return Form(list, lambda plain, _: bytes(plain))
+    if hint in (Command, FinishRun):
+        return Form(lambda order: [order.cause, *plain_command(order)], lambda plain, _: _command(plain))
+    if origin in (Union, UnionType):
+        return _union(args)
+    if origin is tuple and args[1:] != (...,):
+        forms = tuple(map(_form, args))
+        return Form(
+            lambda values: [form.plain(value) for form, value in zip(forms, values, strict=True)],
+            lambda plain, _: tuple([form.value(entry, None) for form, entry in zip(forms, _list(plain), strict=True)]),
+        )
+    if origin in (tuple, list):
+        of = _form(args[0])
+        return Form(
+            lambda values: [of.plain(value) for value in values],
+            lambda plain, there: origin(
+                [
+                    of.value(entry, there[at] if there and at < len(there) else None)
+                    for at, entry in enumerate(_list(plain))
+                ]
+            ),
+        )
+    if origin is dict:
+        return _mapping(_form(args[0]), _form(args[1]), keys_only=args[1] is None)
+    if isinstance(hint, type) and declared(hint):
+        return _record(hint)
+    raise TypeError(f"a snapshot has no form for {hint}")
+
+
+def _scalar(kind: type) -> Form:
+    def plain(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        raise CodecError(f"{value!r} is a {type(value).__name__}, not a {kind.__name__}")
+
+    return Form(plain, lambda value, _: plain(value))
+
+
+def _union(args: tuple[Any, ...]) -> Form:
+    """Scalars, and at most one type that is none: its values are lists."""
+    kinds = {arg for arg in args if arg in SCALARS}
+    lists = [arg for arg in args if arg not in SCALARS]
+    if len(lists) > 1:
+        raise TypeError(f"a snapshot has no form for {' or '.join(map(str, lists))}")
+    of = _form(lists[0] if lists else args[-1])
+    return Form(
+        lambda value: value if type(value) in kinds else of.plain(value),
+        lambda plain, _: plain if type(plain) in kinds else of.value(plain, None),
+    )
+
+
+def _mapping(key: Form, of: Form, keys_only: bool) -> Form:
+    """Keys and values in turn; of a dict that stands for an ordered set the keys alone."""
+    if keys_only:
+        return Form(
+            lambda values: [key.plain(name) for name in values],
+            lambda plain, _: {key.value(name, None): None for name in _list(plain)},
+        )
+
+    def value(plain: Plain, there: Any) -> Any:
+        pairs = iter(_list(plain))
+        named = ((key.value(name, None), entry) for name, entry in zip(pairs, pairs, strict=True))
+        return {name: of.value(entry, (there or {}).get(name)) for name, entry in named}
+
+    return Form(
+        lambda values: [part for name, entry in values.items() for part in (key.plain(name), of.plain(entry))], value
+    )
+
+
+def _record(cls: type) -> Form:
+    """The values of the declared fields. What is there already is filled, where its constructor has made its parts."""
+    left_out = ROOT_LEFT_OUT if cls is State else ()
+    forms = {name: _form(hint) for name, hint in declared(cls).items() if name not in left_out}
+
+    def plain(record: Any) -> Plain:
+        values = []
+        for name, form in forms.items():
+            try:
+                values.append(form.plain(getattr(record, name)))
+            except (CodecError, TypeError, AttributeError) as error:
+                raise CodecError(f"{cls.__name__}.{name}: {error}") from None
+        return values
+
+    def value(plain: Plain, there: Any) -> Any:
+        record = object.__new__(cls) if there is None else there
+        for (name, form), entry in zip(forms.items(), _list(plain), strict=True):
+            setattr(record, name, form.value(entry, getattr(there, name, None)))
+        if hasattr(cls, "__post_init__") and there is None:
+            record.__post_init__()
+        return record
+
+    return Form(plain, value)
+
+
+def _list(plain: Plain) -> Any:
+    if type(plain) is not list:
+        raise CodecError(f"{plain!r} stands where a list belongs")
+    return plain
+
+
+def _command(plain: Plain) -> Command:
+    cause, *said = plain
+    return command_from([list(value) if type(value) is tuple else value for value in said], cause)
+
+
+@lru_cache
+def declarations() -> Plain:
+    """Every class of the tree with its fields and their types."""
+    classes: list[type] = [State]
+    found = dict.fromkeys(classes)
+    for cls in classes:
+        for hint in declared(cls).values():
+            for inner in _classes_in(hint):
+                if inner not in found:
+                    found[inner] = None
+                    classes.append(inner)
+    return [[cls.__name__, *(f"{name}: {hint}" for name, hint in declared(cls).items())] for cls in found]
+
+
+def _classes_in(hint: Any) -> list[type]:
+    if isinstance(hint, type) and hint not in (*SCALARS, bytes, Command, FinishRun) and get_origin(hint) is None:
+        return [hint]
+    return [cls for arg in get_args(hint) if arg is not ... for cls in _classes_in(arg)]
+
+
+def _tagged(value: Any) -> Plain:
+    """A value of no declared type: dicts and tuples say what they are."""
+    if type(value) is dict:
+        return ["dict", *(_tagged(part) for pair in value.items() for part in pair)]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *map(_tagged, value)]
+    return value
+
+
+def _untagged(plain: Plain) -> Any:
+    if type(plain) is not list:
+        return plain
+    kind, *values = plain
+    parts = [_untagged(value) for value in values]
+    if kind == "dict":
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+    return {"list": list, "tuple": tuple}[kind](parts)
 
 
 # groups: so many that each is one row
 
-GROUP_FIELDS = ("id", *sorted({*Group.__slots__} - {"id"} - WIRING["Group"]))
-_figures = attrgetter(*GROUP_FIELDS)
-_FRESH: tuple[Any, ...] = _figures(Group(0))[1:]
-_SETTERS: list[Callable[[Any, Any], None]] = [getattr(Group, field).__set__ for field in GROUP_FIELDS]
+_GROUP_FIELDS = list(declared(Group))
+_figures = attrgetter(*_GROUP_FIELDS)
+_FRESH = _figures(Group(0))[1:]
 _WIRE = tuple(list if type(value) is tuple else type(value) for value in _figures(Group(0)))
-_KEY = GROUP_FIELDS.index("resume_key")
+_KEY = _GROUP_FIELDS.index("resume_key")
 
 
 def _row(group: Group) -> Plain:
@@ -192,143 +287,10 @@ def _group(row: Plain) -> Group:
     if type(row) is int:
         return Group(row)
     kinds = tuple(map(type, row))
-    if kinds != _WIRE and (len(kinds) != len(_WIRE) or not all(map(_fits, kinds, _WIRE))):
+    if kinds != _WIRE and any(kind is not want and (kind, want) != (int, float) for kind, want in
+                              zip(kinds, _WIRE, strict=True)):  # fmt: skip
         raise CodecError("a group has other fields than groups have")
-    group: Group = object.__new__(Group)
-    for put, value in zip(_SETTERS, row, strict=True):
-        put(group, value)
-    group.resume_key = tuple(row[_KEY])
-    group.digest = 0
-    if not all(type(number) in (int, float) for number in group.resume_key):
+    row[_KEY] = tuple(row[_KEY])
+    if not all(type(number) in (int, float) for number in row[_KEY]):
         raise CodecError("a group is parked under something else than numbers")
-    return group
-
-
-def _parts(groups: int) -> int:
-    return -(-groups // GROUPS_IN_A_PART)
-
-
-# everything else: field by field
-
-
-def _fields(thing: Any) -> tuple[str, ...]:
-    """Names of what a snapshot takes of an object."""
-    cls = type(thing)
-    left_out = WIRING.get(cls.__name__, set())
-    names = cls.__slots__ if hasattr(cls, "__slots__") else tuple(vars(thing))
-    if cls is FinishRun:
-        names = ("outcome", "reason", "again", "cause")
-    return tuple(sorted(name for name in names if name not in left_out))
-
-
-def _fields_of_all(scheduler: Scheduler) -> list[Plain]:
-    state = scheduler.state
-    things = [
-        state, state.pools, *state.pools.leases[:1],
-        state.stages, *list(state.stages.by_name.values())[:1], state.fleet, state.ledger, state.deadlines,
-        state.validations, state.ended, state.kept, state.checkpoints, state.live, state.clocks, *SAMPLES.values(),
-    ]  # fmt: skip
-    return [list(GROUP_FIELDS), *([type(thing).__name__, *_fields(thing)] for thing in things)]
-
-
-def _values(thing: Any) -> list[Plain]:
-    name = type(thing).__name__
-    return [_plain(getattr(thing, field), f"{name}.{field}") for field in _fields(thing)]
-
-
-def _plain(value: Any, where: str = "") -> Plain:
-    kind = type(value)
-    if kind in SCALARS:
-        return value
-    if kind in SEQUENCES:
-        scalars = set(map(type, value)) <= SCALARS
-        return [SEQUENCES[kind], *(value if scalars else (_plain(entry, where) for entry in value))]
-    if kind is dict:
-        return [MAPPING, *(_plain(entry, where) for entry in chain.from_iterable(value.items()))]
-    if kind is bytes:
-        return [BYTES, *value]
-    if kind.__name__ in SAMPLES or isinstance(value, PARTS):
-        return [RECORD, kind.__name__, *_values(value)]
-    if isinstance(value, OrderBook):
-        return [ORDERS, value.next_number, *map(_order, value.all())]
-    raise CodecError(f"{where}: a snapshot has no form for a {kind.__name__}")
-
-
-def _order(order: Order) -> Plain:
-    return [order.number, order.at, order.mark, order.command.cause, *plain_command(order.command)]
-
-
-def _fill_orders(book: OrderBook, plain: Plain) -> None:
-    kind, following, *orders = plain
-    if kind != ORDERS:
-        raise CodecError("no order book where one belongs")
-    for number, at, mark, cause, *said in orders:
-        told = [list(value) if type(value) is tuple else value for value in said]
-        book.put_back(number, command_from(told, cause), float(at), float(mark))
-    book.next_number = following
-
-
-def _value(plain: Plain) -> Any:
-    """What `_plain` was given, records made anew. Raises: `CodecError`, and what the types themselves raise."""
-    if type(plain) in SCALARS:
-        return plain
-    kind, *entries = plain
-    match kind:
-        case 0:
-            return [_value(entry) for entry in entries]
-        case 1:
-            return tuple([_value(entry) for entry in entries])
-        case 2:
-            return deque([_value(entry) for entry in entries])
-        case 3:
-            pairs = iter(entries)
-            return {_value(key): _value(value) for key, value in zip(pairs, pairs, strict=True)}
-        case 4:
-            return bytes(entries)
-        case 5 if entries and entries[0] in SAMPLES:
-            sample = SAMPLES[entries[0]]
-            record = object.__new__(type(sample))
-            for field, entry in zip(_fields(sample), entries[1:], strict=True):
-                value = _value(entry)
-                _require_fit(type(sample).__name__, field, value, getattr(sample, field))
-                getattr(type(sample), field).__set__(record, value)
-            return record
-    raise CodecError(f"{kind!r} stands for nothing in a snapshot")
-
-
-def _fill(thing: Any, values: Plain) -> None:
-    """Put the values of `_values` into an object whose constructor has made its parts."""
-    for field, plain in zip(_fields(thing), values, strict=True):
-        present = getattr(thing, field)
-        if isinstance(present, OrderBook):
-            _fill_orders(present, plain)
-        elif isinstance(present, PARTS):
-            _fill(present, _entries_of(present, plain))
-        elif isinstance(present, list | dict) and any(isinstance(part, PARTS) for part in _in_order(present)):
-            entries = plain[1:] if isinstance(present, list) else plain[2::2]
-            for part, entry in zip(_in_order(present), entries, strict=True):
-                _fill(part, _entries_of(part, entry))
-        else:
-            value = _value(plain)
-            _require_fit(type(thing).__name__, field, value, present)
-            setattr(thing, field, value)
-
-
-def _in_order(parts: Any) -> Iterator[Any]:
-    return iter(parts.values() if isinstance(parts, dict) else parts)
-
-
-def _entries_of(part: Any, plain: Plain) -> Plain:
-    if plain[:2] != [RECORD, type(part).__name__]:
-        raise CodecError(f"no {type(part).__name__} where one belongs")
-    return plain[2:]
-
-
-def _require_fit(name: str, field: str, value: Any, sample: Any) -> None:
-    if not _fits(type(value), type(sample)):
-        raise CodecError(f"{name}.{field} is a {type(value).__name__}, not a {type(sample).__name__}")
-
-
-def _fits(kind: type, expected: type) -> bool:
-    """Whether a field may hold such a value, going by what it holds in a fresh record: None may become anything."""
-    return kind is expected or expected is type(None) or (kind is int and expected is float)
+    return Group(*row)

@@ -13,9 +13,9 @@ import msgpack
 
 from engine.errors import EngineError, PolicyError, describe_error
 from engine.policies.registry import DEFAULTS, METHODS, PolicySet
-from engine.states.digest import MASK, digest
 from engine.states.group import Group
 from engine.states.state import State
+from engine.states.tree import digest
 from engine.states.view import View, view_group
 
 SEQUENCES = ("batching", "sync", "resume")
@@ -46,7 +46,6 @@ class Decisions:
     def use(self, policies: PolicySet) -> None:
         """Take these policies from now on, with memories of their own; one that decides already keeps its memory."""
         self.policies = policies
-        self.state.shows_reward = bool(policies.own)
         self._methods.update({decision: _method(policies, decision) for decision in DEFAULTS})
         for decision in DEFAULTS:
             policy = getattr(policies, decision)
@@ -173,6 +172,7 @@ class Decisions:
         """Give every policy back what it remembered after its last lawful answer."""
         for decision in self._remembering:
             self._forget(decision)
+        self._count()
 
     def _forget(self, decision: str) -> None:
         """Put a memory back to what it was before the question."""
@@ -181,10 +181,8 @@ class Decisions:
 
     def _count(self) -> None:
         """What policies remember, and what was wrong with them, is part of the state and so of its hash."""
-        books = digest((self.state.policy_errors,)) if self.state.policy_errors else 0
-        for decision, packed in self.state.policy_memory.items():
-            books += digest((*decision.encode(), -1, *packed))
-        self.state.policy_books = books & MASK
+        memories = self.state.policy_memory
+        self.state.policy_books = digest(sorted(memories.items())) if memories else 0
 
 
 class _Refused(Exception):

@@ -3,6 +3,7 @@
 Called by the other modules of `scheduling/`. It decides nothing about the work of a process: `processes.py` does.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from engine.commands import StartProcess, StopProcess
@@ -18,12 +19,12 @@ REFILLED_BY_STEPS = (REPLICA, TRAINER)
 """Kinds for which a train step is progress. For the others it is an answered order."""
 
 
+@dataclass(eq=False)
 class Lifetimes:
     """Orders the lives of processes, within their restart budgets."""
 
-    def __init__(self, state: State, orders: Orders) -> None:
-        self.state = state
-        self.orders = orders
+    state: State
+    orders: Orders
 
     def start(self, process: Process, **beginning: Any) -> None:
         """Order the next life of a process. `beginning`: where a trainer begins, as fields of `StartProcess`."""
@@ -69,7 +70,6 @@ class Lifetimes:
         """A process other than a replica or the trainer has answered an order."""
         if process.deaths:
             process.deaths = 0
-            self.state.disturb()
 
     def _restarts(self, process: Process) -> int:
         limits = self.state.limits

@@ -1,8 +1,12 @@
 """Collects the commands of one event. Each enters the order book as soon as it is added."""
 
-from engine.commands import Command, DiscardGroups, FinishRun
+from engine.commands import Command, DiscardGroups, FinishRun, SetTimer
 from engine.ids import EventId, GroupId
 from engine.states.state import State
+
+MOST_STARTS = 256
+"""Groups that one event starts or resumes at most, and replicas; where there are more, a timer that fires at once
+starts the rest."""
 
 
 class Orders:
@@ -30,6 +34,13 @@ class Orders:
         self._commands.append(command)
         self._state.orders.add(command, self._state.now)
 
+    def go_on_at_once(self) -> None:
+        """Another event, which comes at once, starts the rest of what may be started: no event takes long."""
+        state = self._state
+        if state.fill_timer is None:
+            state.fill_timer = state.new_timer()
+            self.add(SetTimer(timer=state.fill_timer, delay_s=0.0, cause=self.cause))
+
     def discard(self, *groups: GroupId) -> None:
         """Discard the trajectories of groups. One command covers all discards of an event."""
         self._discards += groups
@@ -40,7 +51,7 @@ class Orders:
         state = self._state
         if state.outcome is not None:
             return
-        if again and not state.live.draining:
+        if again and not state.draining:
             again = self._charge_restart()
             if not again:
                 outcome = "failed"

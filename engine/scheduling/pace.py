@@ -50,7 +50,6 @@ class PaceScheduling:
         pace = (self.state.now - group.seated_at) / tokens
         replica.pace = pace if not replica.paced else (1 - WEIGHT) * replica.pace + WEIGHT * pace
         replica.paced += 1
-        self.state.disturb()
         self._judge()
 
     def _judge(self) -> None:
@@ -68,7 +67,6 @@ class PaceScheduling:
         passed = sorted((bisect_left(paces, before), first))
         for pace in paces[slice(*passed)]:
             state.fleet.mark_slow(state.fleet.replicas[pace[1]], pace >= self._first_slow)
-        state.live.slow = first < len(paces)
 
     def _list(self, replica: Replica) -> None:
         """Put the pace of a replica in its place among the others, if it counts."""
@@ -101,11 +99,14 @@ class PaceScheduling:
         """Where a fast replica has slots that nothing else wants: park what a slow one has, the earliest deadline
         first. It resumes on the fast one, as the least loaded that is not the one it comes from."""
         state = self.state
+        if not state.fleet.slow:
+            return
         wanted = state.waiting and state.capacity
-        if wanted or state.live.draining or state.limits.straggler_factor is None:
+        if wanted or state.draining or state.limits.straggler_factor is None:
             return
         fleet = state.fleet
-        free = fleet.idle_slots - state.ledger.parked - fleet.moving
+        parking = state.orders.open("park")
+        free = fleet.idle_slots - state.ledger.parked - len(parking)
         if free <= 0:
             return
         newest = max(fleet.idle_at)
@@ -113,14 +114,11 @@ class PaceScheduling:
             return  # whatever can be moved is on its way
         slow = [replica for id in fleet.slow if (replica := fleet.replicas[id]).state == "ready"]
         groups = [state.groups[id] for r in slow if not r.process.leaves for id in r.groups]
-        movable = [g for g in groups if not (g.moving or g.overdue_s or g.moved) and g.resumes_from <= newest]
+        movable = [g for g in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]
         if len(movable) <= free:
             self._scanned = (fleet.seats_on_slow, newest)
         for group in sorted(movable, key=lambda g: (g.deadline, g.id))[:free]:
             replica = fleet.replicas[group.replica]
-            group.moving = True
-            fleet.note_moving(replica, 1)
-            state.touch(group)
             self.orders.add(
                 ParkGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
                           cause=self.orders.cause)

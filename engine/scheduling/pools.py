@@ -53,7 +53,7 @@ class PoolScheduling:
         lease.wanted = wanted
         if lease.task != ROLLOUT:
             self._send_all_to_sleep(lease)
-        elif not lease.wanted and not self.state.live.draining:
+        elif not lease.wanted and not self.state.draining:
             self._wake(lease)
 
     def release(self, step: StepId, task: str | None = None) -> None:
@@ -106,7 +106,7 @@ class PoolScheduling:
         """Whether training need not wait for replicas to have the newest weights."""
         state = self.state
         return not state.limits.train_after_sync or not state.census.behind(
-            state.latest_version, asleep=not state.live.draining
+            state.latest_version, asleep=not state.draining
         )
 
     def _make_room(self, lease: PoolLease) -> bool:
@@ -132,7 +132,6 @@ class PoolScheduling:
             state.fire_step(step, "train")
             self.orders.add(TrainStep(**order, staleness=step.staleness))
         else:
-            state.disturb()
             self.orders.add(ScoreBatch(**order, task=task))
 
     def _send_all_to_sleep(self, lease: PoolLease) -> None:

@@ -5,13 +5,22 @@ those that exceeded their limits. A store or the gateway cannot be replaced
 while the run goes on: the run stops, and begins again from its record.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.commands import EnterState, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
-from engine.events import BatchScored, ProcessLost, ProcessUp, ProcessWaits, StateFailed, StateLeft
+from engine.events import (
+    BatchScored,
+    Event,
+    ProcessLost,
+    ProcessUp,
+    ProcessWaits,
+    ReplicaLeaves,
+    StateFailed,
+    StateLeft,
+)
 from engine.ids import StepId
 from engine.scheduling.lifetimes import Lifetimes
-from engine.scheduling.orders import Orders
+from engine.scheduling.orders import MOST_STARTS, Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
@@ -20,30 +29,16 @@ from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, TRAJEC
 from engine.states.state import State
 
 
+@dataclass(eq=False)
 class ProcessScheduling:
     """Reacts to processes that come and go."""
 
-    def __init__(
-        self,
-        state: State,
-        orders: Orders,
-        lifetimes: Lifetimes,
-        rollout: RolloutScheduling,
-        sync: SyncScheduling,
-        training: TrainingScheduling,
-    ) -> None:
-        self.state = state
-        self.orders = orders
-        self.lifetimes = lifetimes
-        self.rollout = rollout
-        self.sync = sync
-        self.training = training
-        self._lost: dict[str, Callable[[Process, ProcessLost], None]] = {
-            REPLICA: self._lose_replica,
-            TRAINER: self._lose_trainer,
-            SCORER: self._lose_worker,
-            ADDED_STATES: self._lose_worker,
-        }
+    state: State
+    orders: Orders
+    lifetimes: Lifetimes
+    rollout: RolloutScheduling
+    sync: SyncScheduling
+    training: TrainingScheduling
 
     def begin(self, replicas: int) -> None:
         """Order the first lives of a run, or the first after a resume: so many replicas, and what the limits name."""
@@ -53,8 +48,8 @@ class ProcessScheduling:
             replica.process.wanted = replica.id < replicas
         for process in state.processes.values():
             self.lifetimes.begin_again(process)
-        for index in range(replicas):
-            self.lifetimes.start(state.process(REPLICA, index))
+        state.launched, state.launching = 0, replicas
+        self.launch()
         scorers = [state.process(SCORER, index) for index in range(len(state.limits.scorers()))]
         added = [state.process(ADDED_STATES, 0)] if state.limits.added_states else []
         stores = [state.process(kind, 0) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)]
@@ -62,7 +57,30 @@ class ProcessScheduling:
             process.incarnation += 1  # the launch has brought them up
             state.fire_process(process, "up")
 
+    def launch(self) -> None:
+        """Start the next replicas of a run that begins, so many in one event at most."""
+        state = self.state
+        first, state.launched = state.launched, min(state.launching, state.launched + MOST_STARTS)
+        for index in range(first, state.launched):
+            self.lifetimes.start(self.state.process(REPLICA, index))
+        if state.launched < state.launching:
+            self.orders.go_on_at_once()
+
     # events
+
+    def is_repeated(self, event: Event) -> bool:
+        """Whether an event tells of a life of a process that is over, or tells again what is known of it."""
+        if isinstance(event, ReplicaLeaves):
+            replica = self.state.fleet.replicas.get(event.replica)
+            return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
+        if not isinstance(event, ProcessUp | ProcessLost):
+            return False
+        process = self.state.find_process(event.kind, event.index)
+        if process is None:
+            return False
+        if event.incarnation != process.incarnation:
+            return event.incarnation < process.incarnation
+        return process.state == "gone" or (isinstance(event, ProcessUp) and process.state != "starting")
 
     def on_batch_scored(self, event: BatchScored) -> None:
         for index, tasks in enumerate(self.state.limits.scorers()):
@@ -79,8 +97,6 @@ class ProcessScheduling:
         if process.state in ("up", "stopping"):  # of an older life
             self._end(process, "another incarnation joined in its place")
         self.state.fire_process(process, "up")
-        if process.leaves:  # it is not wanted any more
-            self.state.live.moved = True
         if event.kind == REPLICA:
             self.sync.join(self.state.fleet.replicas[event.index], event)
 
@@ -89,13 +105,16 @@ class ProcessScheduling:
 
     def on_lost(self, event: ProcessLost) -> None:
         process = self._life(event)
-        lose = self._lost.get(event.kind)
-        if lose is not None:
-            lose(process, event)
-            return
-        self._end(process, event.reason)
-        reason = f"the {process.id} is lost: {event.reason}"
-        self.orders.end_run("stopped", reason, again=not event.final)
+        if event.kind == REPLICA:
+            self._lose_replica(process, event)
+        elif event.kind == TRAINER:
+            self._lose_trainer(process, event)
+        elif event.kind in (SCORER, ADDED_STATES):
+            self._lose_worker(process, event)
+        else:
+            self._end(process, event.reason)
+            reason = f"the {process.id} is lost: {event.reason}"
+            self.orders.end_run("stopped", reason, again=not event.final)
 
     def _life(self, event: ProcessUp | ProcessLost) -> Process:
         """The process of an event. A newer life than the one known ends the orders about that one."""
@@ -198,7 +217,7 @@ class ProcessScheduling:
             elif isinstance(command, PublishWeights):
                 self.training.fail_publication(command.version, reason)
             elif isinstance(command, SaveCheckpoint):
-                self.state.checkpoint_ordered = min(self.state.checkpoint_ordered, self.state.ended.newest)
+                self.state.checkpoint_ordered = min(self.state.checkpoint_ordered, self.state.checkpoints.newest)
             elif isinstance(command, EnterState) and not charged:
                 self.rollout.stages.put_back(command.state, self.state.groups[command.group])
             elif isinstance(command, EnterState):

@@ -33,10 +33,10 @@ def resume(
     state.orders.clear()
     _lose_replicas(event, state, rollout)
     if event.kept:
-        if event.checkpoint > state.ended.newest:
+        if event.checkpoint > state.checkpoints.newest:
             training.take_saved(event.checkpoint)
         _take_up(event, state, rollout, training)
-        if state.checkpoint_ordered > state.ended.newest:
+        if state.checkpoint_ordered > state.checkpoints.newest:
             training.checkpoint()
     else:
         state.branch(event.steps, event.consumed, event.released)

@@ -1,14 +1,14 @@
 """Groups on replicas: drawing, admission, dispatch, abort and resume, failure and retry.
 
-Called by `scheduler.py` for each event about a group, and once after every event to fill free slots. Changes state
-only through
-`State`'s operations.
+Called by `scheduler.py` for each event about a group, and once after every event to fill free slots. Changes state only
+through `State`'s operations.
 """
 
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from engine.commands import AbortGroup, DrawPrompts, ResumeGroup, SetTimer, StartGroup
+from engine.commands import AbortGroup, DrawPrompts, ParkGroup, ResumeGroup, StartGroup
 from engine.events import (
     DrawFailed,
     GroupAborted,
@@ -22,7 +22,7 @@ from engine.events import (
 from engine.ids import NO_VERSION, ReplicaId, Version
 from engine.scheduling.decisions import Decisions
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
-from engine.scheduling.orders import Orders
+from engine.scheduling.orders import MOST_STARTS, Orders
 from engine.scheduling.pace import PaceScheduling
 from engine.scheduling.stages import StageScheduling
 from engine.states.group import Group
@@ -31,35 +31,22 @@ from engine.states.orders import KINDS_OF_SUBJECTS
 from engine.states.replica import Replica
 from engine.states.state import Key, State
 from engine.states.timeouts import CUT_SHORT
-from engine.states.view import View, view_group
+from engine.states.view import view_group
 
-MOST_STARTS = 256
-"""Groups that one event starts or resumes at most; where more could run, a timer that fires at once starts the rest, so
-that no event takes long."""
 MOST_DRAWN = 4096
 """Prompts that are asked for at once."""
 
 
+@dataclass(eq=False)
 class RolloutScheduling:
     """Keeps slots busy within the laws."""
 
-    def __init__(
-        self,
-        state: State,
-        decisions: Decisions,
-        orders: Orders,
-        view: View,
-        stages: StageScheduling,
-        pace: PaceScheduling,
-        lifetimes: Lifetimes,
-    ) -> None:
-        self.state = state
-        self.lifetimes = lifetimes
-        self.pace = pace
-        self.stages = stages
-        self.decisions = decisions
-        self.orders = orders
-        self.view = view
+    state: State
+    decisions: Decisions
+    orders: Orders
+    stages: StageScheduling
+    pace: PaceScheduling
+    lifetimes: Lifetimes
 
     # facts
 
@@ -90,7 +77,6 @@ class RolloutScheduling:
         replica = self.state.fleet.replicas[event.replica]
         if replica.failed_groups:
             replica.failed_groups = 0
-            self.state.disturb()
         if group.seated_at and self.state.limits.straggler_factor is not None:
             self.pace.generated(group, replica)
         group.failed_on = -1
@@ -129,13 +115,12 @@ class RolloutScheduling:
             group.kept = True
             group.unfinished = event.unfinished
         unasked = self.state.fleet.replicas[event.replica].state == "ready"
-        overdue_s, moves = group.overdue_s, group.moving
+        parks = [order.command for order in self.state.orders.matched if isinstance(order.command, ParkGroup)]
         self.state.unseat(group)
-        if overdue_s:
-            told = f"an attempt exceeded its time limit of {overdue_s:g} s (timeouts.group_s)"
-            self.park_after_failure(group, "infrastructure", told)
+        if parks and parks[0].reason:
+            self.park_after_failure(group, "infrastructure", parks[0].reason)
             return
-        if moves:
+        if parks:
             group.moved, group.failed_on, unasked = True, event.replica, False
         if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
@@ -147,9 +132,7 @@ class RolloutScheduling:
             return
         group = self.state.groups[event.group]
         self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
-        group.kept = True
-        group.unfinished = event.unfinished
-        self.state.touch(group)
+        self.state.update(group, kept=True, unfinished=event.unfinished)
 
     def on_group_failed(self, event: GroupFailed) -> None:
         group = self.state.groups[event.group]
@@ -166,7 +149,6 @@ class RolloutScheduling:
         if replica.failed_group != event.group:
             replica.failed_group = event.group
             replica.failed_groups += 1
-            self.state.disturb()
         if replica.failed_groups >= self.state.limits.infrastructure_attempts:
             self.stop_replica(replica, f"{replica.failed_groups} groups in a row failed on it, at last: {event.reason}")
 
@@ -180,16 +162,16 @@ class RolloutScheduling:
         budget, not its place. If the replica hung, only groups that exceeded their own limit lose one."""
         state = self.state
         hung = any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
-        state.orders.fail(replica.id)
+        parks = [order.command for order in state.orders.fail(replica.id) if isinstance(order.command, ParkGroup)]
+        overdue = {park.group for park in parks if park.reason}
         replica.staged = replica.staging = None
         replica.failed_groups = 0
         state.fire_replica(replica, "lose")
         state.validations.lose(replica, failed=not hung)
         for id in list(replica.groups):
             group = state.groups[id]
-            charged = not hung or group.overdue_s > 0
             state.unseat(group)
-            if charged:
+            if not hung or id in overdue:
                 self.park_after_failure(group, "infrastructure", reason)
             else:
                 self._park_uncharged(group)
@@ -259,7 +241,7 @@ class RolloutScheduling:
         """Fill free slots: parked groups first, since they hold places and deadlines already, then new ones; draw
         ahead."""
         state = self.state
-        if not state.started or state.outcome is not None or state.live.draining:
+        if not state.started or state.outcome is not None or state.draining:
             return
         left = MOST_STARTS
         if state.ledger.parked:
@@ -278,7 +260,7 @@ class RolloutScheduling:
             if group is None:
                 return most
             if not most:
-                self._go_on_at_once()
+                self.orders.go_on_at_once()
                 return 0
             replica = self._dispatch(group, group.resumes_from)
             if replica is None:
@@ -299,13 +281,6 @@ class RolloutScheduling:
                 self.orders.add(StartGroup(**order, cause=self.orders.cause))
         return most
 
-    def _go_on_at_once(self) -> None:
-        """The rest of what could run is started by another event, which comes at once."""
-        state = self.state
-        if state.live.fill_timer is None:
-            timer = state.live.fill_timer = state.new_timer()
-            self.orders.add(SetTimer(timer=timer, delay_s=0.0, cause=self.orders.cause))
-
     def _admit(self, most: int) -> None:
         """Start so many new groups at most."""
         state = self.state
@@ -314,13 +289,13 @@ class RolloutScheduling:
         if legal <= 0:
             return
         if not most:
-            self._go_on_at_once()
+            self.orders.go_on_at_once()
             return
         law = f"it must be an integer from 0 to {legal}"
         count = self.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
         for started in range(count):
             if started == most:
-                self._go_on_at_once()
+                self.orders.go_on_at_once()
                 return
             oldest = self._oldest_admissible()
             group = state.groups[state.waiting[0]]

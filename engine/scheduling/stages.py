@@ -40,8 +40,7 @@ class StageScheduling:
     def left(self, event: StateLeft) -> GroupGenerated | None:
         """A group's work is done: it goes on to the next state. Where none is left: what came of the group."""
         group = self.state.groups[event.group]
-        group.reward_mean = event.reward_mean
-        self.state.touch(group)
+        self.state.update(group, reward_mean=event.reward_mean)
         if self.enter(group, self.state.stages.by_name[event.state].number):
             return None
         outcome = GroupGenerated(
@@ -65,18 +64,16 @@ class StageScheduling:
         """A group waits for the work of its state again."""
         self.state.stages.leave(name, group.id)
         self.state.enter_stage(group)
-        self.state.touch(group)
 
     def advance(self) -> None:
         """Order the work of every state while it may have more under way."""
         state = self.state
-        if not state.started or state.outcome is not None or state.live.draining:
+        if not state.stages.waiting or not state.started or state.outcome is not None or state.draining:
             return
         for stage in state.stages.by_name.values():
             while stage.waiting and stage.working < stage.concurrency:
                 group = state.groups[state.stages.next(stage)]
-                group.attempt += 1
-                state.touch(group)
+                state.update(group, attempt=group.attempt + 1)
                 self.orders.add(
                     EnterState(group=group.id, attempt=group.attempt, state=stage.name, cause=self.orders.cause)
                 )

@@ -4,6 +4,8 @@ A replica always works towards the newest version: stage its bytes while it gene
 go on. Any failure on the way puts it back to generating with its old weights.
 """
 
+from dataclasses import dataclass
+
 from engine.commands import (
     CancelTimer,
     InstallWeights,
@@ -22,23 +24,19 @@ from engine.states.census import IN_SYNC
 from engine.states.invariants import require
 from engine.states.replica import Replica
 from engine.states.state import State
-from engine.states.view import View
 
 EMPTYING = ("yielding", "draining")
 """Paused for something else than new weights."""
 
 
+@dataclass(eq=False)
 class SyncScheduling:
     """Brings every replica to the newest version."""
 
-    def __init__(
-        self, state: State, decisions: Decisions, orders: Orders, view: View, rollout: RolloutScheduling
-    ) -> None:
-        self.state = state
-        self.decisions = decisions
-        self.orders = orders
-        self.view = view
-        self.rollout = rollout
+    state: State
+    decisions: Decisions
+    orders: Orders
+    rollout: RolloutScheduling
 
     # replicas come and go
 
@@ -67,14 +65,14 @@ class SyncScheduling:
         if lost.validator or state.census.rollouts_left:
             return
         self.state.none_left = f"no replica is left; the last was lost because: {reason}"
-        if state.limits.give_up_s and state.live.give_up_timer is None:
-            state.live.give_up_timer = state.new_timer()
+        if state.limits.give_up_s and state.give_up_timer is None:
+            state.give_up_timer = state.new_timer()
             delay = state.limits.give_up_s
-            self.orders.add(SetTimer(timer=state.live.give_up_timer, delay_s=delay, cause=self.orders.cause))
+            self.orders.add(SetTimer(timer=state.give_up_timer, delay_s=delay, cause=self.orders.cause))
 
     def _some_left(self) -> None:
         self.state.none_left = ""
-        timer, self.state.live.give_up_timer = self.state.live.give_up_timer, None
+        timer, self.state.give_up_timer = self.state.give_up_timer, None
         if timer is not None:
             self.orders.add(CancelTimer(timer=timer, cause=self.orders.cause))
 
@@ -137,7 +135,7 @@ class SyncScheduling:
         """Stage the newest version where it is missing, pause who may take it, retire what is superseded."""
         state = self.state
         latest = state.latest_version
-        if state.live.draining:
+        if state.draining:
             return
         if latest not in state.versions:  # retired by a resume: another is on its way
             return

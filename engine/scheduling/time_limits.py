@@ -4,6 +4,7 @@ Called by `scheduler.py`, if any order has a limit (`Limits.timeouts`). `Clocks`
 module keeps one timer, for the order that may be due first. It must never act on work that is within its limit.
 """
 
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -24,48 +25,45 @@ LATE_S = 60.0
 """If the timer fires this much too late, the scheduler's own process stood still, and answers may be on their way."""
 
 
+@dataclass(eq=False)
 class TimeLimits:
     """Sets the timer, and acts on overdue orders when it fires."""
 
-    def __init__(
-        self,
-        state: State,
-        orders: Orders,
-        lifetimes: Lifetimes,
-        rollout: RolloutScheduling,
-        validation: ValidationScheduling,
-    ) -> None:
-        self.state = state
-        self.clocks: Clocks = state.clocks
-        self.orders = orders
-        self.lifetimes = lifetimes
-        self.rollout = rollout
-        self.validation = validation
+    state: State
+    orders: Orders
+    lifetimes: Lifetimes
+    rollout: RolloutScheduling
+    validation: ValidationScheduling
+
+    @property
+    def clocks(self) -> Clocks:
+        return self.state.clocks
 
     # the timer
 
     def watch(self) -> None:
-        """Set the timer for the order that may be due first. To be called if something may be due before it fires."""
+        """Set the timer for the order that may be due first."""
         state, clocks = self.state, self.clocks
+        if not clocks.sooner:
+            return
         clocks.sooner = False
         at = clocks.earliest()
         if clocks.on and at + SLACK_S >= clocks.timer_at:
             return
-        if state.live.limit_timer is not None:
-            self.orders.add(CancelTimer(timer=state.live.limit_timer, cause=self.orders.cause))
-            state.live.limit_timer = None
-            state.disturb()
+        if state.limit_timer is not None:
+            self.orders.add(CancelTimer(timer=state.limit_timer, cause=self.orders.cause))
+            state.limit_timer = None
         clocks.timer_at = inf
         if at < inf:
             timer, delay_s = state.new_timer(), max(0.0, at - state.now)
-            state.live.limit_timer, clocks.timer_at = timer, state.now + delay_s
+            state.limit_timer, clocks.timer_at = timer, state.now + delay_s
             self.orders.add(SetTimer(timer=timer, delay_s=delay_s, cause=self.orders.cause))
 
     def on_timer(self, event: TimerFired) -> None:
         """Act on every order that exceeds its limit."""
         state, clocks = self.state, self.clocks
         late_s = state.now - clocks.timer_at
-        state.live.limit_timer, clocks.timer_at, clocks.sooner = None, inf, True
+        state.limit_timer, clocks.timer_at, clocks.sooner = None, inf, True
         if late_s > LATE_S:
             clocks.restart_all()
             return
@@ -85,7 +83,7 @@ class TimeLimits:
         if KINDS_OF_SUBJECTS[order.subject] != CUT:
             self.clocks.double(order)
         if order.subject in ("group", "truncate"):
-            self._park(order, limit_s)
+            self._park(order, f"an attempt exceeded its time limit of {limit_s:g} s (timeouts.group_s)")
         elif order.subject == "rows":
             self.validation.cut(order, reason)
         elif order.subject == "stage" and not self.clocks.silent(order):
@@ -108,16 +106,15 @@ class TimeLimits:
                 self.rollout.lose_replica(replica, reason)
         self.lifetimes.stop(process, reason, hung=True)
 
-    def _park(self, order: Order, limit_s: float) -> None:
+    def _park(self, order: Order, reason: str) -> None:
         state = self.state
         group = state.groups[order.id]
         replica = state.fleet.replicas[group.replica]
-        group.overdue_s = float(limit_s)
-        state.touch(group)
-        if state.orders.find("park", group.id) is None:
+        park = state.orders.find("park", group.id)
+        if park is None or not getattr(park.command, "reason", ""):
             self.orders.add(
                 ParkGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
-                          cause=self.orders.cause)
+                          reason=reason, cause=self.orders.cause)
             )  # fmt: skip
 
     def _fail_stage(self, order: Order, reason: str) -> None:

@@ -5,6 +5,7 @@ here whatever policy chose the batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -27,48 +28,35 @@ from engine.scheduling.decisions import Decisions
 from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
-from engine.states.group import Group, phase_of
+from engine.states.group import Group
 from engine.states.invariants import check_batch, check_room
-from engine.states.machine import Phase
 from engine.states.state import State
 from engine.states.step import Step
-from engine.states.version import WeightsVersion
-from engine.states.view import View, view_group
+from engine.states.view import view_group
 
-UNTAKEN = (Phase.RUNNING, Phase.PARKED, Phase.READY)
-"""Phases of started groups that no step has taken."""
 TIMER_SLACK_S = 0.001
 """A timer this much early is in time: clocks and sums of floats are no more exact than that."""
 ASKED_AGAIN_S = 1.0
 """Seconds, at least, before the deadline policy is asked about the same step again, however short its timeout."""
 
 
+@dataclass(eq=False)
 class TrainingScheduling:
     """One step is trained at a time. The next batch is formed when the step before it is finished, or while that is
     trained where some of its scoring has a pool of its own."""
 
-    def __init__(
-        self,
-        state: State,
-        decisions: Decisions,
-        orders: Orders,
-        view: View,
-        rollout: RolloutScheduling,
-        pools: PoolScheduling,
-    ) -> None:
-        self.state = state
-        self.decisions = decisions
-        self.orders = orders
-        self.view = view
-        self.rollout = rollout
-        self.pools = pools
+    state: State
+    decisions: Decisions
+    orders: Orders
+    rollout: RolloutScheduling
+    pools: PoolScheduling
 
     # collecting
 
     def advance(self) -> None:
         """Form the next batch if one is wanted and the rule allows it."""
         state = self.state
-        if not state.started or state.outcome is not None or state.live.draining or not self._wants_batch():
+        if not state.started or state.outcome is not None or state.draining or not self._wants_batch():
             return
         step = state.steps.get(state.steps_batched)
         if step is None or state.steps_batched == state.limits.max_steps:
@@ -118,9 +106,10 @@ class TrainingScheduling:
         state = self.state
         if not state.deadlines.due(step.id):
             return
-        left = [g for g in state.groups.values() if g.deadline <= step.id and phase_of(g.state) in UNTAKEN]
-        for group in sorted(left, key=lambda g: (g.state == "generated", -g.id)):
-            self.rollout.drop(group)
+        unready = state.deadlines.unready(step.id)
+        ready = sorted(id for id in state.ready if state.groups[id].deadline <= step.id)
+        for id in (*reversed(unready), *reversed(ready)):
+            self.rollout.drop(state.groups[id])
 
     def _unlawful(self, chosen: tuple[GroupId, ...] | None, size: int) -> str:
         """The law that a batch breaks; empty where it breaks none."""
@@ -129,7 +118,7 @@ class TrainingScheduling:
             return ""
         if len(chosen) != size or len(set(chosen)) != size or any(id not in state.ready for id in chosen):
             return f"it must be {size} different ready groups"
-        for deadline, must, _ in self.view.requirements():
+        for deadline, must, _ in state.deadlines.requirements(state.steps_batched, state.limits.train_batch_size):
             taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
             if taken < must:
                 return f"step {state.steps_batched} must take {must} groups due by step {deadline}"
@@ -142,14 +131,11 @@ class TrainingScheduling:
         those that started first."""
         state = self.state
         needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
-        if not needs:
-            return []
-        unready = [g for g in state.groups.values() if phase_of(g.state) in (Phase.RUNNING, Phase.PARKED)]
-        chosen: dict[GroupId, Group] = {}
+        chosen: dict[GroupId, None] = {}
         for deadline, missing in needs:
-            due = (g for g in unready if g.deadline <= deadline and g.id not in chosen)
-            chosen.update({g.id: g for g in islice(due, missing)})
-        return sorted(chosen.values(), key=lambda g: g.id)
+            due = (id for id in state.deadlines.unready(deadline) if id not in chosen)
+            chosen.update(dict.fromkeys(islice(due, missing)))
+        return [state.groups[id] for id in sorted(chosen)]
 
     def watch(self) -> None:
         """Set the deadline policy's timer as soon as only stragglers keep the next batch from forming."""
@@ -157,7 +143,7 @@ class TrainingScheduling:
         step = state.steps.get(state.steps_batched)
         if not self.decisions.policies.deadline.acts or step is None or step.state != "collecting":
             return
-        if state.live.draining:
+        if state.draining:
             return
         if step.timer is not None or step.acts >= state.limits.max_drops:
             return
@@ -180,7 +166,7 @@ class TrainingScheduling:
         state = self.state
         step = state.steps[state.steps_batched]
         step.timer = None
-        if state.live.draining:
+        if state.draining:
             return  # nobody works on them: they are late for no fault of theirs
         if not self.decisions.policies.deadline.acts:
             return  # it took over after the timer was set
@@ -212,8 +198,7 @@ class TrainingScheduling:
         for group in stragglers:
             if group.state in state.stages.by_name:
                 continue  # all its tokens are there: nothing is left to cut
-            group.truncate = True
-            state.touch(group)
+            state.update(group, truncate=True)
             if group.replica >= 0:
                 replica = state.fleet.replicas[group.replica]
                 self.orders.add(
@@ -249,13 +234,11 @@ class TrainingScheduling:
     def on_step_trained(self, event: StepTrained) -> None:
         state = self.state
         step = state.steps[event.step]
-        state.ended.train(step.id, step.groups, step.staleness)
+        state.checkpoints.train(step.id, step.groups, step.staleness)
         state.step_reward = sum(state.groups[id].reward_mean for id in step.groups) / len(step.groups)
         for id in step.groups:
             state.fire_group(state.groups[id], "consume")
-        if state.limits.keeps_batches:
-            state.kept.keep(step.id, step.groups)
-        else:
+        if not state.limits.keeps_batches:
             self.orders.discard(*step.groups)
         state.updates_in[step.id + 1] = state.updates_in[step.id] + event.updates
         state.steps_trained += 1
@@ -312,10 +295,7 @@ class TrainingScheduling:
         """A version is in the weights store."""
         state = self.state
         state.publish_failures = 0
-        version = WeightsVersion(published, state.steps_trained)
-        state.versions[published] = version
-        state.steps_in[published] = state.steps_trained
-        state.latest_version = published
+        state.publish(published)
         state.forget_versions()
         step = state.training_step
         if step is not None and step.state == "publishing":
@@ -341,9 +321,10 @@ class TrainingScheduling:
         since then trained again from their batches, or published weights that hold every step. None: steps would be
         lost."""
         state = self.state
-        saved, trained = state.ended.newest, state.steps_trained
+        saved, trained = state.checkpoints.newest, state.steps_trained
         redo = tuple(range(saved, trained))
-        if all(step in state.kept.by_step for step in redo):
+        kept = state.checkpoints.kept
+        if all(step in kept for step in redo):
             return {"steps": saved, "updates": state.updates_in[saved], "redo": redo}
         if state.steps_in[state.latest_version] == trained and state.latest_version in state.versions:
             updates = state.updates_in[trained]
@@ -353,7 +334,7 @@ class TrainingScheduling:
     def why_no_beginning(self) -> str:
         """Why `beginning` is None."""
         state = self.state
-        trained, saved = state.steps_trained, state.ended.newest
+        trained, saved = state.steps_trained, state.checkpoints.newest
         return f"the weights after {trained} train steps are lost: no checkpoint, publication or batches since {saved}"
 
     # checkpoints
@@ -376,9 +357,7 @@ class TrainingScheduling:
     def take_saved(self, steps: int) -> None:
         """A checkpoint is complete."""
         state = self.state
-        self.orders.discard(*state.kept.let_go(steps))
-        state.ended.saved(steps)
-        state.checkpoints.add(steps)
+        self.orders.discard(*state.checkpoints.save(steps))
         state.forget_updates()
 
     def delete_checkpoints(self) -> None:
@@ -394,14 +373,12 @@ class TrainingScheduling:
         for order in state.orders.matched:
             if isinstance(order.command, DeleteCheckpoint):
                 state.checkpoints.remove(order.command.steps)
-                state.hashed.disturb()
 
     def on_checkpoint_damaged(self, event: CheckpointDamaged) -> None:
         """Forget the checkpoint. Older ones that are to be kept in its place are not deleted: no trainer runs that
         could have begun."""
         state = self.state
         state.checkpoints.remove(event.steps)
-        state.ended.damaged(state.checkpoints.newest)
         state.checkpoint_ordered = min(state.checkpoint_ordered, state.checkpoints.newest)
         surplus = state.checkpoints.surplus(state.limits)
         for steps in [steps for steps in state.orders.open("delete") if steps not in surplus]:

@@ -4,6 +4,7 @@ Called by `scheduler.py`. A run takes nothing but slots of the replicas it holds
 installs. Whatever becomes of it, the training run goes on.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from engine.commands import MeasureRows, StopMeasuring
@@ -15,32 +16,37 @@ from engine.states.limits import ValidationLimits
 from engine.states.orders import Order
 from engine.states.replica import Replica
 from engine.states.state import State
-from engine.states.validation import Chunk, Validation
+from engine.states.validation import Chunk, Validation, Validations
 
 REASON_LENGTH = 1000
 """Characters of a reason that are kept."""
 
 
+@dataclass(eq=False)
 class ValidationScheduling:
     """One run is served at a time: the oldest. Those due meanwhile wait, and the newest of them supersedes the rest."""
 
-    def __init__(self, state: State, decisions: Decisions, orders: Orders) -> None:
-        self.state = state
-        self.decisions = decisions
-        self.books = state.validations
-        self.orders = orders
-        self.limits: ValidationLimits | None = state.limits.validation
+    state: State
+    decisions: Decisions
+    orders: Orders
+
+    @property
+    def books(self) -> Validations:
+        return self.state.validations
+
+    @property
+    def limits(self) -> ValidationLimits | None:
+        return self.state.limits.validation
 
     # facts
 
     def on_rows_measured(self, event: RowsMeasured) -> None:
-        run, chunk = self._subject(event)
+        run, chunk, replica = self._subject(event)
         if event.version != run.version or not 0 <= event.right <= event.measured <= chunk.count:
-            self._attempt_lost(
-                run, chunk, f"its replica answers with version {event.version}, {event.measured} of {chunk.count} rows"
-            )
+            reason = f"its replica answers with version {event.version}, {event.measured} of {chunk.count} rows"
+            self._attempt_lost(run, chunk, replica, reason)
             return
-        self.books.count(run, chunk, event.measured, event.right, event.reward)
+        self.books.count(run, chunk, replica, event.measured, event.right, event.reward)
         if run.left:
             return
         if run.measured:
@@ -67,7 +73,7 @@ class ValidationScheduling:
                           number=self.orders.number, cause=self.orders.cause)
         )  # fmt: skip
         for index in list(replica.chunks):
-            self.books.put_back(run, run.chunks[index], failed=index == late.chunk)
+            self.books.put_back(run, run.chunks[index], replica, failed=index == late.chunk)
         run.reason = reason[:REASON_LENGTH]
 
     def _stopping(self, run: Validation, replica: Replica) -> bool:
@@ -75,13 +81,13 @@ class ValidationScheduling:
         stop: Any = self.state.orders.find("stop rows", replica.id)
         return stop is not None and stop.command.validation == run.id
 
-    def _subject(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk]:
+    def _subject(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk, Replica]:
         """What an answer is about."""
         run = self.books.runs[event.validation]
-        return run, run.chunks[event.chunk]
+        return run, run.chunks[event.chunk], self.state.fleet.replicas[event.replica]
 
-    def _attempt_lost(self, run: Validation, chunk: Chunk, reason: str) -> None:
-        self.books.put_back(run, chunk)
+    def _attempt_lost(self, run: Validation, chunk: Chunk, replica: Replica, reason: str) -> None:
+        self.books.put_back(run, chunk, replica)
         run.reason = reason[:REASON_LENGTH]
 
     # orders
@@ -91,7 +97,7 @@ class ValidationScheduling:
         if self.limits is None or not self.state.started or self.state.outcome is not None:
             return
         self._queue_due(self.limits)
-        if self.state.live.draining:
+        if self.state.draining:
             return  # what is queued now is owed when the run is resumed
         for run in list(self.books.runs.values()):
             self._take_replicas(run, self.limits)
@@ -106,7 +112,7 @@ class ValidationScheduling:
     def send(self) -> None:
         """Fill free slots of the replicas that the served run holds. To be called before groups get them."""
         run = self.books.served
-        if run is None:
+        if run is None or not self.books.sendable:
             return
         for replica in self.books.with_room(run):
             if not run.waiting:
@@ -128,7 +134,6 @@ class ValidationScheduling:
         if self.limits is None:
             return
         self.books.closing = True
-        self.state.disturb()
         if self.limits.at_end and self.books.newest != self.state.latest_version:
             self._queue(self.state.latest_version, self.limits)
 
@@ -148,7 +153,6 @@ class ValidationScheduling:
         self.books.closing = False
         if self.limits is not None:
             self.books.considered = self.state.latest_version
-        self.state.disturb()
 
     def cancel_all(self, reason: str) -> None:
         """The run ends before its validations do."""
@@ -166,7 +170,6 @@ class ValidationScheduling:
         books, steps_in = self.books, self.state.steps_in
         while books.considered < self.state.latest_version:
             version = books.considered = books.considered + 1
-            self.state.disturb()
             before = steps_in[max(version - 1, 0)]
             due = self.decisions.ask("validation", (version, before, steps_in[version]), (bool,))
             if due or self.books.owed:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from engine.ids import ReplicaId, Version
-from engine.states.digest import digest
 from engine.states.pool import PoolLease
 from engine.states.replica import Replica
 
@@ -98,7 +97,7 @@ class Census:
         self._wakeable: dict[int, dict[ReplicaId, None]] = {lease.id: {} for lease in self.shared}
         self._unexamined: dict[ReplicaId, None] = {}
         self._unjudged: dict[ReplicaId, None] = {}
-        self._examined_for: tuple[bool, bool] | None = None
+        self._examined_for = False
         self._unhashed: dict[ReplicaId, None] = {}
         self._digests: dict[ReplicaId, int] = {}
         self._sum = 0
@@ -122,8 +121,8 @@ class Census:
     @property
     def rollouts_left(self) -> int:
         """Number of replicas that generate and are up or on their way."""
-        rollouts = self.rollouts
-        return rollouts.alive.total + rollouts.coming.total
+        rollouts, state = self.rollouts, self._state
+        return rollouts.alive.total + rollouts.coming.total + state.launching - state.launched
 
     @property
     def under_way(self) -> int:
@@ -203,12 +202,11 @@ class Census:
         return self._in_order_of(lease, self._wakeable[lease.id])
 
     def take_unexamined(self) -> list[Replica]:
-        """Replicas that changed since the last call, so that their leaving or staying must be decided again."""
+        """Replicas that are to leave, or come to rest, or need not any more, and changed since the last call."""
         self._refresh()
-        live = self._state.live
-        examined_for = (live.moved, bool(live.draining))
-        if examined_for != self._examined_for:
-            self._examined_for = examined_for
+        draining = bool(self._state.draining)
+        if draining != self._examined_for:
+            self._examined_for = draining
             self._unexamined.update(dict.fromkeys(self._fleet.order))
         unexamined, self._unexamined = self._unexamined, {}
         return self._in_order(unexamined)
@@ -234,7 +232,7 @@ class Census:
         """The replicas' share of the state hash."""
         self._refresh()
         for id in self._unhashed:
-            new = digest(self._fleet.replicas[id].identity())
+            new = self._fleet.replicas[id].digest()
             self._sum += new - self._digests.get(id, 0)
             self._digests[id] = new
         self._unhashed.clear()
@@ -252,8 +250,6 @@ class Census:
         for id in touched:
             self._take_in(self._fleet.replicas[id])
         self._unhashed.update(touched)
-        if self._state.live.moved:
-            self._unexamined.update(touched)
         self._unjudged.update(touched)
         touched.clear()
 
@@ -302,6 +298,8 @@ class Census:
     def _list(self, replica: Replica) -> None:
         """Add a replica to the lists it belongs to, and remove it from the others."""
         id, state = replica.id, replica.state
+        if replica.process.leaves or state == "drained" or self._examined_for:
+            self._unexamined[id] = None
         target = self._state.target_of(replica)
         syncs = replica.version < target and state in ("ready", "asleep") and not replica.process.leaves
         _put(self._unstaged, id, syncs and replica.staging is None and replica.staged != target)
@@ -337,7 +335,7 @@ def _put(ids: dict[ReplicaId, None], id: ReplicaId, belongs: bool) -> None:
 
 def digest_replicas(state: "State") -> int:
     """The replicas' share of the state hash, recomputed from the records."""
-    return sum(digest(replica.identity()) for replica in state.fleet.replicas.values())
+    return sum(replica.digest() for replica in state.fleet.replicas.values())
 
 
 Compare = Callable[[Census], object]

@@ -16,19 +16,20 @@ that was looked at before its time is looked at again later: `looks` says when. 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine.commands import PauseReplica, StartProcess
 from engine.events import Event
-from engine.states.digest import MASK, digest
 from engine.states.orders import FAILURES, KINDS_OF_SUBJECTS, Order, Owner, works_in_order
 from engine.states.process import REPLICA, Process
 from engine.states.replica import Replica
 from engine.states.timeouts import CUT, KINDS, MOST_S, Timeouts
+from engine.states.tree import Record, digest, hashed_values
 
 if TYPE_CHECKING:
     from engine.states.state import State
@@ -45,45 +46,41 @@ KeyId = int | tuple[int | str, ...] | None
 """The id of an order; with its subject, its key."""
 
 
+@dataclass(eq=False, slots=True)
 class OwnerClock:
     """The clock of one process: its work time is the time it has not stood still."""
 
-    __slots__ = ("answered", "closed", "digest", "still", "stopped_at")
-
-    def __init__(self) -> None:
-        self.answered = 0
-        """Kinds of which it has answered an order since it started: a sum of `BITS`."""
-        self.still = 0.0
-        """Seconds it has stood still, a present standstill not counted."""
-        self.stopped_at = -1.0
-        """Since when it stands still; -1: it works."""
-        self.closed = 0.0
-        """Its work time when the last order closed, if it works on one at a time; or was answered, if it is a state."""
-        self.digest = 0
+    answered: int = 0
+    """Kinds of which it has answered an order since it started: a sum of `BITS`."""
+    still: float = 0.0
+    """Seconds it has stood still, a present standstill not counted."""
+    stopped_at: float = -1.0
+    """Since when it stands still; -1: it works."""
+    closed: float = 0.0
+    """Its work time when the last order closed, if it works on one at a time; or was answered, if it is a state."""
 
     def work_time(self, now: float) -> float:
         return (self.stopped_at if self.stopped_at >= 0 else now) - self.still
 
 
-class Clocks:
+class Clocks(Record):
     """The clocks of all open orders that have a time limit."""
 
-    __slots__ = (
-        "_heap", "_queues", "_stalled", "_state", "doubled", "least", "longest", "looks", "owner_books", "owners",
-        "sooner", "timer_at",
-    )  # fmt: skip
+    UNHASHED: ClassVar[tuple[str, ...]] = ("owners", "looks")  # `trace` stands for the owners
+
+    longest: dict[str, float]
+    """The longest time to an answer or to progress, by kind."""
+    doubled: dict[tuple[str, KeyId], int]
+    """By how much the limit of a key is multiplied, for keys whose orders exceeded it since their last answer."""
+    owners: dict[Owner, OwnerClock]
+    looks: dict[int, float]
+    """When to look at an order again, by number, for orders that have left their queue."""
+    trace: int = 0
+    """A hash of everything that happened to the clocks of processes."""
 
     def __init__(self, state: "State") -> None:
         self._state = state
-        self.longest: dict[str, float] = {}
-        """The longest time to an answer or to progress, by kind."""
-        self.doubled: dict[tuple[str, KeyId], int] = {}
-        """By how much the limit of a key is multiplied, for keys whose orders exceeded it since their last answer."""
-        self.owners: dict[Owner, OwnerClock] = {}
-        self.owner_books = 0
-        """What they add to the state hash."""
-        self.looks: dict[int, float] = {}
-        """When to look at an order again, by number, for orders that have left their queue."""
+        self.longest, self.doubled, self.owners, self.looks = {}, {}, {}, {}
         self.least: dict[str, float] = {}
         """The smallest limit of any order, by subject. Subjects without a limit are left out."""
         self.timer_at = inf
@@ -138,15 +135,15 @@ class Clocks:
         took = self.elapsed(order)
         if took > self.longest.get(KINDS_OF_SUBJECTS[order.subject], -1.0):
             self._learn(order, took)
-        if self.doubled and self.doubled.pop((order.subject, order.id), 0):
-            self._state.hashed.disturb()
+        if self.doubled:
+            self.forget_keys((order.subject, order.id))
         bit = BITS[KINDS_OF_SUBJECTS[order.subject]]
         clock = self.owners.get(order.owner)
         if clock is None:
             clock = self.owners[order.owner] = OwnerClock()
         if not clock.answered & bit:
             clock.answered |= bit
-            self._note(order.owner, clock)
+            self._note_owner(order.owner, clock)
 
     def progressed(self, order: Order) -> None:
         """An event reports progress of an open order: its clock restarts."""
@@ -217,26 +214,25 @@ class Clocks:
             clock = self.owners[owner] = OwnerClock()
         if clock.stopped_at < 0:
             clock.stopped_at = self._state.now
-            self._note(owner, clock)
+            self._note_owner(owner, clock)
 
     def work(self, owner: Owner) -> None:
         """A process works, perhaps after a standstill."""
         clock = self.owners.get(owner)
         if clock is None:
             clock = self.owners[owner] = OwnerClock()
-            self._note(owner, clock)
+            self._note_owner(owner, clock)
         elif clock.stopped_at >= 0:
             clock.still += self._state.now - clock.stopped_at
             clock.stopped_at = -1.0
-            self._note(owner, clock)
+            self._note_owner(owner, clock)
             self._wake(owner)
 
     def forget(self, owner: Owner) -> None:
         """A process is gone. The next one has the limits of a fresh one."""
         clock = self.owners.pop(owner, None)
         if clock is not None:
-            self.owner_books = (self.owner_books - clock.digest) & MASK
-            self._state.hashed.disturb()
+            self._note_owner(owner, clock)
 
     def emptied(self, replica: Replica) -> None:
         """The last group of a pausing replica has ended: a pause that waited for it begins."""
@@ -248,9 +244,8 @@ class Clocks:
     def begin_again(self) -> None:
         """New processes carry the run. What was learned about limits stays."""
         self.owners.clear()
-        self.owner_books = 0
+        self.trace = 0
         self.timer_at, self.sooner = inf, True
-        self._state.hashed.disturb()
 
     # settings
 
@@ -260,7 +255,7 @@ class Clocks:
         self._find_least(self._timeouts)
         if self.on and not before:
             self.owners.clear()
-            self.owner_books = 0
+            self.trace = 0
             for replica in self._state.fleet.replicas.values():
                 self.replica_changed(replica)
             for process in self._state.processes.values():
@@ -374,14 +369,12 @@ class Clocks:
     def double(self, order: Order) -> None:
         """An order exceeded its limit: the next one with its key gets twice as much time."""
         key = order.subject, order.id
-        self.doubled[key] = min(MOST_DOUBLED, 2 * self.doubled.get(key, 1))
-        self._state.hashed.disturb()
+        self.doubled = {**self.doubled, key: min(MOST_DOUBLED, 2 * self.doubled.get(key, 1))}
 
     def forget_keys(self, *keys: tuple[str, KeyId]) -> None:
         """No order with these keys will follow."""
-        for key in keys:
-            if self.doubled.pop(key, 0):
-                self._state.hashed.disturb()
+        if any(key in self.doubled for key in keys):
+            self.doubled = {key: times for key, times in self.doubled.items() if key not in keys}
 
     # inside
 
@@ -394,7 +387,7 @@ class Clocks:
         if clock is None:
             clock = self.owners[owner] = OwnerClock()
         clock.closed = clock.work_time(self._state.now)
-        self._note(owner, clock)
+        self._note_owner(owner, clock)
 
     def _works(self, replica: Replica) -> bool:
         waits = replica.state == "pausing" and self._state.limits.sync_mode == "wait"
@@ -406,8 +399,7 @@ class Clocks:
     def _learn(self, order: Order, took: float) -> None:
         """No order of the kind has taken so long before."""
         kind = KINDS_OF_SUBJECTS[order.subject]
-        self.longest[kind] = took
-        self._state.hashed.disturb()
+        self.longest = {**self.longest, kind: took}
         least = self._least(self._timeouts, kind)
         if least is not None and least != self.least[order.subject]:
             self.sooner |= least < self.least[order.subject]
@@ -467,31 +459,18 @@ class Clocks:
             elif self.looks[order.number] != PAST and not self.runs(order):
                 self._stalled.setdefault(order.owner, {})[order.number] = None
         self._make_heap()
-        timer = None if state.live.limit_timer is None else state.orders.find("timer", state.live.limit_timer)
+        timer = None if state.limit_timer is None else state.orders.find("timer", state.limit_timer)
         command: Any = None if timer is None else timer.command
         self.timer_at = inf if timer is None else timer.at + command.delay_s
         self.sooner = False
 
     # the state hash
 
-    def _note(self, owner: Owner, clock: OwnerClock) -> None:
-        fresh = _owner_digest(owner, clock)
-        self.owner_books = (self.owner_books + fresh - clock.digest) & MASK
-        clock.digest = fresh
-        self._state.hashed.disturb()
-
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of."""
-        if not (self.longest or self.doubled or self.owners):
-            return ()
-        longest = tuple(self.longest.get(kind, -1.0) for kind in (*KINDS, CUT))
-        doubled = sum(digest(tuple(repr(entry).encode())) for entry in self.doubled.items()) & MASK
-        return (self.owner_books >> 1, digest((), longest) >> 1, doubled >> 1)
+    def _note_owner(self, owner: Owner, clock: OwnerClock) -> None:
+        self.trace = digest((self.trace, owner, hashed_values(clock))) >> 1
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the books, if anything."""
-        if self.owner_books != sum(_owner_digest(*entry) for entry in self.owners.items()) & MASK:
-            yield "the clock of a process changed in secret"
         limited = {order.number for order in self._state.orders.all() if order.subject in self.least}
         queued = [number for queue in self._queues.values() for number in queue]
         if sorted([*queued, *self.looks]) != sorted(limited):
@@ -502,11 +481,6 @@ class Clocks:
         stalled = {number for numbers in self._stalled.values() for number in numbers}
         if {number for number, look in self.looks.items() if look == STALLED} - stalled:
             yield "an order stands still for ever"
-
-
-def _owner_digest(owner: Owner, clock: OwnerClock) -> int:
-    name = (owner,) if isinstance(owner, int) else (-1, *owner.encode())
-    return digest((*name, clock.answered), (clock.still, clock.stopped_at, clock.closed))
 
 
 def _given_by(at: float, order: Order) -> bool:

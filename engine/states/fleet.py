@@ -5,12 +5,12 @@ each weights version, of (load, id); outdated entries are skipped when they surf
 replicas). Versions that such replicas have are few: replicas follow the newest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 from operator import itemgetter
 
-from engine.ids import GroupId, ReplicaId, Version
-from engine.states.group import Group
+from engine.ids import ReplicaId, Version
 from engine.states.replica import Replica
 
 
@@ -32,13 +32,12 @@ class _Open:
 class Fleet:
     """Every replica ever seen, lost ones included."""
 
-    __slots__ = (
-        "_idle", "_moving", "_open", "_open_at", "idle_at", "idle_slots", "moving", "order", "replicas",
-        "room", "seats_on_slow", "slow", "touched",
-    )  # fmt: skip
+    replicas: dict[ReplicaId, Replica]
 
-    def __init__(self) -> None:
-        self.replicas: dict[ReplicaId, Replica] = {}
+    def __init__(self, note: Callable[[], None]) -> None:
+        """`note` is called after every change of a replica or its process."""
+        self._note = note
+        self.replicas = {}
         self.order: list[ReplicaId] = []
         """Ids in the order first seen: a replica's `place` is its index here."""
         self.touched: dict[ReplicaId, None] = {}
@@ -51,20 +50,29 @@ class Fleet:
         """How many such replicas there are at each version."""
         self.slow: dict[ReplicaId, None] = {}
         """Replicas that are slower than the others by more than may be."""
-        self.moving = 0
-        """Groups on their way from slow replicas to faster ones."""
         self.seats_on_slow = 0
         """Counts what may have given a slow replica a group that can be moved."""
-        self._moving: dict[ReplicaId, int] = {}
         self._idle: dict[ReplicaId, tuple[Version, int]] = {}
         self._open: dict[Version, _Open] = {}
         self._open_at: dict[ReplicaId, Version] = {}
 
     def add(self, id: ReplicaId, *, validator: bool) -> Replica:
         """A replica that was never seen before."""
-        replica = self.replicas[id] = Replica(id, validator=validator, place=len(self.order), touched=self.touched)
-        self.order.append(id)
+        replica = self.replicas[id] = Replica(id, validator=validator)
+        replica.process.index = id
+        self._watch(replica)
         return replica
+
+    def _watch(self, replica: Replica) -> None:
+        """Give a replica its place, and note every change of it from now on."""
+        replica.place = len(self.order)
+        self.order.append(replica.id)
+        replica.watch(partial(self._changed, replica.id))
+        self.touched[replica.id] = None
+
+    def _changed(self, id: ReplicaId) -> None:
+        self.touched[id] = None
+        self._note()
 
     def changed(self, replica: Replica) -> None:
         """To be called after every change of a replica's state or load."""
@@ -91,8 +99,6 @@ class Fleet:
         if replica.slow == slow:
             return
         replica.slow = slow
-        moving = self._moving.get(replica.id, 0)
-        self.moving += moving if slow else -moving
         if slow:
             self.slow[replica.id] = None
         else:
@@ -104,12 +110,6 @@ class Fleet:
         """To be called after a replica was told to leave, or to stay."""
         self.seats_on_slow += replica.slow
         self.changed(replica)
-
-    def note_moving(self, replica: Replica, count: int) -> None:
-        """So many more groups of a replica are to be moved; fewer, where it is negative."""
-        self._moving[replica.id] = self._moving.get(replica.id, 0) + count
-        if replica.slow:
-            self.moving += count
 
     def _close(self, id: ReplicaId, version: Version | None) -> None:
         """A replica cannot take a group any more, at that version."""
@@ -134,19 +134,16 @@ class Fleet:
             self.idle_at[replica.version] = self.idle_at.get(replica.version, 0) + 1
         self._idle[replica.id] = (replica.version, idle)
 
-    def rebuild(self, groups: Mapping[GroupId, Group]) -> None:
+    def rebuild(self) -> None:
         """Make everything that follows from the replicas anew."""
-        self.order = list(self.replicas)
-        self.idle_slots = self.moving = 0
-        self.touched.clear()
-        for book in (self.room, self.slow, self.idle_at, self._idle, self._open, self._open_at, self._moving):
+        self.idle_slots = 0
+        books = (self.room, self.slow, self.idle_at, self._idle, self._open, self._open_at)
+        for book in (self.order, *books):
             book.clear()
-        for place, replica in enumerate(self.replicas.values()):
-            replica.watch(self.touched, replica.id)
-            replica.place = place
+        for replica in self.replicas.values():
+            self._watch(replica)
             if replica.slow:
                 self.slow[replica.id] = None
-            self.note_moving(replica, sum(groups[id].moving for id in replica.groups))
             self.changed(replica)
 
     def open(self) -> list[Replica]:

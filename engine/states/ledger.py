@@ -8,16 +8,17 @@ loops over deadlines, of which there are at most S + 2 (one per version a live g
 from bisect import insort
 from collections.abc import Iterator
 
+from engine.ids import GroupId
 from engine.states.machine import Phase
 
 
 class Ledger:
     """Prompts drawn, by phase. `count[phase]` adds up to `drawn` (law 1)."""
 
-    __slots__ = ("count", "drawn")
+    drawn: int = 0
+    count: list[int]
 
     def __init__(self) -> None:
-        self.drawn = 0
         self.count = [0] * len(Phase)
 
     def draw(self, prompts: int) -> None:
@@ -70,58 +71,50 @@ class Ledger:
 
 STARTED = tuple(phase in (Phase.RUNNING, Phase.PARKED, Phase.READY) for phase in Phase)
 """By phase: whether a group in it was started and is not taken by a step."""
+UNREADY = tuple(phase in (Phase.RUNNING, Phase.PARKED) for phase in Phase)
 
 
 class Deadlines:
-    """U(d): started, untaken groups by deadline, and how many of them are ready (DESIGN 4).
+    """U(d): started, untaken groups by deadline, and which of them are not ready (DESIGN 4).
 
     `surplus` is X: groups that may be due by a step beyond those it can take, since they are dropped with it.
     """
-
-    __slots__ = ("_order", "_ready", "_started", "surplus")
 
     def __init__(self, surplus: int = 0) -> None:
         self.surplus = surplus
         self._order: list[int] = []
         self._started: dict[int, int] = {}
-        self._ready: dict[int, int] = {}
+        self._unready: dict[int, dict[GroupId, None]] = {}
 
-    def move(self, deadline: int, source: Phase, target: Phase) -> None:
+    def move(self, group: GroupId, deadline: int, source: Phase, target: Phase) -> None:
         """A group with that deadline changed its phase."""
-        if not STARTED[source]:
-            if STARTED[target]:
-                self._start(deadline)
-        elif not STARTED[target]:
-            self._leave(deadline, ready=source is Phase.READY)
-        elif target is Phase.READY:
-            self._ready[deadline] += 1
-        elif source is Phase.READY:
-            self._ready[deadline] -= 1
-
-    def _start(self, deadline: int) -> None:
-        if deadline in self._started:
+        was, is_ = UNREADY[source], UNREADY[target]
+        if STARTED[target] and not STARTED[source]:
+            if deadline not in self._started:
+                insort(self._order, deadline)
+                self._started[deadline], self._unready[deadline] = 0, {}
             self._started[deadline] += 1
-        else:
-            insort(self._order, deadline)
-            self._started[deadline] = 1
-            self._ready[deadline] = 0
-
-    def _leave(self, deadline: int, *, ready: bool) -> None:
-        """A started group was taken by a step or released."""
-        if ready:
-            self._ready[deadline] -= 1
-        self._started[deadline] -= 1
-        if not self._started[deadline]:
-            del self._started[deadline], self._ready[deadline]
-            self._order.remove(deadline)
+        if is_ and not was:
+            self._unready[deadline][group] = None
+        elif was and not is_:
+            del self._unready[deadline][group]
+        if STARTED[source] and not STARTED[target]:  # taken by a step or released
+            self._started[deadline] -= 1
+            if not self._started[deadline]:
+                del self._started[deadline], self._unready[deadline]
+                self._order.remove(deadline)
 
     def cumulative(self) -> Iterator[tuple[int, int, int]]:
         """(d, U(d), ready groups with deadline ≤ d) for each deadline that has groups, ascending."""
         started = ready = 0
         for deadline in self._order:
             started += self._started[deadline]
-            ready += self._ready[deadline]
+            ready += self._started[deadline] - len(self._unready[deadline])
             yield deadline, started, ready
+
+    def unready(self, until: int) -> list[GroupId]:
+        """Started groups with deadline ≤ `until` that are not ready, in the order drawn."""
+        return sorted(id for deadline in self._order if deadline <= until for id in self._unready[deadline])
 
     def requirements(self, step: int, batch: int) -> list[tuple[int, int, int]]:
         """(d, least number of groups with deadline ≤ d that the step must take, how many are ready), where that is
@@ -153,4 +146,4 @@ class Deadlines:
 
     def by_deadline(self) -> dict[int, tuple[int, int]]:
         """deadline → (started, ready) groups."""
-        return {deadline: (self._started[deadline], self._ready[deadline]) for deadline in self._order}
+        return {d: (self._started[d], self._started[d] - len(self._unready[d])) for d in self._order}

@@ -212,6 +212,10 @@ class Order:
     """One open order. `at`: time it was given, in seconds since the run began. `mark`: when its clock started, in the
     work time of its owner (`clocks.py`)."""
 
+    number: int
+    at: float
+    mark: float
+    command: Command
     __slots__ = ("at", "command", "id", "mark", "number", "owner", "subject")
 
     def __init__(self, number: int, subject: str, id: Any, owner: Owner, command: Command, at: float) -> None:
@@ -226,16 +230,16 @@ class Order:
 class OrderBook:
     """The open orders of a run, indexed by subject and by owner, oldest first."""
 
-    __slots__ = ("_apart", "_by_number", "_by_subject", "_owned", "clocks", "digest", "matched", "next_number")
+    next_number: int = 0
+    """The number of the next order. Numbers are never reused."""
+    by_number: dict[int, Order]
 
     def __init__(self, scored_apart: tuple[str, ...] = ()) -> None:
         """`scored_apart`: scoring tasks that a separate process executes instead of the trainer."""
         self._apart = scored_apart
         self._by_subject: dict[str, dict[Any, Order]] = {relation.subject: {} for relation in RELATIONS.values()}
-        self._by_number: dict[int, Order] = {}
+        self.by_number = {}
         self._owned: dict[Owner, dict[int, Order]] = {}
-        self.next_number = 0
-        """The number of the next order. Numbers are never reused."""
         self.digest = 0
         """The book's share of the state hash: a sum over the numbers of the open orders."""
         self.matched: tuple[Order, ...] = ()
@@ -244,7 +248,7 @@ class OrderBook:
         """Measures how long orders take; None if no order has a time limit."""
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self.by_number)
 
     # reading
 
@@ -266,10 +270,10 @@ class OrderBook:
 
     def numbered(self, number: int) -> Order:
         """The open order with that number."""
-        return self._by_number[number]
+        return self.by_number[number]
 
     def is_open(self, order: Order) -> bool:
-        return order.number in self._by_number
+        return order.number in self.by_number
 
     def held(self, owner: Owner) -> int:
         """The number of open orders of a process."""
@@ -277,7 +281,7 @@ class OrderBook:
 
     def all(self) -> list[Order]:
         """Every open order, oldest first."""
-        return list(self._by_number.values())
+        return list(self.by_number.values())
 
     def reissued(self, now: float) -> Iterator[Command]:
         """The orders to reissue after a process died: all open orders, oldest first. Timers get their remaining time.
@@ -291,7 +295,7 @@ class OrderBook:
 
     def digest_from_scratch(self) -> int:
         """`digest`, recomputed from the open orders."""
-        return sum((number + 1) * SPREAD for number in self._by_number)
+        return sum((number + 1) * SPREAD for number in self.by_number)
 
     def scorer(self, task: str) -> Owner:
         """The owner of a scoring task."""
@@ -315,7 +319,7 @@ class OrderBook:
         number = self.next_number
         self.next_number = number + 1
         owner: Owner = own(self, command)
-        order = orders[id] = self._by_number[number] = Order(number, subject, id, owner, command, at)
+        order = orders[id] = self.by_number[number] = Order(number, subject, id, owner, command, at)
         owned = self._owned.get(owner)
         if owned is None:
             owned = self._owned[owner] = {}
@@ -324,11 +328,16 @@ class OrderBook:
         if self.clocks is not None:
             self.clocks.opened(order)
 
-    def put_back(self, number: int, command: Command, at: float, mark: float) -> None:
-        """Restore an order from a snapshot. Call it oldest first, and `Clocks.rebuild` at the end."""
-        self.next_number, self.clocks = number, None
-        self.add(command, at)
-        self._by_number[number].mark = mark
+    def rebuild(self) -> None:
+        """Make the indexes anew from `by_number`. Call `Clocks.rebuild` after it."""
+        following, orders, clocks = self.next_number, self.all(), self.clocks
+        self.clocks = None
+        self.clear()
+        for order in orders:
+            self.next_number = order.number
+            self.add(order.command, order.at)
+            self.by_number[order.number].mark = order.mark
+        self.next_number, self.clocks = following, clocks
 
     def withdraw(self, subject: str, id: Any) -> Order | None:
         """End an order without an answer. A later answer is a stale echo."""
@@ -346,7 +355,7 @@ class OrderBook:
 
     def clear(self) -> None:
         """End every order: the run is over, or a resume starts new processes."""
-        for orders in (*self._by_subject.values(), *self._owned.values(), self._by_number):
+        for orders in (*self._by_subject.values(), *self._owned.values(), self.by_number):
             orders.clear()
         self.digest = 0
         if self.clocks is not None:
@@ -386,7 +395,7 @@ class OrderBook:
 
     def _close(self, order: Order) -> None:
         number, owned = order.number, self._owned[order.owner]
-        del self._by_number[number], owned[number], self._by_subject[order.subject][order.id]
+        del self.by_number[number], owned[number], self._by_subject[order.subject][order.id]
         self.digest -= (number + 1) * SPREAD
         if self.clocks is not None:
             self.clocks.closed(order, was_first=next(iter(owned), number) >= number)

@@ -4,8 +4,9 @@ Only pools that a task of the trainer needs have a record; replicas that share t
 """
 
 from engine.ids import ReplicaId, StepId
-from engine.states.limits import TRAINER_TASKS, Limits, Pool
+from engine.states.limits import Limits, Pool
 from engine.states.machine import Table, transitions
+from engine.states.tree import Record
 
 POOL = Table(
     name="pool",
@@ -20,42 +21,33 @@ POOL = Table(
 ROLLOUT = "rollout"
 
 
-class PoolLease:
+class PoolLease(Record):
     """Who has a pool now."""
 
-    __slots__ = ("id", "place_of", "pool", "replicas", "shared", "state", "step", "task", "wanted")
+    id: int
+    state: str
+    task: str = ""
+    """Who has it: a task of the trainer, or `rollout`; empty while it is free."""
+    step: StepId = -1
+    """Of which step; -1: of none."""
+    wanted: bool = False
+    """Its replicas are to sleep as soon as they can: a task of the trainer waits for it."""
 
     def __init__(self, id: int, pool: Pool) -> None:
-        self.id = id
+        self.id, self.state = id, POOL.initial
         self.pool = pool
         self.replicas: tuple[ReplicaId, ...] = pool.replicas
         self.place_of = {replica: place for place, replica in enumerate(pool.replicas)}
         self.shared = pool.shared
         """Replicas stand here as well: they sleep while a task of the trainer has the pool."""
-        self.state: str = POOL.initial
-        self.task = ""
-        """Who has it: a task of the trainer, or `rollout`; empty while it is free."""
-        self.step: StepId = -1
-        """Of which step; -1: of none."""
-        self.wanted = False
-        """Its replicas are to sleep as soon as they can: a task of the trainer waits for it."""
-
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of."""
-        return (self.id, STATE_NUMBER[self.state], TASK_NUMBER.get(self.task, len(TASK_NUMBER)), self.step)
-
-
-STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(POOL.states)}
-TASK_NUMBER: dict[str, int] = {task: number for number, task in enumerate(("", ROLLOUT, *TRAINER_TASKS))}
 
 
 class Pools:
     """The pools of a run that tasks of the trainer need, and which task stands in which."""
 
-    __slots__ = ("_of_replica", "_of_task", "leases", "listed")
+    leases: list[PoolLease]
 
     def __init__(self, limits: Limits) -> None:
-        self.listed = bool(limits.pools)
         pools = limits.pools or (Pool(tasks=("train", *limits.scoring_tasks)),)
         self.leases = [
             PoolLease(id, pool) for id, pool in enumerate(pools) if set(pool.tasks) & {"train", *limits.scoring_tasks}

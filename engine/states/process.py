@@ -3,11 +3,12 @@
 All kinds share one table. A replica's sync machine (`states/replica.py`) runs while its process is up.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.ids import Incarnation, StepId
-from engine.states.digest import digest
 from engine.states.machine import Table, transitions
+from engine.states.tree import Record
 
 REPLICA, TRAINER, SCORER, ADDED_STATES = "replica", "trainer", "scorer", "added states"
 TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY = "trajectory store", "weights store", "gateway"
@@ -28,58 +29,34 @@ PROCESS = Table(
 )
 
 
-class Process:
+@dataclass(eq=False)
+class Process(Record):
     """What the scheduler knows of one process."""
 
-    __slots__ = (
-        "deaths",
-        "excused",
-        "id",
-        "incarnation",
-        "index",
-        "kind",
-        "reason",
-        "room",
-        "state",
-        "touched",
-        "trained",
-        "wanted",
-    )  # fmt: skip
+    UNHASHED: ClassVar[tuple[str, ...]] = ("reason",)
 
-    touched: dict[int, None] | None
-    """Where every change of a field is noted; None: nowhere."""
+    kind: str
+    index: int = 0
+    state: str = PROCESS.initial
+    incarnation: Incarnation = 0
+    """Its newest life, which may not be up yet."""
+    deaths: int = 0
+    """Lives that ended by themselves, in a row, with no progress in between."""
+    trained: StepId = 0
+    """Train steps done at the last of these deaths; more of them are progress."""
+    wanted: bool = True
+    """Another life follows one that has ended."""
+    excused: bool = False
+    """It ends for no fault of its own, so it costs no restart: it gets no new work, and ends once it has none."""
+    reason: str = ""
+    """Why it is to leave."""
+    room: str = ""
+    """What it waits for before it can start."""
 
-    def __init__(self, kind: str, index: int = 0, touched: dict[int, None] | None = None) -> None:
-        self.watch(None)
-        self.kind = kind
-        self.index = index
-        self.id = name_of(kind, index)
+    @property
+    def id(self) -> str:
         """For messages."""
-        self.state: str = PROCESS.initial
-        self.incarnation: Incarnation = 0
-        """Its newest life, which may not be up yet."""
-        self.deaths = 0
-        """Lives that ended by themselves, in a row, with no progress in between."""
-        self.trained: StepId = 0
-        """Train steps done at the last of these deaths; more of them are progress."""
-        self.wanted = True
-        """Another life follows one that has ended."""
-        self.excused = False
-        """It ends for no fault of its own, so it costs no restart: it gets no new work, and ends once it has none."""
-        self.reason = ""
-        """Why it is to leave."""
-        self.room = ""
-        """What it waits for before it can start."""
-        self.watch(touched)
-
-    def watch(self, touched: dict[int, None] | None) -> None:
-        """Note every change of a field in `touched` from now on, under `index`."""
-        object.__setattr__(self, "touched", touched)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if self.touched is not None:
-            self.touched[self.index] = None
+        return name_of(self.kind, self.index)
 
     @property
     def leaves(self) -> bool:
@@ -96,17 +73,7 @@ class Process:
         """It is not up, and a life of it is on its way."""
         return self.wanted and self.state in ("starting", "stopping")
 
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of."""
-        return (
-            STATE_NUMBER[self.state], self.incarnation, self.deaths, self.trained, self.wanted, self.excused,
-            digest(tuple(self.room.encode())) >> 1 if self.room else 0,
-        )  # fmt: skip
-
 
 def name_of(kind: str, index: int) -> str:
     """How a process is called in messages."""
     return f"{kind} {index}" if kind in (REPLICA, SCORER) else kind
-
-
-STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(PROCESS.states)}

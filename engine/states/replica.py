@@ -1,12 +1,15 @@
 """The replica: one rollout engine, its weights and its slots. Driven by `scheduling/sync.py` and
 `scheduling/rollout.py`."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from engine.ids import EventId, GroupId, Incarnation, ReplicaId, ValidationId, Version
 from engine.states.machine import Table, transitions
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.process import Process
+from engine.states.tree import Record, digest, hashed_values
 
 REPLICA = Table(
     name="replica",
@@ -39,77 +42,55 @@ REPLICA = Table(
 )
 
 
-class Replica:
+@dataclass(eq=False)
+class Replica(Record):
     """What the scheduler knows of one replica."""
 
-    __slots__ = (
-        "chunks", "failed_group", "failed_groups", "groups", "held", "id", "incarnation", "pace", "paced", "place",
-        "process", "slots", "slow", "staged", "staging", "state", "sync_attempt", "sync_failures", "taken", "touched",
-        "validator", "version",
-    )  # fmt: skip
+    UNHASHED: ClassVar[tuple[str, ...]] = ("process", "groups", "chunks")  # process: hashed beside it
 
-    touched: dict[ReplicaId, None]
-    """Where every change of a field is noted."""
+    id: ReplicaId
+    validator: bool = False
+    """It does nothing but validate: no group ever runs on it."""
+    process: Process = field(default_factory=lambda: Process(REPLICA_KIND))
+    """Its lifetimes."""
+    state: str = REPLICA.initial
+    incarnation: Incarnation = 0
+    """The life that joined last."""
+    slots: int = 0
+    taken: int = 0
+    """Slots that groups cannot have: all of a validator, and those that a validation has."""
+    version: Version = 0
+    staging: Version | None = None
+    """Being brought to host memory."""
+    staged: Version | None = None
+    """In host memory, not yet installed."""
+    sync_attempt: int = 0
+    """Syncs begun on this incarnation; its sync orders and their answers carry it."""
+    sync_failures: int = 0
+    failed_groups: int = 0
+    """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
+    failed_group: GroupId = -1
+    """The last of them."""
+    pace: float = 0.0
+    """Seconds that a token of the groups it generates takes, a moving mean; where paces are compared."""
+    paced: int = 0
+    """Groups in it, of this life."""
+    slow: bool = False
+    """It is slower than the others by more than may be."""
+    groups: dict[GroupId, None] = field(default_factory=dict)
+    """Running here, in the order they started; a dict for its order."""
+    held: ValidationId = -1
+    """The validation that keeps it at its version; -1: none."""
+    chunks: dict[int, None] = field(default_factory=dict)
+    """Of that validation, being measured here, each in a slot; a dict for its order."""
 
-    def __init__(
-        self,
-        id: ReplicaId,
-        *,
-        validator: bool = False,
-        place: int = 0,
-        touched: dict[ReplicaId, None] | None = None,
-    ) -> None:
-        self.watch({} if touched is None else touched, id)
-        self.id = id
-        self.place = place
+    def __post_init__(self) -> None:
+        self.place = 0
         """How many replicas were seen before it: its place in every order of replicas."""
-        self.validator = validator
-        """It does nothing but validate: no group ever runs on it."""
-        self.state: str = REPLICA.initial
-        self.process = Process(REPLICA_KIND, id, self.touched)
-        """Its lifetimes."""
-        self.incarnation: Incarnation = 0
-        """The life that joined last."""
-        self.slots = 0
-        self.taken = 0
-        """Slots that groups cannot have: all of a validator, and those that a validation has."""
-        self.version: Version = 0
-        self.staging: Version | None = None
-        """Being brought to host memory."""
-        self.staged: Version | None = None
-        """In host memory, not yet installed."""
-        self.sync_attempt = 0
-        """Syncs begun on this incarnation; its sync orders and their answers carry it."""
-        self.sync_failures = 0
-        self.failed_groups = 0
-        """Different groups in a row whose attempt failed here for infrastructure, none finished in between."""
-        self.failed_group: GroupId = -1
-        """The last of them."""
-        self.pace = 0.0
-        """Seconds that a token of the groups it generates takes, a moving mean; where paces are compared."""
-        self.paced = 0
-        """Groups in it, of this life."""
-        self.slow = False
-        """It is slower than the others by more than may be."""
-        self.groups: dict[GroupId, None] = {}
-        """Running here, in the order they started; a dict for its order."""
-        self.held: ValidationId = -1
-        """The validation that keeps it at its version; -1: none."""
-        self.chunks: dict[int, None] = {}
-        """Of that validation, being measured here, each in a slot; a dict for its order."""
 
-    def watch(self, touched: dict[ReplicaId, None], id: ReplicaId) -> None:
-        """Note every change of a field in `touched` from now on. The fleet's books and the state hash are brought up to
-        date from there, so that no caller has to tell them and an event costs the same however many replicas it leaves
-        alone."""
-        object.__setattr__(self, "id", id)
-        object.__setattr__(self, "touched", touched)
-        if hasattr(self, "process"):
-            self.process.watch(touched)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        self.touched[self.id] = None
+    def watch(self, note: Callable[[], None]) -> None:
+        super().watch(note)
+        self.process.watch(note)
 
     @property
     def condition(self) -> str:
@@ -145,14 +126,6 @@ class Replica:
         """To be called after a change of its slots or chunks."""
         self.taken = self.slots if self.validator else len(self.chunks)
 
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of."""
-        return (
-            self.id, STATE_NUMBER[self.state], self.incarnation, self.slots, self.version,
-            -1 if self.staging is None else self.staging, -1 if self.staged is None else self.staged,
-            self.sync_attempt, self.sync_failures, self.failed_groups, self.failed_group, *self.process.identity(),
-            *((1,) if self.validator else ()), *((round(self.pace * 1e9), self.paced, self.slow) if self.paced else ()),
-        )  # fmt: skip
-
-
-STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(REPLICA.states)}
+    def digest(self) -> int:
+        """What it adds to the state hash."""
+        return digest((hashed_values(self), hashed_values(self.process)))

@@ -13,8 +13,6 @@ from engine.states.orders import OrderBook, stage_owner
 class Stage:
     """One added state."""
 
-    __slots__ = ("_orders", "concurrency", "name", "number", "owner", "waiting")
-
     def __init__(self, number: int, added: AddedState, orders: OrderBook) -> None:
         self.number = number
         """Its index among the added states."""
@@ -33,8 +31,6 @@ class Stage:
 
 class Stages:
     """Every added state of a run, in the order in which groups pass through them."""
-
-    __slots__ = ("_orders", "by_name", "waiting")
 
     def __init__(self, added: tuple[AddedState, ...], orders: OrderBook) -> None:
         self.by_name = {state.name: Stage(number, state, orders) for number, state in enumerate(added)}

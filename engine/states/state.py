@@ -7,29 +7,28 @@ operation keeps the ledger, the deadlines and the state hash in step with the re
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from engine.commands import FinishRun
 from engine.ids import NO_VERSION, GroupId, StepId, TimerId, Version
 from engine.states.census import Census
+from engine.states.checkpoints import Checkpoints
 from engine.states.clocks import Clocks
-from engine.states.ended import Ended
 from engine.states.fleet import Fleet
 from engine.states.group import Group, group_table
 from engine.states.hashing import StateHash
-from engine.states.kept import KeptBatches
 from engine.states.ledger import Deadlines, Ledger
 from engine.states.limits import Limits
-from engine.states.live import Live
 from engine.states.machine import Phase, SharedMachine
 from engine.states.orders import OrderBook, Owner, owner_of
 from engine.states.pool import POOL, PoolLease, Pools
 from engine.states.process import ADDED_STATES, PROCESS, SCORER, Process, name_of
 from engine.states.process import REPLICA as REPLICA_KIND
 from engine.states.replica import REPLICA, Replica
-from engine.states.retention import Checkpoints
 from engine.states.stages import Stages
 from engine.states.step import STEP, Step
+from engine.states.tree import Record
 from engine.states.validation import VALIDATION, Validations
 from engine.states.version import VERSION, WeightsVersion
 
@@ -43,89 +42,178 @@ Key = tuple[float, ...]
 class State:
     """The whole state of one run."""
 
+    UNHASHED: ClassVar[tuple[str, ...]] = (  # records and policies have their own part in the hash
+        "groups", "orders", "pools", "steps", "fleet", "processes", "checkpoints", "versions", "steps_in",
+        "updates_in", "ledger", "validations", "clocks", "outcome", "last_policy_error", "policy_memory",
+        "last_failure",
+    )  # fmt: skip
+
+    groups: dict[GroupId, Group]
+    """Live groups: those that no step has trained on and that were not released."""
+    orders: OrderBook
+    pools: Pools
+    steps: dict[StepId, Step]
+    """Those whose batch is formed and that are not finished, and the one that comes next."""
+    fleet: Fleet
+    processes: dict[str, Process]
+    """Every process that is no replica, by its name. A replica has its own: `Replica.process`."""
+    checkpoints: Checkpoints
+    versions: dict[Version, WeightsVersion]
+    steps_in: dict[Version, StepId]
+    """Train steps in each version that a live group, a replica or a validation may still refer to."""
+    updates_in: dict[StepId, int]
+    """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
+    schedules by them."""
+    latest_version: Version = 0
+    ledger: Ledger
+    validations: Validations
+    clocks: Clocks
+    started: bool = False
+    exhausted: bool = False
+    """The source has no more prompts."""
+    failed_draws: int = 0
+    """Draws that failed since one succeeded."""
+    steps_batched: StepId = 0
+    steps_trained: StepId = 0
+    publishing_attempt: int = 0
+    publish_failures: int = 0
+    checkpoint_ordered: StepId = 0
+    """Train steps in the checkpoint that was ordered last."""
+    next_timer: TimerId = 0
+    next_ready: int = 0
+    """Groups that became ready so far."""
+    next_entered: int = 1
+    """Entries into added states, counted from 1."""
+    stale_echoes: int = 0
+    failed_in_a_row: int = 0
+    """Groups that failed for good since one was generated."""
+    filtered_in_a_row: int = 0
+    """Groups that the filter dropped since it kept one."""
+    none_left: str = ""
+    """Why the last replica is gone for good, which ends the run once it needs one."""
+    last_failure: str = ""
+    """Why the last group failed or replica was lost."""
+    draining: str = ""
+    """Why the run comes to rest; empty while it does not."""
+    settings: dict[str, str]
+    """What was set while the run went on, by name."""
+    loosest: int = 0
+    """The largest S that a live group may have been admitted under."""
+    over: int = 0
+    """Groups that run beyond K since it was lowered; they end, and no other starts meanwhile."""
+    limit_timer: TimerId | None = None
+    """Fires when the first order may exceed its time limit."""
+    give_up_timer: TimerId | None = None
+    """Set while no replica is left and none is coming."""
+    drain_timer: TimerId | None = None
+    """Fires when a drain has taken too long: the run then stops as it is."""
+    fill_timer: TimerId | None = None
+    """Set while more may be started than one event may start: the rest follow when it fires, at once."""
+    launched: int = 0
+    launching: int = 0
+    """The run begins with so many replicas, and those before `launched` were ordered to start."""
+    outcome: FinishRun | None = None
+    restarts: int = 0
+    """Times that the run was begun again from its record since `restarted_at` train steps, or since a user resumed
+    it."""
+    restarted_at: StepId = 0
+    now: float = 0.0
+    step_reward: float | None = None
+    """Mean reward of the groups of the last step trained."""
+    policy_errors: int = 0
+    """Decisions of built-in policies in place of one that raised or broke a law."""
+    last_policy_error: str = ""
+    policy_memory: dict[str, bytes]
+    """What each policy that has a memory remembered after its last lawful answer, as msgpack, by decision."""
+
     def __init__(self, limits: Limits, observe: Observer | None = None) -> None:
         self.limits = limits
         self._ahead, self._timed = limits.ahead, limits.timed
+        self._build_machines(observe, limits)
         self.hashed = StateHash(self)
-        self.groups: dict[GroupId, Group] = {}
-        """Live groups: those that no step has trained on and that were not released."""
+        self.groups, self.steps, self.processes, self.versions = {}, {}, {}, {}
+        self.steps_in, self.updates_in, self.policy_memory = {}, {0: 0}, {}
+        self.ledger = Ledger()
+        self.orders = OrderBook(limits.scored_apart)
+        self.pools = Pools(limits)
+        self.stages = Stages(limits.added_states, self.orders)
+        self.settings, self.loosest = {}, limits.max_staleness_steps
+        self.fleet = Fleet(self.note_change)
+        self.checkpoints = Checkpoints(bool(limits.checkpoint_every), limits.keeps_batches)
+        self.validations = Validations(self.fleet, self.orders, self._validation_machine, self.note_change)
+        self.policy_books = 0
+        """What policies remember adds to the state hash; 0 where none remembers anything."""
+        self.changed = True
+        """Something other than a group has changed since the hardware was last looked after."""
+        self._index_groups()
+        self.census = Census(self)
+        self.clocks = Clocks(self)
+        self._watch(*self.small_records())
+        self.next_step(0)
+        self.publish(0)
+        self.fire_version(self.versions[0], "live")
+
+    # records
+
+    def note_change(self) -> None:
+        """Something other than a group has changed. Records call it by themselves."""
+        self.changed = True
+        self.hashed.others = None
+
+    def small_records(self) -> list[Record]:
+        """Every record but groups, replicas and orders: there are few."""
+        return [
+            *self.steps.values(), *self.pools.leases, *self.versions.values(), self.validations, self.checkpoints,
+            self.clocks, *self.processes.values(), *self.validations.runs.values(),
+        ]  # fmt: skip
+
+    def _watch(self, *records: Record) -> None:
+        """These records belong to the state from now on."""
+        for record in records:
+            record.watch(self.note_change)
+        self.note_change()
+
+    def rebuild(self) -> None:
+        """Make everything that follows from the declared fields, after these were filled."""
+        self.orders.rebuild()
+        self._index_groups()
+        self.validations.rebuild()
+        self.fleet.rebuild()
+        self.hashed.begin(group for group in self.groups.values() if group.begun)
+        self.settle()
+        self.census.rebuild()
+        self.clocks.rebuild()
+        self._watch(*self.small_records())
+
+    def _index_groups(self) -> None:
+        """List the live groups by what may become of them."""
         self.waiting: deque[GroupId] = deque()
         self.ready: dict[GroupId, None] = {}
         """In the order they became ready; a dict for its order and its O(1) removal."""
         self.parked: dict[Version, list[tuple[Key, GroupId]]] = {}
         """Heaps of (key, group) by the version they resume from, the key as the resume policy gave it; entries of
         groups no longer parked are skipped."""
-        self.orders = OrderBook(limits.scored_apart)
-        self.pools = Pools(limits)
-        self.steps: dict[StepId, Step] = {}
-        """Those whose batch is formed and that are not finished, and the one that comes next."""
-        self.next_step(0)
-        self.stages = Stages(self.limits.added_states, self.orders)
-        self.live = Live(limits)
-        self.fleet = Fleet()
-        self.processes: dict[str, Process] = {}
-        """Every process that is no replica, by its name. A replica has its own: `Replica.process`."""
-        self.kept, self.checkpoints = KeptBatches(), Checkpoints()
-        self.versions: dict[Version, WeightsVersion] = {}
-        self.steps_in: dict[Version, int] = {}
-        """Train steps in each version that a live group, a replica or a validation may still refer to."""
-        self.updates_in: dict[StepId, int] = {0: 0}
-        """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
-        schedules by them."""
-        self.latest_version: Version = 0
-        self.ledger = Ledger()
-        self.deadlines = Deadlines(limits.surplus)
-        self.ended = Ended(bool(limits.checkpoint_every))
-        self.started = False
-        self.exhausted = False
-        """The source has no more prompts."""
-        self.failed_draws = 0
-        """Draws that failed since one succeeded."""
-        self.steps_batched = self.steps_trained = 0
-        self.publishing_attempt = self.publish_failures = 0
-        self.checkpoint_ordered = 0
-        """Train steps in the checkpoint that was ordered last."""
-        self.next_timer: TimerId = 0
-        self.next_ready, self.next_entered = 0, 1
-        """Groups that became ready so far, and entries into added states, counted from 1."""
-        self.stale_echoes = 0
-        self.failed_in_a_row = self.filtered_in_a_row = 0
-        """Groups that failed for good since one was generated, and that the filter dropped since it kept one."""
-        self.none_left = self.last_failure = ""
-        """Why the last replica is gone for good, which ends the run once it needs one; and why the last group failed or
-        replica was lost."""
-        self.outcome: FinishRun | None = None
-        self.restarts = 0
-        """Times that the run was begun again from its record since `restarted_at` train steps, or since a user resumed
-        it."""
-        self.restarted_at: StepId = 0
-        self.now = 0.0
-        self.step_reward: float | None = None
-        """Mean reward of the groups of the last step trained."""
-        self.shows_reward = False
-        """There are policies that may look at it, so that it is part of the hash."""
-        self.policy_errors = 0
-        """Decisions of built-in policies in place of one that raised or broke a law."""
-        self.last_policy_error = ""
-        self.policy_memory: dict[str, bytes] = {}
-        """What each policy that has a memory remembered after its last lawful answer, as msgpack, by decision."""
-        self.policy_books = 0
-        """What policies remember adds to the state hash; 0 where none remembers anything."""
-        self._build_machines(observe)
-        self.disturbed = True
-        """Something other than a group may have changed since the weights were last looked after."""
-        self.validations = Validations(self.fleet, self.orders, SharedMachine(VALIDATION, observe), self.disturb)
-        self.census = Census(self)
-        self.clocks = Clocks(self)
-        self._take_initial_weights()
+        self.deadlines = Deadlines(self.limits.surplus)
+        self.stages.clear()
+        ready, entered = [], []
+        for group in self.groups.values():
+            phase = self._phases[group.state]
+            self.deadlines.move(group.id, group.deadline, Phase.WAITING, phase)
+            if phase is Phase.READY:
+                ready.append(group)
+            elif phase is Phase.WAITING:
+                self.waiting.append(group.id)
+            elif group.state == "aborted":
+                self._park(group, group.resume_key or (group.deadline,))
+            elif phase is Phase.PARKED:
+                entered.append(group)
+        self.ready.update((group.id, None) for group in sorted(ready, key=attrgetter("ready_number")))
+        for group in sorted(entered, key=attrgetter("entered")):
+            if self.orders.find("stage", group.id) is None:
+                self.stages.enter(group.state, group.id)
 
-    def _take_initial_weights(self) -> None:
-        self.versions[0] = WeightsVersion(0, 0)
-        self.steps_in[0] = 0
-        self.fire_version(self.versions[0], "live")
-
-    def _build_machines(self, observe: Observer | None) -> None:
-        table = group_table(tuple(self.stages.by_name))
+    def _build_machines(self, observe: Observer | None, limits: Limits) -> None:
+        table = group_table(tuple(added.name for added in limits.added_states))
         self._phases: dict[str, Phase] = table.phases or {}
         self._leave = {Phase.PARKED: self._leave_parked, Phase.READY: self._leave_ready}
         self._enter = {
@@ -139,6 +227,15 @@ class State:
         self._version_machine = SharedMachine(VERSION, observe)
         self._pool_machine = SharedMachine(POOL, observe)
         self._process_machine = SharedMachine(PROCESS, observe)
+        self._validation_machine = SharedMachine(VALIDATION, observe)
+
+    def observe(self, observe: Observer | None) -> None:
+        """Tell of every change of state from now on."""
+        for machine in (
+            self._group_machine, self._step_machine, self._replica_machine, self._version_machine, self._pool_machine,
+            self._process_machine, self._validation_machine,
+        ):  # fmt: skip
+            machine.observe = observe
 
     # groups
 
@@ -154,9 +251,9 @@ class State:
         before = group.state
         self._group_machine.fire(group, trigger)
         source, target = self._phases[before], self._phases[group.state]
-        self.hashed.touch(group)
+        self.hashed.touched[group] = None
         self.ledger.move(source, target)
-        self.deadlines.move(group.deadline, source, target)
+        self.deadlines.move(group.id, group.deadline, source, target)
         leave, enter = self._leave.get(source), self._enter.get(target)
         if leave is not None:
             leave(group, before)
@@ -189,8 +286,8 @@ class State:
         del self.groups[group.id]
         if self.clocks.doubled:
             self.clocks.forget_keys(("group", group.id), ("truncate", group.id), ("stage", group.id))
-        if self.ended.tracks and self._phases[group.state] is Phase.RELEASED:
-            self.ended.release(group.id, self.steps_trained)
+        if self.checkpoints.tracks and self._phases[group.state] is Phase.RELEASED:
+            self.checkpoints.release(group.id, self.steps_trained)
 
     def _park(self, group: Group, key: Key) -> None:
         group.resume_key = key if key != (group.deadline,) else ()
@@ -201,15 +298,21 @@ class State:
         nothing."""
         if group.state == "aborted":
             self._park(group, key)  # under the version it may resume from now; the old entry is skipped
-            self.touch(group)
+            self.hashed.touched[group] = None
         else:
             self.fire_group(group, "lose", key)
 
     def enter_stage(self, group: Group) -> None:
         """A group waits for the work of the added state it is in, behind those that wait already."""
         self.stages.enter(group.state, group.id)
-        group.entered = self.next_entered
+        self.update(group, entered=self.next_entered)
         self.next_entered += 1
+
+    def update(self, group: Group, **fields: Any) -> None:
+        """Set fields of a group, apart from a change of its state."""
+        for name, value in fields.items():
+            setattr(group, name, value)
+        self.hashed.touched[group] = None
 
     def branch(self, steps: int, consumed: tuple[GroupId, ...], released: tuple[GroupId, ...]) -> None:
         """Go back to `steps` train steps. Every group that they do not hold is queued again, in the order of the draws;
@@ -221,14 +324,8 @@ class State:
             group.attempt = before.attempt
             group.infrastructure_failures = before.infrastructure_failures
             group.data_failures = before.data_failures
-        self.waiting = deque(self.groups)
-        self.ready = {}
-        self.parked = {}
-        self.stages.clear()
-        self.kept.clear()
-        self.deadlines = Deadlines(self.limits.surplus)
+        self._index_groups()
         self.ledger.branch(waiting=len(self.groups), consumed=len(consumed), released=len(released))
-        self.ended.branch(steps)
         self.checkpoints.branch(steps)
         for pool in self.pools.leases:
             if pool.task:
@@ -252,7 +349,8 @@ class State:
         self.outcome = None
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0
         self.last_failure = self.none_left = ""
-        self.live.rest_is_over()
+        self.draining = ""
+        self.limit_timer = self.drain_timer = self.give_up_timer = self.fill_timer = None
         self.clocks.begin_again()
         self.census.rebuild()
 
@@ -274,9 +372,7 @@ class State:
         group.replica = -1
         if replica.state == "pausing" and not replica.groups and self.clocks.on:
             self.clocks.emptied(replica)
-        if group.moving:
-            self.fleet.note_moving(replica, -1)
-        group.seated_at, group.overdue_s, group.moving = 0.0, 0.0, False
+        group.seated_at = 0.0
         self.fleet.changed(replica)
 
     def next_parked(self, newest: Version) -> Group | None:
@@ -306,29 +402,33 @@ class State:
 
     def next_step(self, id: StepId) -> None:
         """Add the step that comes next."""
-        self.steps[id] = Step(id, pooled=self.pools.listed)
+        self.steps[id] = Step(id)
+        self._watch(self.steps[id])
+
+    def publish(self, version: Version) -> None:
+        """A version holds the steps trained so far, and is the newest."""
+        self.versions[version] = WeightsVersion(version, self.steps_trained)
+        self._watch(self.versions[version])
+        self.steps_in[version] = self.steps_trained
+        self.latest_version = version
 
     def lease(self, pool: PoolLease, task: str, step: StepId = -1) -> None:
         """Let a task have a free pool."""
         self._pool_machine.fire(pool, "lease")
         pool.task, pool.step = task, step
-        self.disturb()
 
     def give_back(self, pool: PoolLease) -> None:
         """The pool is free."""
         self._pool_machine.fire(pool, "give-back")
         pool.task, pool.step = "", -1
-        self.disturb()
 
     def fire_step(self, step: Step, trigger: str) -> None:
         self._step_machine.fire(step, trigger)
-        self.disturb()
 
     def fire_replica(self, replica: Replica, trigger: str) -> None:
         self._replica_machine.fire(replica, trigger)
         if replica.slow:
             self.fleet.seats_on_slow += 1
-        self.disturb()
         self.fleet.changed(replica)
         if self.clocks.on:
             self.clocks.replica_changed(replica)
@@ -347,6 +447,7 @@ class State:
             found = self.fleet.add(index, validator=self.limits.validates_only(index)).process
         elif found is None:
             found = self.processes[name_of(kind, index)] = Process(kind, index)
+            self._watch(found)
         return found
 
     def owners_of(self, process: Process) -> list[Owner]:
@@ -367,14 +468,12 @@ class State:
 
     def fire_process(self, process: Process, trigger: str) -> None:
         self._process_machine.fire(process, trigger)
-        self.disturb()
         if self.clocks.on:
             self.clocks.process_changed(process)
 
     def wait_for_room(self, process: Process, reason: str) -> None:
         """A process cannot start before it has room; with an empty reason, it has room now."""
         process.room = reason
-        self.disturb()
         if self.clocks.on:
             self.clocks.room_changed(process)
 
@@ -388,14 +487,13 @@ class State:
 
     def fire_version(self, version: WeightsVersion, trigger: str) -> None:
         self._version_machine.fire(version, trigger)
-        self.disturb()
         if version.state == "retired":
             del self.versions[version.id]
 
     def forget_versions(self) -> None:
         """Drop the figures of versions that nothing refers to any more: all tokens of a group that no step has taken
         are of versions with at least `steps_batched` - S train steps."""
-        least = self.steps_batched - self.live.loosest
+        least = self.steps_batched - self.loosest
         used = {*self.versions, *(run.version for run in self.validations.runs.values())}
         for validators in (False, True):
             used.update(self.census.kind(validators=validators).seen.by)
@@ -408,7 +506,7 @@ class State:
     def forget_updates(self) -> None:
         """Drop the figures of train steps after which no trainer can begin: those before the newest checkpoint, but for
         checkpoints that are there; without checkpoints, all but the newest."""
-        newest = self.ended.newest if self.limits.checkpoint_every else self.steps_trained
+        newest = self.checkpoints.newest if self.limits.checkpoint_every else self.steps_trained
         kept = {0, *self.checkpoints.steps}
         for steps in [steps for steps in self.updates_in if steps < newest and steps not in kept]:
             del self.updates_in[steps]
@@ -419,22 +517,18 @@ class State:
         self.limits, self._ahead, self._timed = limits, limits.ahead, limits.timed
         if other_timeouts:
             self.clocks.use()
-        self.live.loosest = max(self.live.loosest, limits.max_staleness_steps)
-        self.live.over = max(0, self.ledger.running - limits.max_concurrent_groups)
-        self.disturb()
-
-    def fewer_over(self) -> None:
-        """Groups beyond a K that was lowered only become fewer."""
-        over = max(0, self.ledger.running - self.limits.max_concurrent_groups)
-        if over < self.live.over:
-            self.live.over = over
-            self.disturb()
+        self.loosest = max(self.loosest, limits.max_staleness_steps)
+        self.over = max(0, self.ledger.running - limits.max_concurrent_groups)
 
     def new_timer(self) -> TimerId:
         timer = self.next_timer
         self.next_timer += 1
-        self.disturb()
         return timer
+
+    @property
+    def timers(self) -> tuple[TimerId | None, ...]:
+        """Those of the run that are set, None for each that is not."""
+        return self.limit_timer, self.give_up_timer, self.fill_timer, self.drain_timer
 
     # what is in flight, as the order book says
 
@@ -511,19 +605,13 @@ class State:
         """The first step whose batch is formed and that is not finished."""
         return next(iter(self.formed_steps), None)
 
-    def disturb(self) -> None:
-        """A step, replica, version or validation may have changed."""
-        self.disturbed = True
-        self.hashed.disturb()
-
-    def touch(self, group: Group) -> None:
-        """A field of a group changed without a trigger."""
-        self.hashed.touch(group)
-
     # the state hash
 
     def settle(self) -> None:
-        """Bring the hash up to date with the groups touched by this event."""
+        """At the end of an event: take what it touched into the hash. Groups beyond a K that was lowered only become
+        fewer."""
+        if self.over:
+            self.over = min(self.over, max(0, self.ledger.running - self.limits.max_concurrent_groups))
         self.hashed.settle()
 
     @property

@@ -5,15 +5,18 @@ A run never sees two versions: it holds its replicas at its own, and those alone
 holds which replica and which chunk is out where, so that no caller can forget one of these.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import ClassVar
 
 from engine.ids import ReplicaId, StepId, ValidationId, Version
-from engine.states.digest import MASK, digest
 from engine.states.fleet import Fleet
 from engine.states.machine import SharedMachine, Table, transitions
 from engine.states.orders import OrderBook
 from engine.states.replica import Replica
+from engine.states.tree import Record, digest
 
 VALIDATION = Table(
     name="validation",
@@ -28,70 +31,71 @@ VALIDATION = Table(
 )
 
 
+@dataclass(eq=False, slots=True)
 class Chunk:
-    """Rows that are measured together, in one slot of one replica."""
+    """Rows that are measured together, in one slot of one replica: where, the order book says."""
 
-    __slots__ = ("attempt", "count", "digest", "done", "failures", "first", "index", "replica")
-
-    def __init__(self, index: int, first: int, count: int) -> None:
-        self.index = index
-        self.first = first
-        self.count = count
-        self.attempt = 0
-        self.failures = 0
-        self.replica: ReplicaId = -1
-        """Where it is being measured; -1 while it waits, and once it is done."""
-        self.done = False
-        self.digest = self.fresh_digest()
-
-    def fresh_digest(self) -> int:
-        return digest((self.index, self.attempt, self.failures, self.replica, self.done))
+    index: int
+    first: int
+    count: int
+    attempt: int = 0
+    failures: int = 0
+    done: bool = False
 
 
-class Validation:
+@dataclass(eq=False)
+class Validation(Record):
     """One version to be measured on every held-out row, each counted once."""
 
-    __slots__ = (
-        "books", "chunks", "ended_at", "held", "held_books", "id", "left", "measured", "queued_at", "reason", "refused",
-        "replicas", "reward", "right", "rows", "started_at", "state", "steps", "version", "waiting", "waiting_failed",
-    )  # fmt: skip
+    UNHASHED: ClassVar[tuple[str, ...]] = ("chunks", "replicas", "reason", "ended_at")  # `trace` stands for the chunks
 
-    def __init__(self, id: ValidationId, version: Version, steps: StepId, rows: int, size: int, at: float) -> None:
-        self.id = id
-        self.state: str = VALIDATION.initial
-        self.version = version
-        self.steps = steps
-        """Train steps in the version."""
-        self.rows = rows
-        self.chunks = [Chunk(i, first, min(size, rows - first)) for i, first in enumerate(range(0, rows, size))]
-        self.waiting = [chunk.index for chunk in self.chunks]
-        """A heap: chunks to be sent out, the first rows first."""
-        self.waiting_failed: dict[int, int] = {}
-        """How many of them have failed so many times, where that is above 0."""
-        self.left = len(self.chunks)
+    id: ValidationId
+    version: Version
+    steps: StepId
+    """Train steps in the version."""
+    rows: int
+    queued_at: float
+    state: str = VALIDATION.initial
+    chunks: list[Chunk] = field(default_factory=list)
+    replicas: dict[ReplicaId, int] = field(default_factory=dict)
+    """Held at its version, in the order they were taken, each with its number in it."""
+    held: int = 0
+    """Replicas that were ever taken."""
+    refused: int = 0
+    """Lives of replicas given up because they could not be brought to its version."""
+    measured: int = 0
+    """Rows measured; the others of a chunk that is done could not be, for their own fault."""
+    right: int = 0
+    reward: float = 0.0
+    """Sum over the rows measured."""
+    reason: str = ""
+    """Why it was cancelled or failed."""
+    started_at: float = -1.0
+    ended_at: float = -1.0
+    trace: int = 0
+    """A hash of everything that happened to its chunks and replicas."""
+
+    def split(self, size: int) -> None:
+        """Divide the rows into chunks."""
+        self.chunks = [
+            Chunk(i, first, min(size, self.rows - first)) for i, first in enumerate(range(0, self.rows, size))
+        ]
+        self.rebuild(())
+
+    def rebuild(self, out: Container[int]) -> None:
+        """Make what follows from the chunks. `out`: those that are being measured."""
+        left = [chunk for chunk in self.chunks if not chunk.done]
+        self.left = len(left)
         """Chunks that are not done."""
-        self.replicas: dict[ReplicaId, int] = {}
-        """Held at its version, in the order they were taken, each with its number in it."""
-        self.held = 0
-        """Replicas that were ever taken."""
-        self.held_books = 0
-        """What those held add to the state hash."""
-        self.refused = 0
-        """Lives of replicas given up because they could not be brought to its version."""
-        self.measured = 0
-        """Rows measured; the others of a chunk that is done could not be, for their own fault."""
-        self.right = 0
-        self.reward = 0.0
-        """Sum over the rows measured."""
-        self.reason = ""
-        """Why it was cancelled or failed."""
-        self.queued_at = at
-        self.started_at = self.ended_at = -1.0
-        self.books = sum(chunk.digest for chunk in self.chunks) & MASK
-        """What its chunks add to the state hash."""
+        waiting = [chunk for chunk in left if chunk.index not in out]
+        self.waiting = [chunk.index for chunk in waiting]
+        """A heap: chunks to be sent out, the first rows first."""
+        self._waiting_failed = Counter(chunk.failures for chunk in waiting if chunk.failures)
+        """How many of them have failed so many times, where that is above 0."""
 
-    def fresh_held_books(self) -> int:
-        return sum(digest(held) for held in self.replicas.items()) & MASK
+    def note(self, *values: int) -> None:
+        """Something happened to a chunk or a replica."""
+        self.trace = digest((self.trace, values)) >> 1
 
     @property
     def out(self) -> int:
@@ -101,21 +105,21 @@ class Validation:
     @property
     def worst(self) -> int:
         """Attempts that failed at the same rows: most of those that wait."""
-        return max(self.waiting_failed, default=0)
+        return max(self._waiting_failed, default=0)
 
     def put_back(self, chunk: Chunk) -> None:
         """A chunk waits again."""
         heappush(self.waiting, chunk.index)
         if chunk.failures:
-            self.waiting_failed[chunk.failures] = self.waiting_failed.get(chunk.failures, 0) + 1
+            self._waiting_failed[chunk.failures] += 1
 
     def take(self) -> Chunk:
         """The first chunk that waits does not any more."""
         chunk = self.chunks[heappop(self.waiting)]
         if chunk.failures:
-            self.waiting_failed[chunk.failures] -= 1
-            if not self.waiting_failed[chunk.failures]:
-                del self.waiting_failed[chunk.failures]
+            self._waiting_failed[chunk.failures] -= 1
+            if not self._waiting_failed[chunk.failures]:
+                del self._waiting_failed[chunk.failures]
         return chunk
 
     @property
@@ -127,37 +131,44 @@ class Validation:
     def reward_mean(self) -> float | None:
         return self.reward / self.measured if self.measured else None
 
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of."""
-        times = digest((), (self.reward, self.queued_at, self.started_at))
-        return (
-            self.id, STATE_NUMBER[self.state], self.version, self.steps, self.rows, self.left, self.refused,
-            self.measured, self.right, len(self.replicas), self.held_books >> 1, times >> 1, self.books >> 1,
-        )  # fmt: skip
 
-
-class Validations:
+class Validations(Record):
     """The runs that have not ended, in the order they were queued: the first is served, the others wait."""
 
-    def __init__(self, fleet: Fleet, orders: OrderBook, machine: SharedMachine, disturb: Callable[[], None]) -> None:
-        self.runs: dict[ValidationId, Validation] = {}
-        self.created = 0
-        self.considered: Version = -1
-        """Newest version of which it was decided whether to measure it."""
-        self.newest: Version = -1
-        """Newest version that has or had a run."""
-        self.closing = False
-        """No newer version will be published."""
-        self.interrupted: StepId = -1
-        """Fewest train steps in a version of which a run was cut off by the end of the process; -1: none was."""
-        self.owed = False
-        """The next version is measured in the place of a run that was cut off."""
-        self.sendable = 0
-        """Chunks of the served run that wait for a slot; what the scheduler looks at after every event."""
+    UNHASHED: ClassVar[tuple[str, ...]] = ("runs",)
+
+    runs: dict[ValidationId, Validation]
+    created: int = 0
+    considered: Version = -1
+    """Newest version of which it was decided whether to measure it."""
+    newest: Version = -1
+    """Newest version that has or had a run."""
+    closing: bool = False
+    """No newer version will be published."""
+    interrupted: StepId = -1
+    """Fewest train steps in a version of which a run was cut off by the end of the process; -1: none was."""
+    owed: bool = False
+    """The next version is measured in the place of a run that was cut off."""
+
+    def __init__(self, fleet: Fleet, orders: OrderBook, machine: SharedMachine, note: Callable[[], None]) -> None:
+        """`note` is called after every change of a run."""
+        self.runs = {}
         self._orders = orders
         self._fleet = fleet
+        self._note_run = note
         self.machine = machine
-        self._disturb = disturb
+
+    def rebuild(self) -> None:
+        """Make what follows from the runs and the open orders."""
+        for run in self.runs.values():
+            run.rebuild({chunk for of, chunk in self._orders.open("rows") if of == run.id})
+            run.watch(self._note_run)
+
+    @property
+    def sendable(self) -> int:
+        """Chunks of the served run that wait for a slot; what the scheduler looks at after every event."""
+        served = self.served
+        return len(served.waiting) if served is not None and served.replicas else 0
 
     @property
     def out(self) -> int:
@@ -170,11 +181,11 @@ class Validations:
         return next(iter(self.runs.values()), None)
 
     def queue(self, version: Version, steps: StepId, rows: int, size: int, at: float) -> Validation:
-        run = Validation(self.created, version, steps, rows, size, at)
+        run = self.runs[self.created] = Validation(self.created, version, steps, rows, at)
+        run.split(size)
+        run.watch(self._note_run)
         self.created += 1
         self.newest = version
-        self.runs[run.id] = run
-        self._changed()
         return run
 
     def fire(self, run: Validation, trigger: str) -> None:
@@ -184,28 +195,26 @@ class Validations:
                 self.release(run, self._fleet.replicas[id])
             del self.runs[run.id]
         self.machine.fire(run, trigger)
-        self._changed()
 
     def hold(self, run: Validation, replica: Replica) -> None:
         """Keep a replica at the run's version until the run ends."""
         run.replicas[replica.id] = run.held
-        run.held_books = (run.held_books + digest((replica.id, run.held))) & MASK
         run.held += 1
+        run.note(replica.id)
         replica.held = run.id
         self._fleet.room[replica.id] = None
-        self._changed()
 
     def release(self, run: Validation, replica: Replica, *, failed: bool = False) -> None:
         """Let a replica go; chunks that it has go back. `failed`: each has lost an attempt."""
         for index in list(replica.chunks):
             chunk = run.chunks[index]
             chunk.failures += failed
-            self._unseat(run, chunk)
+            self._unseat(run, chunk, replica)
             run.put_back(chunk)
-        run.held_books = (run.held_books - digest((replica.id, run.replicas.pop(replica.id)))) & MASK
+        del run.replicas[replica.id]
+        run.note(replica.id)
         replica.held = -1
         self._fleet.room.pop(replica.id, None)
-        self._changed()
 
     def lose(self, replica: Replica, *, failed: bool) -> None:
         """A replica is gone. `failed`: its chunks have lost an attempt."""
@@ -217,19 +226,15 @@ class Validations:
         """Give the next chunk that waits a slot."""
         chunk = run.take()
         chunk.attempt += 1
-        chunk.replica = replica.id
         replica.chunks[chunk.index] = None
-        self._seats_changed(replica)
-        self._note(run, chunk)
-        self._changed()
+        self._seats_changed(run, chunk, replica)
         return chunk
 
-    def put_back(self, run: Validation, chunk: Chunk, *, failed: bool = True) -> None:
-        """The chunk waits again. `failed`: it has lost an attempt."""
+    def put_back(self, run: Validation, chunk: Chunk, replica: Replica, *, failed: bool = True) -> None:
+        """The chunk, measured on a replica, waits again. `failed`: it has lost an attempt."""
         chunk.failures += failed
-        self._unseat(run, chunk)
+        self._unseat(run, chunk, replica)
         run.put_back(chunk)
-        self._changed()
 
     def with_room(self, run: Validation) -> list[Replica]:
         """The replicas a run holds that may have a free slot, in the order they were taken; `no_room` takes out those
@@ -247,43 +252,21 @@ class Validations:
         if run is not None:
             self._fleet.room.update((id, None) for id in replicas if id in run.replicas)
 
-    def count(self, run: Validation, chunk: Chunk, measured: int, right: int, reward: float) -> None:
+    def count(self, run: Validation, chunk: Chunk, replica: Replica, measured: int, right: int, reward: float) -> None:
         """A chunk is done: its rows are counted, once."""
         chunk.done = True
-        self._unseat(run, chunk)
+        self._unseat(run, chunk, replica)
         run.left -= 1
         run.measured += measured
         run.right += right
         run.reward += reward
-        self._changed()
 
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of, the runs aside; nothing where nothing was ever validated."""
-        if self.considered < 0 and not self.created:
-            return ()
-        return (self.created, self.considered, self.newest, self.closing, *((1,) if self.owed else ()))
-
-    def _unseat(self, run: Validation, chunk: Chunk) -> None:
-        replica = self._fleet.replicas[chunk.replica]
+    def _unseat(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
         del replica.chunks[chunk.index]
-        chunk.replica = -1
         self._orders.withdraw("rows", (run.id, chunk.index))
-        self._seats_changed(replica)
-        self._note(run, chunk)
+        self._seats_changed(run, chunk, replica)
 
-    def _seats_changed(self, replica: Replica) -> None:
+    def _seats_changed(self, run: Validation, chunk: Chunk, replica: Replica) -> None:
         replica.count_taken()
         self._fleet.changed(replica)
-
-    def _note(self, run: Validation, chunk: Chunk) -> None:
-        fresh = chunk.fresh_digest()
-        run.books = (run.books + fresh - chunk.digest) & MASK
-        chunk.digest = fresh
-
-    def _changed(self) -> None:
-        served = self.served
-        self.sendable = len(served.waiting) if served is not None and served.replicas else 0
-        self._disturb()
-
-
-STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(VALIDATION.states)}
+        run.note(chunk.index, chunk.attempt, chunk.failures, chunk.done)

@@ -1,7 +1,10 @@
 """The weights version: one publication, from the store to the replicas to its end. Driven by `scheduling/sync.py`."""
 
+from dataclasses import dataclass
+
 from engine.ids import Version
 from engine.states.machine import Table, transitions
+from engine.states.tree import Record
 
 VERSION = Table(
     name="version",
@@ -15,21 +18,12 @@ VERSION = Table(
 )
 
 
-class WeightsVersion:
+@dataclass(eq=False)
+class WeightsVersion(Record):
     """One publication and the train steps it contains."""
 
-    __slots__ = ("id", "refused", "state", "steps")
-
-    def __init__(self, id: Version, steps: int) -> None:
-        self.id = id
-        self.state: str = VERSION.initial
-        self.steps = steps
-        self.refused = 0
-        """Replicas lost because they could not be brought to it."""
-
-    def identity(self) -> tuple[int, ...]:
-        """What the state hash is made of."""
-        return (self.id, STATE_NUMBER[self.state], self.steps, self.refused)
-
-
-STATE_NUMBER: dict[str, int] = {state: number for number, state in enumerate(VERSION.states)}
+    id: Version
+    steps: int
+    state: str = VERSION.initial
+    refused: int = 0
+    """Replicas lost because they could not be brought to it."""

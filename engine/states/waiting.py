@@ -68,7 +68,7 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
         return []
     orders: dict[tuple[str, Any], list[Order]] = {}
     for order in state.orders.all():
-        if order.subject != "timer" or order.id != state.live.limit_timer:  # nobody waits for that
+        if order.subject != "timer" or order.id != state.limit_timer:  # nobody waits for that
             orders.setdefault(_together(order), []).append(order)
     found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
     said = [wait for _, _, wait in found if wait is not None]
@@ -194,9 +194,11 @@ def _fires(like: list[Order], state: State) -> str:
     timer, step = like[0].id, state.steps[state.steps_batched]
     if timer == step.timer:
         return f"step {step.id} waits for stragglers, then the deadline policy acts"
-    if timer == state.live.fill_timer:
+    if timer == state.limit_timer:
+        return "acts on the first order that exceeds its time limit"
+    if timer == state.fill_timer:
         return "starts the groups that one event could not"
-    if timer == state.live.drain_timer:
+    if timer == state.drain_timer:
         return f"stops the run as it is once the drain exceeds {state.limits.drain_s:g} s"
     return f"no replica is left; the run ends after {state.limits.give_up_s:g} s without one"
 

@@ -56,7 +56,7 @@ def resumed(run: Scripted, steps: int | None = None) -> None:
     if steps is None:
         run.tell(RunResumed(steps=run.state.steps_trained, replicas=1, consumed=(), released=(), kept=True))
         return
-    consumed = tuple(group for batch in run.state.ended.batches(steps) for group in batch.groups)
+    consumed = tuple(group for batch in run.state.checkpoints.batches(steps) for group in batch.groups)
     run.tell(RunResumed(steps=steps, replicas=1, consumed=consumed, released=()))
 
 
@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_forgotten_and_an_older_one_kept_in_its_place() 
     run = run_of()
     save(run, 2)
     run.tell(CheckpointDamaged(steps=2, reason="model: is not what was written"))
-    assert run.state.checkpoints.steps == [1] and run.state.ended.newest == 1
+    assert run.state.checkpoints.steps == [1] and run.state.checkpoints.newest == 1
     save(run)
     assert run.state.checkpoints.steps == [1, 3] and deleted(run) == []
 
@@ -266,9 +266,9 @@ def test_what_ended_is_known_from_the_checkpoint_that_is_left_although_newer_one
     save(run, 3)
     for steps in (3, 2):
         run.tell(CheckpointDamaged(steps=steps, reason="model: is missing"))
-    assert (run.state.ended.floor, run.state.ended.newest) == (2, 1), "what is forgotten stays so"
+    assert (run.state.checkpoints.floor, run.state.checkpoints.newest) == (2, 1), "what is forgotten stays so"
     save(run)
-    assert (run.state.ended.floor, run.state.ended.newest) == (2, 4)
+    assert (run.state.checkpoints.floor, run.state.checkpoints.newest) == (2, 4)
 
 
 # records

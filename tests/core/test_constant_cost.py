@@ -6,11 +6,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from engine.commands import DrawPrompts, SetTimer, StartGroup
-from engine.events import ProcessUp, PromptsDrawn, RunStarted, TimerFired, stamp
+from engine.commands import DrawPrompts, SetTimer, StartGroup, StartProcess
+from engine.events import ProcessLost, ProcessUp, PromptsDrawn, ReplicasWanted, RunStarted, TimerFired, stamp
 from engine.policies import PolicySet
 from engine.scheduler import Scheduler
-from engine.scheduling.rollout import MOST_DRAWN, MOST_STARTS
+from engine.scheduling.orders import MOST_STARTS
+from engine.scheduling.rollout import MOST_DRAWN
 from engine.simulation.world import Faults, Setting, World
 from engine.states.invariants import check_all
 from engine.states.limits import Limits, Pool
@@ -103,7 +104,7 @@ def test_one_event_starts_so_many_groups_and_a_timer_that_fires_at_once_the_rest
     assert starts(answer) == MOST_STARTS
     answer = run.handle(TimerFired(timer=timer.timer))
     assert (starts(answer), timers(answer)) == (40, [])
-    assert run.scheduler.state.live.fill_timer is None
+    assert run.scheduler.state.fill_timer is None
 
 
 def test_a_run_below_the_bound_needs_no_timer() -> None:
@@ -129,3 +130,46 @@ def test_what_one_event_leaves_is_resumed_by_the_next() -> None:
     assert (starts(answer), run.scheduler.state.ledger.parked) == (MOST_STARTS, 1)
     answer = run.handle(TimerFired(timer=timer.timer))
     assert (starts(answer), run.scheduler.state.ledger.parked) == (1, 0)
+
+
+def begun(replicas: int) -> tuple[Run, list[int], SetTimer]:
+    """A run that has begun, the replicas that the first event ordered to start, and the timer for the others."""
+    run = Run.__new__(Run)
+    limits = Limits(train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4)
+    run.scheduler, run.events = Scheduler(limits), 0
+    answer = run.handle(RunStarted(replicas=replicas))
+    (timer,) = timers(answer)
+    return run, launched(answer), timer
+
+
+def launched(commands: tuple[Any, ...]) -> list[int]:
+    return [command.index for command in commands if isinstance(command, StartProcess)]
+
+
+def test_a_run_starts_so_many_replicas_in_one_event_and_the_rest_at_once_after_it() -> None:
+    replicas = 2 * MOST_STARTS + 3
+    run, first, timer = begun(replicas)
+    assert (first, timer.delay_s) == (list(range(MOST_STARTS)), 0.0)
+    answer = run.handle(TimerFired(timer=timer.timer))
+    (timer,) = timers(answer)
+    assert launched(answer) == list(range(MOST_STARTS, 2 * MOST_STARTS))
+    answer = run.handle(TimerFired(timer=timer.timer))
+    assert (launched(answer), timers(answer)) == ([replicas - 3, replicas - 2, replicas - 1], [])
+
+
+def test_replicas_that_were_not_started_yet_are_not_lost() -> None:
+    run, first, timer = begun(MOST_STARTS + 1)
+    for index in first:
+        run.handle(ProcessLost(kind="replica", index=index, incarnation=1, reason="no room", final=True))
+    assert not run.scheduler.state.none_left
+    assert launched(run.handle(TimerFired(timer=timer.timer))) == [MOST_STARTS]
+    run.handle(ProcessLost(kind="replica", index=MOST_STARTS, incarnation=1, reason="no room", final=True))
+    assert run.scheduler.state.none_left
+
+
+def test_a_changed_number_of_replicas_holds_for_those_that_were_not_started_yet() -> None:
+    for wanted in (MOST_STARTS - 1, MOST_STARTS + 2):
+        run, first, timer = begun(MOST_STARTS + 10)
+        answer = run.handle(ReplicasWanted(replicas=wanted))
+        assert launched(answer) == [id for id in range(wanted) if id not in first]
+        assert launched(run.handle(TimerFired(timer=timer.timer))) == []

@@ -232,7 +232,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.crash(max(replicas, self.world.limits.validators().stop), kept=kept)
 
     @rule()
-    @precondition(lambda self: not self.world.scheduler.state.live.draining)
+    @precondition(lambda self: not self.world.scheduler.state.draining)
     def drain(self) -> None:
         self.world.deliver(DrainRequested(reason=AT_REST))
 

@@ -512,7 +512,7 @@ def test_an_attempt_that_began_as_the_run_did_is_parked_like_any_other() -> None
     run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0), at=0.0)
     run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=10.0)
     run.abort(0, 1, 2, 3)
-    assert not any(group.overdue_s for group in run.state.groups.values()), "that is over with the attempt"
+    assert not run.state.orders.open("park"), "that is over with the attempt"
     parked = len(run.ordered(ParkGroup))
     run.tell(TimerFired(timer=run.ordered(SetTimer)[-1].timer), at=34.0)
     assert len(run.ordered(ParkGroup)) == parked + 4 and not run.ordered(StopProcess), "it is told before it is hung"

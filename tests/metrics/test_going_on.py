@@ -69,8 +69,8 @@ def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
 def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts(group_s=3.0))
     world = Clockwork(limits, generation_s=lambda group: 99.0 if group == 2 else 1.0)
-    world.run(lambda world: world.at > 0 and world.scheduler.state.live.limit_timer is not None)
-    timer = world.scheduler.state.live.limit_timer
+    world.run(lambda world: world.at > 0 and world.scheduler.state.limit_timer is not None)
+    timer = world.scheduler.state.limit_timer
     assert timer is not None
     world.after(4.0, fact.TimerFired(timer=timer))
     world.run(lambda world: sum(world.metrics.going_on.parked.values()) > 0)

@@ -4,6 +4,8 @@ Called by `scheduler.py`. A replica that leaves gets no more groups; those it ha
 on elsewhere or, where the run comes to rest, when it is resumed. Nothing of that costs an attempt.
 """
 
+from dataclasses import dataclass
+
 from engine.commands import PauseReplica, ResumeReplica, SetTimer, StopMeasuring
 from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
@@ -16,47 +18,36 @@ from engine.states.replica import Replica
 from engine.states.state import State
 
 
-class LeavingScheduling:
+@dataclass(eq=False)
+class DepartureScheduling:
     """Drains replicas, one or all."""
 
-    def __init__(
-        self,
-        state: State,
-        orders: Orders,
-        lifetimes: Lifetimes,
-        rollout: RolloutScheduling,
-        pools: PoolScheduling,
-        sync: SyncScheduling,
-    ) -> None:
-        self.lifetimes = lifetimes
-        self.state = state
-        self.live = state.live
-        self.orders = orders
-        self.rollout = rollout
-        self.pools = pools
-        self.sync = sync
+    state: State
+    orders: Orders
+    lifetimes: Lifetimes
+    rollout: RolloutScheduling
+    pools: PoolScheduling
+    sync: SyncScheduling
 
     # requests
 
     def on_drain_requested(self, event: DrainRequested) -> None:
         state = self.state
-        self.live.moved = True
-        if self.live.draining:
+        if self.state.draining:
             return
-        self.live.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
+        self.state.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
         if state.limits.drain_s is not None:
-            self.live.drain_timer = state.new_timer()
+            self.state.drain_timer = state.new_timer()
             delay = state.limits.drain_s
-            self.orders.add(SetTimer(timer=self.live.drain_timer, delay_s=delay, cause=self.orders.cause))
+            self.orders.add(SetTimer(timer=self.state.drain_timer, delay_s=delay, cause=self.orders.cause))
 
     def on_drain_timer(self) -> None:
         """The drain has taken too long: what is left of it is given up."""
-        self.live.drain_timer = None
+        self.state.drain_timer = None
         self.orders.end_run("stopped", f"the drain took longer than durability.drain_s = {self.state.limits.drain_s:g}")
 
     def on_replica_leaves(self, event: ReplicaLeaves) -> None:
         replica = self.state.fleet.replicas[event.replica]
-        self.live.moved = True
         if not replica.process.excused:
             replica.process.excused, replica.process.reason = True, event.reason
             self.state.fleet.leave_changed(replica)
@@ -64,7 +55,7 @@ class LeavingScheduling:
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
         """Those of the highest ids leave, those that are missing are started."""
         state = self.state
-        self.live.moved = True
+        state.launching = state.launched  # those that were not started yet are below, or not wanted
         for index in range(event.replicas):
             state.process(REPLICA, index)
         for replica in state.fleet.rollouts():
@@ -90,10 +81,10 @@ class LeavingScheduling:
                 self._let_leave(replica)
                 continue
             pooled = self.state.pools.of_replica(replica.id) is not None
-            if replica.state == "drained" and (pooled or not self.live.draining):  # it was to leave, and stays
+            if replica.state == "drained" and (pooled or not self.state.draining):  # it was to leave, and stays
                 self.state.fire_replica(replica, "keep")
                 self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
-            if self.live.draining:
+            if self.state.draining:
                 self._bring_to_rest(replica)
 
     def _let_leave(self, replica: Replica) -> None:

@@ -1,0 +1,137 @@
+"""Which checkpoints there are, as far as the record says, and what has ended since: steps with their batches, and
+released groups.
+
+Written by `scheduling/training.py` and `State`; read where a trainer begins, where deletions are ordered, and by
+`schedule/recovery.py`. Resuming from a checkpoint does again what came after it. What two checkpoints contain is
+forgotten: the last but one is still at hand should the last be damaged. Whoever resumes from an older one replays the
+record from its beginning. This module never looks at a disk, and must never name the newest checkpoint as one to
+delete.
+"""
+
+from typing import ClassVar, NamedTuple
+
+from engine.ids import GroupId, StepId
+from engine.states.limits import Limits
+from engine.states.tree import Record
+
+NOTHING_KNOWN = 2**62
+"""The floor of what knows nothing."""
+
+
+class Batch(NamedTuple):
+    """What a train step was trained on."""
+
+    step: StepId
+    groups: tuple[GroupId, ...]
+    staleness: tuple[int, ...]
+
+
+class Checkpoints(Record):
+    """The checkpoints of a run and what they do not contain."""
+
+    UNHASHED: ClassVar[tuple[str, ...]] = ("trained", "released")
+
+    steps: list[StepId]
+    """The train steps in each complete checkpoint that was not deleted, oldest first."""
+    floor: StepId = 0
+    """Train steps from which on everything that ended is known: those of the last checkpoint but one."""
+    kept_from: StepId = 0
+    """Trajectories of the steps from here on are still in their store, where `Limits.keeps_batches` says so."""
+    trained: dict[StepId, tuple[tuple[GroupId, ...], tuple[int, ...]]]
+    """The groups of each step and their staleness."""
+    released: dict[StepId, list[GroupId]]
+    """Groups that ended untrained, by the train steps done then."""
+
+    def __init__(self, tracks: bool, keeps: bool = False) -> None:
+        self.tracks, self._keeps = tracks, keeps
+        """Whether anything that ends is noted, and whether trajectories are kept."""
+        self._forgets = True
+        self.steps, self.trained, self.released = [], {}, {}
+
+    @property
+    def newest(self) -> StepId:
+        """Train steps in the newest checkpoint; 0: the initial weights."""
+        return self.steps[-1] if self.steps else 0
+
+    @property
+    def kept(self) -> dict[StepId, tuple[GroupId, ...]]:
+        """The groups of each step whose trajectories are still in their store: the trainer can train it again."""
+        if not self._keeps:
+            return {}
+        return {step: groups for step, (groups, _) in self.trained.items() if step >= self.kept_from}
+
+    # checkpoints
+
+    def save(self, steps: StepId) -> list[GroupId]:
+        """A checkpoint is complete; a repeat changes nothing. The groups that need not be kept for it any more."""
+        groups = [group for step, batch in self.kept.items() if step < steps for group in batch]
+        self.kept_from = max(self.kept_from, steps)
+        if steps > self.newest:
+            self.floor = max(self.floor, self.newest)
+        self._add(steps)
+        self._forget()
+        return groups
+
+    def remove(self, steps: StepId) -> None:
+        """A checkpoint was deleted, or is damaged. A repeat changes nothing."""
+        self.steps = [saved for saved in self.steps if saved != steps]
+
+    def surplus(self, limits: Limits) -> list[StepId]:
+        """Those to delete, oldest first: beyond the newest `keep_checkpoints`, but for multiples of
+        `keep_checkpoints_every`."""
+        every = limits.keep_checkpoints_every
+        return [steps for steps in self.steps[: -limits.keep_checkpoints] if not every or steps % every]
+
+    def _add(self, steps: StepId) -> None:
+        self.steps = sorted({*self.steps, steps})
+
+    # what has ended
+
+    def train(self, step: StepId, groups: tuple[GroupId, ...], staleness: tuple[int, ...]) -> None:
+        if self.tracks:
+            self.trained[step] = (groups, staleness)
+
+    def release(self, group: GroupId, steps: StepId) -> None:
+        self.released.setdefault(steps, []).append(group)
+
+    def branch(self, steps: StepId) -> None:
+        """The run goes back to the checkpoint after so many train steps, or to the initial weights: what came after has
+        not been. That checkpoint is there, even if the record ends before the report that it was saved."""
+        self.steps = [saved for saved in self.steps if saved <= steps]
+        if steps:
+            self._add(steps)
+        self.floor, self.kept_from = min(self.floor, steps), steps
+        self.trained = {step: batch for step, batch in self.trained.items() if step < steps}
+        self.released = {step: groups for step, groups in self.released.items() if step < steps}
+
+    def batches(self, steps: StepId) -> list[Batch]:
+        """What was trained after so many steps, in order."""
+        return [Batch(step, *batch) for step, batch in sorted(self.trained.items()) if step >= steps]
+
+    def since(self, steps: StepId) -> tuple[list[GroupId], list[GroupId]]:
+        """The groups consumed and those released after so many train steps."""
+        consumed = [group for batch in self.batches(steps) for group in batch.groups]
+        released = [group for step, groups in self.released.items() if step >= steps for group in groups]
+        return consumed, released
+
+    def keep_all(self) -> None:
+        """Forget nothing from now on, for a record that is replayed to learn what it says."""
+        self.tracks, self._forgets = True, False
+
+    def hand_over(self, tracks: bool) -> "Checkpoints":
+        """All that is known, to whoever asked for it; here what a run needs is left, if it needs anything."""
+        known = Checkpoints(True)
+        known.floor = 0 if not self._forgets else self.floor if self.tracks else NOTHING_KNOWN
+        known.trained, known.released = dict(self.trained), {step: [*ids] for step, ids in self.released.items()}
+        self.tracks, self._forgets = tracks, True
+        if not tracks:
+            self.trained, self.released = {}, {}
+        self._forget()
+        return known
+
+    def _forget(self) -> None:
+        """Let go of what ended before the last checkpoint but one."""
+        if self._forgets:
+            for book in (self.trained, self.released):
+                for step in [step for step in book if step < self.floor]:
+                    del book[step]
