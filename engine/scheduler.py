@@ -200,10 +200,13 @@ class Scheduler:
         self.training.advance()
         if self.state.changed:
             self._look_after_hardware()
-        self.validation.send()
+        if self.state.validations.runs:
+            self.validation.send()
         self.rollout.advance()
-        self.pace.advance()
-        self.stages.advance()
+        if self.state.fleet.slow:
+            self.pace.advance()
+        if self.state.stages.waiting:
+            self.stages.advance()
         self.training.watch()
 
     def _look_after_hardware(self) -> None:

@@ -99,8 +99,6 @@ class PaceScheduling:
         """Where a fast replica has slots that nothing else wants: park what a slow one has, the earliest deadline
         first. It resumes on the fast one, as the least loaded that is not the one it comes from."""
         state = self.state
-        if not state.fleet.slow:
-            return
         wanted = state.waiting and state.capacity
         if wanted or state.draining or state.limits.straggler_factor is None:
             return

@@ -68,7 +68,7 @@ class StageScheduling:
     def advance(self) -> None:
         """Order the work of every state while it may have more under way."""
         state = self.state
-        if not state.stages.waiting or not state.started or state.outcome is not None or state.draining:
+        if not state.started or state.outcome is not None or state.draining:
             return
         for stage in state.stages.by_name.values():
             while stage.waiting and stage.working < stage.concurrency:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 from engine.states.census import digest_replicas
 from engine.states.group import Group
-from engine.states.tree import MASK, digest, digest_of, hashed_values
+from engine.states.tree import MASK, digest, digest_of, hashed, hashed_values
 
 if TYPE_CHECKING:
     from engine.states.state import State
+
+
+_values = hashed(Group)
 
 
 class StateHash:
@@ -34,7 +37,7 @@ class StateHash:
         """Take in the groups that this event touched."""
         live = self._state.groups
         for group in self.touched:
-            new = digest_of(group) if group.id in live and group.begun else 0
+            new = digest(_values(group)) if group.id in live and group.begun else 0
             self._sum += new - group._digest
             group._digest = new
         self.touched.clear()

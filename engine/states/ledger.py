@@ -88,21 +88,33 @@ class Deadlines:
 
     def move(self, group: GroupId, deadline: int, source: Phase, target: Phase) -> None:
         """A group with that deadline changed its phase."""
-        was, is_ = UNREADY[source], UNREADY[target]
-        if STARTED[target] and not STARTED[source]:
-            if deadline not in self._started:
-                insort(self._order, deadline)
-                self._started[deadline], self._unready[deadline] = 0, {}
-            self._started[deadline] += 1
-        if is_ and not was:
-            self._unready[deadline][group] = None
-        elif was and not is_:
+        if UNREADY[source]:
+            if UNREADY[target]:
+                return
             del self._unready[deadline][group]
-        if STARTED[source] and not STARTED[target]:  # taken by a step or released
-            self._started[deadline] -= 1
-            if not self._started[deadline]:
-                del self._started[deadline], self._unready[deadline]
-                self._order.remove(deadline)
+            if not STARTED[target]:
+                self._end(deadline)
+        elif STARTED[target]:
+            if not STARTED[source]:
+                self._start(deadline)
+            if UNREADY[target]:
+                self._unready[deadline][group] = None
+        elif STARTED[source]:
+            self._end(deadline)
+
+    def _start(self, deadline: int) -> None:
+        if deadline in self._started:
+            self._started[deadline] += 1
+        else:
+            insort(self._order, deadline)
+            self._started[deadline], self._unready[deadline] = 1, {}
+
+    def _end(self, deadline: int) -> None:
+        """A started group was taken by a step or released."""
+        self._started[deadline] -= 1
+        if not self._started[deadline]:
+            del self._started[deadline], self._unready[deadline]
+            self._order.remove(deadline)
 
     def cumulative(self) -> Iterator[tuple[int, int, int]]:
         """(d, U(d), ready groups with deadline ≤ d) for each deadline that has groups, ascending."""

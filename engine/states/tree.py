@@ -44,7 +44,8 @@ def declared(cls: Any) -> dict[str, Any]:
 
 
 @lru_cache
-def _hashed(cls: Any) -> Callable[[Any], Any]:
+def hashed(cls: Any) -> Callable[[Any], Any]:
+    """A function that takes the values of the hashed fields from an object of a class."""
     left_out = getattr(cls, "UNHASHED", ())
     return attrgetter(*(name for name in declared(cls) if name not in left_out))
 
@@ -52,7 +53,7 @@ def _hashed(cls: Any) -> Callable[[Any], Any]:
 def hashed_values(record: Any) -> Any:
     """The values of the hashed fields of an object of the tree."""
     cls: Any = type(record)
-    return _hashed(cls)(record)
+    return hashed(cls)(record)
 
 
 def digest(values: Any) -> int:
