@@ -67,11 +67,6 @@ class State:
         """Every process that is no replica, by its name. A replica has its own: `Replica.process`."""
         self.kept, self.checkpoints = KeptBatches(), Checkpoints()
         self.versions: dict[Version, WeightsVersion] = {}
-        self.steps_in: dict[Version, int] = {}
-        """Train steps in each version that a live group, a replica or a validation may still refer to."""
-        self.updates_in: dict[StepId, int] = {0: 0}
-        """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
-        schedules by them."""
         self.latest_version: Version = 0
         self.ledger = Ledger()
         self.deadlines = Deadlines(limits.surplus)
@@ -120,6 +115,11 @@ class State:
         self._take_initial_weights()
 
     def _take_initial_weights(self) -> None:
+        self.steps_in: dict[Version, int] = {}
+        """Train steps in each version that a live group, a replica or a validation may still refer to."""
+        self.updates_in: dict[StepId, int] = {0: 0}
+        """Optimizer updates in the first so many train steps, for each beginning that a trainer may have: a trainer
+        schedules by them."""
         self.versions[0] = WeightsVersion(0, 0)
         self.steps_in[0] = 0
         self.fire_version(self.versions[0], "live")
