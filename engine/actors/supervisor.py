@@ -271,7 +271,7 @@ class Supervisor:
         key = (life.kind, life.index)
         try:
             if command.delay_s and not life.opening:
-                await asyncio.sleep(command.delay_s)
+                await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=command.delay_s)
                 if not self._is_there(life):
                     return
             given = (self._restore(command),) if life.kind == TRAINER else ()

@@ -56,6 +56,9 @@ def _require_possible(event: RunResumed, state: State) -> None:
         steps=event.steps, trained=state.steps_trained,
     )  # fmt: skip
     require(
+        event.steps in state.updates_in, "law 5: a run resumes after steps that no checkpoint holds", steps=event.steps,
+    )  # fmt: skip
+    require(
         len(set(again)) == len(again) and all(0 <= id < state.ledger.drawn and id not in state.groups for id in again),
         "law 5: a group is said to have ended that has not", groups=again[:8],
     )  # fmt: skip

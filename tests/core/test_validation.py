@@ -10,6 +10,7 @@ import pytest
 from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring
 from engine.errors import ConfigError, EngineError
 from engine.events import (
+    CheckpointSaved,
     DrainRequested,
     ProcessLost,
     ProcessUp,
@@ -375,9 +376,10 @@ def test_a_stopped_run_cancels_what_is_being_measured() -> None:
 def resumed_at(steps: int, *, kept: bool) -> Measured:
     """Version 2, the first to contain two steps, is being measured as the third step is trained; then every process
     ends, and the run goes on after `steps`."""
-    world = Measured(replace(ON_THE_WAY, every=2))
-    for _ in range(3):
+    world = Measured(replace(ON_THE_WAY, every=2), checkpoint_every=1, keep_checkpoints=3)
+    for step in range(3):
         world.next_version()
+        world.tell(CheckpointSaved(steps=step + 1))
     assert [order.version for order in world.out()] == [] and list(world.state.validations.runs)
     again = tuple(range(steps, 3))
     world.tell(RunResumed(steps=steps, replicas=2, consumed=again, released=(), kept=kept))
