@@ -141,7 +141,7 @@ def _takes_config(parser: argparse.ArgumentParser) -> None:
 
 def _event_number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an event: 0 or more would hold")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an event number: use 0 or more")
     return int(text)
 
 
@@ -176,7 +176,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     from engine.rundir import open_run
 
     if arguments.group is not None and arguments.at is None:
-        raise ConfigError("--group", arguments.group, "is a story up to an event", "give the event with --at N")
+        raise ConfigError(
+            "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
+        )
     directory = open_run(arguments.directory).path
     _load_recorded_extensions(directory, named=arguments.extensions)
     try:

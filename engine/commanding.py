@@ -42,7 +42,9 @@ def _scale(arguments: argparse.Namespace) -> int:
     from engine.control.requests import MOST_REPLICAS, Scale
 
     if not 1 <= arguments.replicas <= MOST_REPLICAS:
-        raise ConfigError("--replicas", arguments.replicas, f"from 1 to {MOST_REPLICAS}", "0 is `engine drain`")
+        raise ConfigError(
+            "--replicas", arguments.replicas, f"must be from 1 to {MOST_REPLICAS}", "use `engine drain` to stop the run"
+        )
     return _tell(arguments, Scale(replicas=arguments.replicas))
 
 
@@ -54,7 +56,7 @@ def _set(arguments: argparse.Namespace) -> int:
     for text in arguments.settings:
         path, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError("PATH=VALUE", text, "must read path=value", "for example scheduler.max_drops=2")
+            raise ConfigError("PATH=VALUE", text, "must be path=value", "for example scheduler.max_drops=2")
         settings.append(Setting(setting=require_live(path.strip()), value=value.strip()))
     return _tell(arguments, Set(settings=tuple(settings)))
 
@@ -63,7 +65,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     from engine.control.requests import Drain
 
     if arguments.replica is not None and not 0 <= arguments.replica < 1 << 31:
-        raise ConfigError("--replica", arguments.replica, "is no number of a replica", "0 is the first")
+        raise ConfigError("--replica", arguments.replica, "must be the number of a replica", "the first replica is 0")
     return _tell(arguments, Drain(reason="asked by engine drain", replica=arguments.replica))
 
 

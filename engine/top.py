@@ -91,16 +91,16 @@ def ask(address: str, shown: str) -> Status:
         raise _no_run(address, shown, error) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
-        law = f"nothing answers at {address} ({reason}): the run was killed, or its machine cannot be reached"
-        raise ConfigError("RUN", shown, law, f"`engine replay {shown}` looks into its record") from None
+        law = f"does not answer at {address} ({reason}): the run was killed, or its machine is unreachable"
+        raise ConfigError("RUN", shown, law, f"read its record with `engine replay {shown}`") from None
     except (ValueError, TypeError, KeyError, AttributeError, http.client.HTTPException) as error:
         raise _no_run(address, shown, error) from None
 
 
 def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())
-    law = f"what answers at {address} is no run of this version: {reason}"
-    return ConfigError("RUN", shown, law, "the engine that runs it would hold")
+    law = f"the answer from {address} is not from a run of this engine version: {reason}"
+    return ConfigError("RUN", shown, law, "use the engine version that started this run")
 
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:

@@ -94,10 +94,10 @@ def refused(capture: Capture, *arguments: str) -> str:
 # -- bad configurations ------------------------------------------------------------------------------------------------
 
 BAD_FIELDS: dict[str, tuple[str, str, list[str]]] = {
-    "K below B": ("scheduler.max_concurrent_groups", "3", ["= 3", "B <= K <= B", "from 4 to 12"]),
-    "K above B(S+1)": ("scheduler.max_concurrent_groups", "13", ["= 13", "B <= K <= B", "from 4 to 12"]),
-    "mini does not divide B": ("scheduler.policy_mini_batch_size", "3", ["= 3", "divide", "= 4", "would hold"]),
-    "S < k - 1": ("scheduler.sync_every", "4", ["max_staleness_steps", "S >= sync_every - 1", "3 would hold"]),
+    "K below B": ("scheduler.max_concurrent_groups", "3", ["is 3", "B <= K <= B", "from 4 to 12"]),
+    "K above B(S+1)": ("scheduler.max_concurrent_groups", "13", ["is 13", "B <= K <= B", "from 4 to 12"]),
+    "mini does not divide B": ("scheduler.policy_mini_batch_size", "3", ["is 3", "divide", "= 4", "use 2"]),
+    "S < k - 1": ("scheduler.sync_every", "4", ["max_staleness_steps", "S >= sync_every - 1", "3"]),
     "unknown key": ("scheduler.train_batch_sise", "4", ["unknown", "scheduler.train_batch_size"]),
     "unknown section": ("schedular.train_batch_size", "4", ["unknown", "scheduler"]),
     "wrong type": ("scheduler.train_batch_size", "four", ["'four'", "whole number"]),
@@ -109,7 +109,7 @@ BAD_FIELDS: dict[str, tuple[str, str, list[str]]] = {
 
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize("case", BAD_FIELDS)
-def test_a_field_out_of_law_is_named_with_its_value_and_what_would_hold(
+def test_a_field_out_of_law_is_named_with_its_value_and_its_fix(
     capsys: Capture, case: str, command: str
 ) -> None:
     path, value, words = BAD_FIELDS[case]
@@ -164,7 +164,7 @@ def spoil_reward(text: str | None) -> Callable[[], None]:
 
 
 BAD_INPUTS: dict[str, tuple[Callable[[], None], list[str]]] = {
-    "no data": (spoil_data(None), ["data.path", "prompts.jsonl", "no such file"]),
+    "no data": (spoil_data(None), ["data.path", "prompts.jsonl", "does not exist"]),
     "empty data": (spoil_data(""), ["data.path", "prompts.jsonl", "holds no rows", "at least one row"]),
     "no prompt": (spoil_data('{"question": "?"}\n'), ["data.path", "line 1", "'question'"]),
     "not JSON": (spoil_data('{"prompt": "?"}\n{"prompt"\n'), ["data.path", "line 2"]),
@@ -285,7 +285,7 @@ def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) 
     chosen = rundir.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
     assert chosen.path == Path("chosen")
     assert Path("runs/latest").resolve() == (tmp_path / "chosen").resolve()
-    with pytest.raises(ConfigError, match=r"--run-dir = 'chosen': already holds a run \(config.yaml\)"):
+    with pytest.raises(ConfigError, match=r"--run-dir 'chosen' already holds a run \(config.yaml\)"):
         rundir.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
     assert chosen.config.read_text() == "a: 1\n"
 
@@ -458,7 +458,7 @@ def test_an_interrupt_stops_the_run_and_says_where_it_is(capsys: Capture, launch
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (ConfigError("model.path", "x", "no such model"), 2, "model.path = 'x': no such model"),
+        (ConfigError("model.path", "x", "no such model"), 2, "model.path is 'x': no such model"),
         (InvariantViolated("law 4: too stale"), 1, "InvariantViolated: law 4: too stale"),
         (EngineError("the trainer is gone"), 1, "the trainer is gone"),
         (RayProcessEnded("the Ray process on this node (raylet) ended"), 1, "on this node (raylet) ended"),
@@ -898,9 +898,9 @@ def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "RUN = 'nowhere': no such run"),
-        (["file"], "RUN = 'file': is not a directory"),
-        (["bare"], "RUN = 'bare': holds no schedule/"),
+        (["nowhere"], "RUN 'nowhere' does not exist"),
+        (["file"], "RUN 'file' is not a directory"),
+        (["bare"], "RUN 'bare' has no schedule/"),
         (["latest", "--group", "0"], "give the event with --at N"),
         (["latest", "--at", "100000"], "--at = 100000"),
         (["latest", "--at", "3", "--group", "100000"], "--group = 100000"),

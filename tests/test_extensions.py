@@ -102,11 +102,11 @@ def test_an_added_state_is_named_in_the_config_and_drawn(
 
 
 def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.states = 'rewarding'.*; a pool with the task reward alone"):
+    with pytest.raises(ConfigError, match=r"scheduler\.states 'rewarding' is added by a pool with the task reward alone"):
         load_config(config(JUDGE, "states: [rewarding]"))
     with pytest.raises(
         ConfigError,
-        match=r"scheduler\.states = 'rewardin': no state of that name was added; (add|one of (?!.*rewarding))",
+        match=r"scheduler\.states 'rewardin' is not a registered state; (register|use one of (?!.*rewarding))",
     ):
         load_config(config("", "states: [rewardin]"))
     assert "rewarding" not in added.state_names()

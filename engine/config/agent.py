@@ -34,7 +34,9 @@ class AgentSection(Section):
         named = {"function": self.function, "command": self.command, "rollout": self.rollout}
         given = [name for name, value in named.items() if value is not None]
         if len(given) > 1:
-            raise ConfigError(f"agent.{given[1]}", named[given[1]], f"agent.{given[0]} is given too", "one of them")
+            raise ConfigError(
+                f"agent.{given[1]}", named[given[1]], f"agent.{given[0]} is set too", "remove one of them"
+            )
         return self
 
     @property

@@ -64,7 +64,7 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
     r = config.rollout
     if r.transport == "object_store" or r.transport_backend != "nccl":
         return
-    fix = "rollout.transport_backend: gloo would hold"
+    fix = "use rollout.transport_backend: gloo"
     if r.transport == "vllm" and vllm_for_cpu:
         raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
     limits = config.limits()

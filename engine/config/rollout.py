@@ -124,23 +124,23 @@ class RolloutSection(Section):
         if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
             object.__setattr__(self, "replicas", replicas)
         if self.context is not None and self.backend != "torch":
-            law = f"it is the torch backend's; {self.backend} has a context of its own"
-            raise ConfigError("rollout.context", self.context, law, "leave it out (vllm: engine_args.max_model_len)")
+            law = f"only the torch backend uses it, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.context", self.context, law, "remove it (vllm: use engine_args.max_model_len)")
         if self.context is not None and self.context <= self.max_tokens:
-            law = f"a prompt and a response of rollout.max_tokens = {self.max_tokens} must fit"
-            raise ConfigError("rollout.context", self.context, law, f"more than {self.max_tokens}")
+            law = f"must hold a prompt and a response of rollout.max_tokens = {self.max_tokens}"
+            raise ConfigError("rollout.context", self.context, law, f"use more than {self.max_tokens}")
         if self.engine_args and self.backend != "vllm":
-            law = f"rollout.backend {self.backend} takes no engine arguments"
-            raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")
+            law = f"only the vllm backend uses engine arguments, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.engine_args", self.engine_args, law, "remove them, or use rollout.backend: vllm")
         if self.transport == "vllm" and self.backend != "vllm":
-            law = f"only vLLM has that protocol, and rollout.backend is {self.backend}"
-            raise ConfigError("rollout.transport", self.transport, law, "distributed would hold")
+            law = f"only the vllm backend has this transport, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.transport", self.transport, law, "use distributed")
         return self
 
     def _check_gpus(self) -> None:
         workers = workers_of(self.engine_args)
         if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ConfigError("rollout.gpus", self.gpus, "above 1 they are whole", f"{int(self.gpus)} would hold")
+            raise ConfigError("rollout.gpus", self.gpus, "must be a whole number if above 1", f"use {int(self.gpus)}")
         if self.gpus and workers > 1 and self.gpus != workers:
-            law = f"vLLM's workers are {workers} by rollout.engine_args and take a GPU each"
-            raise ConfigError("rollout.gpus", self.gpus, law, f"{workers} would hold, or 0, which is as many")
+            law = f"must be {workers}: rollout.engine_args ask for {workers} vLLM workers, each with a GPU"
+            raise ConfigError("rollout.gpus", self.gpus, law, f"use {workers}, or 0 to derive it")

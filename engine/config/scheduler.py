@@ -114,7 +114,7 @@ class SchedulerSection(Section):
         object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self._most())
         if batch % self.policy_mini_batch_size:
             mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
-            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{divisor(batch, mini)} would hold")
+            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"use {divisor(batch, mini)}")
         return self
 
     def _most(self) -> int:

@@ -75,7 +75,12 @@ class RunSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if self.epochs is None and self.max_steps is None:
-            raise ConfigError("run.epochs", None, "a run without an end: run.max_steps is null too", "1 would hold")
+            raise ConfigError(
+                "run.epochs",
+                None,
+                "the run would never end, because run.max_steps is null too",
+                "set one of them, for example run.epochs: 1",
+            )
         return self
 
 
@@ -117,8 +122,12 @@ class ArithmeticSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if self.hidden_size % (2 * self.heads):
-            law = f"hidden_size = {self.hidden_size} must be an even multiple of it"
-            fix = f"{divisor(self.hidden_size // 2, self.heads)} would hold" if self.hidden_size % 2 == 0 else ""
+            law = f"must divide half of hidden_size = {self.hidden_size}"
+            fix = (
+                f"use {divisor(self.hidden_size // 2, self.heads)}"
+                if self.hidden_size % 2 == 0
+                else "use an even hidden_size"
+            )
             raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
         return self
 
@@ -143,9 +152,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if (self.path is None) == (self.make is None):
-            law = "exactly one of model.path and model.make names the model"
+            law = "exactly one of model.path and model.make must be set"
             raise ConfigError(
-                "model.path", self.path, law, "model.path: <directory or hub name>, or model.make: arithmetic"
+                "model.path", self.path, law, "set model.path: <directory or hub name>, or model.make: arithmetic"
             )
         return self
 
@@ -256,15 +265,13 @@ class Config(Section):
         self.trainer_settings()
         samples = self.scheduler.samples_per_prompt
         if samples < 2 and self.trainer_settings().compares_siblings:
-            law = (
-                f"trainer.advantage {self.trainer.advantage} compares a group's trajectories: one alone teaches nothing"
-            )
-            raise ConfigError("scheduler.samples_per_prompt", samples, law, "2 or more would hold")
+            law = f"must be at least 2: trainer.advantage {self.trainer.advantage} compares the trajectories of a group"
+            raise ConfigError("scheduler.samples_per_prompt", samples, law, "use 2 or more")
         reward = self.reward.function or self.agent.function or self.agent.rollout  # these may return their own
         for field, value in {"data.path": self.data.path, "reward.function": reward}.items():
             if value is None and self.model.make is None:
-                fix = "give it, or let model.make build model, data and reward"
-                raise ConfigError(field, value, "a model of your own needs it", fix)
+                fix = "set it, or use model.make to build model, data and reward"
+                raise ConfigError(field, value, "required with model.path", fix)
         require_time_for_rewards(self.limits().timeouts, self.reward.timeout_s)
         refuse_validation(self.validation, self.held_out, self.rollout)
         return self

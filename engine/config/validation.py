@@ -51,11 +51,11 @@ def validation_limits(section: ValidationSection, samples: int, replicas: int) -
 def refuse_validation(section: ValidationSection, held_out: bool, rollout: RolloutSection) -> None:
     """Raises: `ConfigError` for what cannot be measured."""
     if section.every and not held_out:
-        law = "there are no held-out prompts to measure"
-        raise ConfigError("validation.every", section.every, law, "data.validation_path: <file>, or 0")
+        law = "there are no validation prompts"
+        raise ConfigError("validation.every", section.every, law, "set data.validation_path: <file>, or use 0")
     if section.placement == "own" and rollout.backend == "openai":
-        law = "each of rollout.urls is a replica that generates"
-        raise ConfigError("validation.placement", section.placement, law, "shared would hold")
+        law = "the openai backend cannot reserve replicas for validation"
+        raise ConfigError("validation.placement", section.placement, law, "use shared")
     if section.placement == "shared" and section.replicas > rollout.replicas:
-        law = f"rollout.replicas = {rollout.replicas} are all there are to share"
-        raise ConfigError("validation.replicas", section.replicas, law, f"{rollout.replicas} would hold")
+        law = f"must be at most rollout.replicas = {rollout.replicas}"
+        raise ConfigError("validation.replicas", section.replicas, law, f"use {rollout.replicas}")

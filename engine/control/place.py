@@ -57,14 +57,14 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        law = "is not running: it has ended, or takes no orders (control.enabled)"
-        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` continues a run that has ended") from None
+        law = "is not running, or runs with control.enabled: false"
+        raise ConfigError("RUN", shown, law, f"continue a run that has ended with `engine resume {shown}`") from None
     except OSError as error:
-        raise ConfigError("RUN", shown, f"its {FILE} cannot be read: {error.strerror or error}") from None
+        raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error.strerror or error}") from None
     try:
         return _read(handle)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError("RUN", shown, f"its {FILE} is not what a run has written: {error}") from None
+        raise ConfigError("RUN", shown, f"has an invalid {FILE}: {error}") from None
     finally:
         os.close(handle)
 

@@ -150,7 +150,7 @@ def check_sinks(names: Sequence[str]) -> None:
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:  # a folder of that name is no package: wandb leaves one behind
             law = f"the package {module} is not installed"
-            raise ConfigError(f"metrics.sinks.{name}", name, law, f"`pip install 'step-engine[{name}]'`")
+            raise ConfigError(f"metrics.sinks.{name}", name, law, f"run `pip install 'step-engine[{name}]'`")
 
 
 class Sink:

@@ -106,8 +106,8 @@ class OpenAIBackend(RemoteEngine):
                 await http.call("POST", "/resume")
         except EngineError as error:
             self._weights.close()
-            law = f"{http.url} could not be given the initial weights: {error.message}"
-            fix = "a directory that the server reads under the same path, and the model of model.path"
+            law = f"{http.url} cannot load the initial weights: {error.message}"
+            fix = "set a directory that the server sees under the same path, and serve the model of model.path"
             raise ConfigError("rollout.weights_dir", None, law, fix) from None
 
     @property

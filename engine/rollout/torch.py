@@ -89,13 +89,13 @@ class TorchBackend:
         if kv not in ("keep", "recompute"):
             raise ConfigError("rollout.kv", kv, "must be keep or recompute")
         if rows < 1:
-            raise ConfigError("rollout.rows", rows, "at least one trajectory must fit", "64")
+            raise ConfigError("rollout.rows", rows, "must be at least 1", "for example 64")
         if threads < 1:
-            raise ConfigError("rollout.threads", threads, "sampling needs a thread", "1")
+            raise ConfigError("rollout.threads", threads, "must be at least 1", "use 1")
         if deterministic and threads != 1:
-            raise ConfigError("rollout.threads", threads, "sums of several threads are not deterministic", "1")
+            raise ConfigError("rollout.threads", threads, "must be 1 if rollout.deterministic is true", "use 1")
         if deterministic and torch.device(device).type != "cpu":
-            raise ConfigError("rollout.device", device, "rollout.deterministic is promised on the CPU alone", "cpu")
+            raise ConfigError("rollout.device", device, "must be cpu if rollout.deterministic is true", "use cpu")
         self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
