@@ -101,7 +101,7 @@ def test_the_dump_holds_every_field() -> None:
         ("", "has no sections"),
         ("1: {}\n", "has no sections"),
         ("run: [\n", "is not valid YAML: line 2, column 1"),
-        ("run: {seed: 1, seed: 2}\n", "is not valid YAML: line 1, column 15: 'seed' is given twice"),
+        ("run: {seed: 1, seed: 2}\n", "is not valid YAML: line 1, column 16: 'seed' is given twice"),
         ("run: {? [a] : 1}\n", "is not valid YAML"),
         ("run: &a [*a]\n", "its aliases written out"),
         ("run: 2020-13-45\n", "is not valid YAML"),
@@ -154,7 +154,7 @@ def test_a_malformed_override_is_refused(tmp_path: Path, override: str, says: st
         (
             "scheduler.max_stalenes_steps=3",
             "scheduler.max_stalenes_steps",
-            "nearest known key is scheduler.max_staleness_steps",
+            "did you mean scheduler.max_staleness_steps?",
         ),
         (
             "scheduler.policies.admision=x",
@@ -480,7 +480,7 @@ def test_check_reports_what_may_surprise_with_figures(changed: dict[str, Any], s
 
 def test_check_refuses_a_policy_that_nobody_registered() -> None:
     config = configured(policies={"batching": "deadline-frist"})
-    with pytest.raises(ConfigError, match="did you mean 'deadline-first'"):
+    with pytest.raises(ConfigError, match="did you mean deadline-first"):
         check_config(config)
 
 

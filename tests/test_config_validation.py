@@ -39,7 +39,7 @@ def test_nothing_is_measured_where_there_is_no_time_or_nothing_held_out() -> Non
     ("sections", "field", "fix"),
     [
         ({"validation": {"replicas": 4}}, "validation.replicas", "use 3"),
-        ({**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"every": 2}}, "validation.every", "or 0"),
+        ({**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"every": 2}}, "validation.every", "or use 0"),
         ({**OWN_MODEL, "reward": {}, "validation": {"at_start": True}}, "reward.function", "give it"),
         (
             {

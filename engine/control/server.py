@@ -40,7 +40,7 @@ class ControlServer:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                "control.port", port, f"cannot listen on {host}: {reason}", "use 0 for any free port"
+                "control.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port"
             ) from None
         name = socket.gethostname() if host in ANYWHERE else f"[{host}]" if ":" in host else host
         return ControlPlace(f"http://{name}:{address[1]}", self._token)

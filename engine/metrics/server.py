@@ -54,7 +54,7 @@ def _refused(host: str, port: int, error: Exception) -> ConfigError:
             "use 127.0.0.1 for this machine alone, 0.0.0.0 for all",
         )
         return ConfigError("metrics.host", host, law, fix)
-    return ConfigError("metrics.port", port, f"cannot listen on {host}: {reason}", "use 0 for any free port")
+    return ConfigError("metrics.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port")
 
 
 class MetricsServer:

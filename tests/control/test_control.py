@@ -72,7 +72,7 @@ def test_an_address_that_is_taken_is_refused_by_its_field(rig: Rig) -> None:
     async def start() -> None:
         await ControlServer("token", lambda asked: {}).start("127.0.0.1", port)
 
-    with pytest.raises(ConfigError, match=rf"control\.port {port} cannot listen on 127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=rf"control\.port {port} cannot be opened on 127\.0\.0\.1"):
         asyncio.run(start())
 
 
