@@ -1,4 +1,4 @@
-"""`engine scale`, `set`, `drain`, `stop` and `waits`: orders to a run that is going on, and the question what holds it.
+"""`engine scale`, `set`, `drain`, `stop` and `waits`: control a running run, and ask what it waits for.
 
 Called by the CLI. They need the run's directory, for the token in it, and neither Ray nor torch.
 """
@@ -17,14 +17,14 @@ SHOWN = 8
 
 def add_commands(commands: Any) -> None:
     """Add the commands to the parsers of the command line."""
-    scale = _command(commands, "scale", "have another number of replicas in a run that is going on")
-    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="that generate")
+    scale = _command(commands, "scale", "change the number of replicas of a running run")
+    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="number of rollout replicas")
     scale.set_defaults(run=_scale)
-    change = _command(commands, "set", "change settings of a run that is going on: all of them, or none")
+    change = _command(commands, "set", "change settings of a running run: all of them, or none")
     change.add_argument("settings", nargs="+", metavar="PATH=VALUE", help="for example scheduler.max_drops=2")
     change.set_defaults(run=_set)
     drain = _command(commands, "drain", "let a run come to rest and end resumably, or one replica go")
-    drain.add_argument("--replica", type=int, metavar="R", help="only this one, which will be taken away")
+    drain.add_argument("--replica", type=int, metavar="R", help="drain only this replica")
     drain.set_defaults(run=_drain)
     stop = _command(commands, "stop", "end a run resumably, at once")
     stop.set_defaults(run=_stop)
@@ -94,5 +94,5 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
         for wait in waits[:shown]:
             print(f"  waits for {wait}" if not wait.startswith("and ") else f"  {wait}")
         if not waits:
-            print("nothing is under way" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
+            print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0

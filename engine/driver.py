@@ -116,7 +116,7 @@ class Driver:
         try:
             payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
         except CodecError as error:
-            log.warning("no snapshot is written any more, so a resume replays all that follows: %s", error)
+            log.warning("snapshots are off from now on, so a resume replays all later events: %s", error)
             self._next_snapshot = NEVER
             return
         self.recorder.snapshot(payloads)

@@ -1,4 +1,4 @@
-"""`engine top`: a run that is going on, from another terminal.
+"""`engine top`: watch a running run from another terminal.
 
 Called by the CLI. It asks the run's own endpoint for a `Status` once a second and draws it; it knows nothing of Ray,
 and nothing it does can disturb the run. Everything fits 80 columns.
@@ -76,7 +76,7 @@ def watch(run: str, console: Console) -> str:
                 if time.monotonic() - answered_at > GONE_S:
                     raise
                 head = f"Step Engine  nothing answers at {address}; it is asked again"
-    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} goes on"
+    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} continues"
 
 
 def ask(address: str, shown: str) -> Status:

@@ -348,7 +348,10 @@ def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt()
     ("masks", "says"),
     [
         (3, "must be a list, each a section with the keys measure, low, high"),
-        ([{"measure": "token_ratio", "hi": 2}], "unknown key; trainer.masks.0 must be a section with the keys measure, low, high"),
+        (
+            [{"measure": "token_ratio", "hi": 2}],
+            "unknown key; trainer.masks.0 must be a section with the keys measure, low, high",
+        ),
         ([{"measure": "token_ratio", "low": 2}], "use 0.5"),
         ([{"measure": "ratio", "low": 0.5}], "one of token_ratio"),
     ],

@@ -64,7 +64,9 @@ def test_k_that_is_set_fits_the_law_and_64_bits() -> None:
 
 def test_limits_of_a_library_user_and_of_a_record_have_the_same_bounds() -> None:
     figures = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4}
-    with pytest.raises(ConfigError, match=r"scheduler.max_drops is 1000001, but must be a whole number from 0 to 1000000"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler.max_drops is 1000001, but must be a whole number from 0 to 1000000"
+    ):
         Limits(**figures, max_drops=1_000_001)
     with pytest.raises(ConfigError, match=r"scheduler.deadline_timeout_s is 0.0, but must be a number above 0"):
         Limits(**figures, deadline_timeout_s=0.0)

@@ -102,7 +102,9 @@ def test_an_added_state_is_named_in_the_config_and_drawn(
 
 
 def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.states 'rewarding' is added by a pool with the task reward alone"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler\.states 'rewarding' is added by a pool with the task reward alone"
+    ):
         load_config(config(JUDGE, "states: [rewarding]"))
     with pytest.raises(
         ConfigError,
@@ -146,8 +148,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     assert main(["check", str(config("import nowhere_to_be_found", "states: []"))]) == 2
     said = capsys.readouterr().err
     assert (
-        "run.extensions = 'mine': cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
-        in said
+        "run.extensions 'mine' cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'" in said
     )
 
 

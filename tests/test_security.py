@@ -56,9 +56,9 @@ def test_a_name_under_runs_leads_nowhere_else(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "work" / "other" / "schedule").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "work")
     assert rundir.open_run("other").path == Path("other"), "what the user types as a path is one"
-    with pytest.raises(ConfigError, match="no such run"):
+    with pytest.raises(ConfigError, match="does not exist"):
         rundir.open_run("../other")
-    with pytest.raises(ConfigError, match="no such run"):
+    with pytest.raises(ConfigError, match="does not exist"):
         rundir.open_run("../../work/other/../nowhere")
 
 

@@ -71,4 +71,4 @@ def remarks(config: "Config") -> Iterator[str]:
             f"rollout.deterministic with S = {stale}: a trajectory is a function of the seed, its prompt and the "
             "weights that sampled each token, but which weights those are depends on time; S = 0 repeats the whole run"
         )
-    yield "rollout.deterministic costs speed: whole calls of 32 rows over the full context, prompts token by token"
+    yield "rollout.deterministic costs speed: calls of 32 rows over the full context, prompts token by token"

@@ -27,7 +27,7 @@ def check_inputs(config: Config) -> Iterator[str]:
     directory = model_directory(config)
     if directory is not None:
         check_model(directory)
-        yield f"ok: model.path {config.model.path} holds a model and a tokenizer"
+        yield f"ok: model.path {config.model.path} has a model and a tokenizer"
     yield from _check_stop(config, directory)
     yield from _check_store(config, directory)
     if config.model.make is None:
@@ -35,10 +35,10 @@ def check_inputs(config: Config) -> Iterator[str]:
         for field, file in files.items():
             if file is not None:
                 data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
-                yield f"ok: {field} holds {len(data)} prompts"
+                yield f"ok: {field} has {len(data)} prompts"
     if config.reward.function is not None:
         load_reward(config.reward.function)
-        yield f"ok: reward.function {config.reward.function} is importable"
+        yield f"ok: reward.function {config.reward.function} can be imported"
 
 
 def model_directory(config: Config) -> Path | None:
@@ -109,8 +109,8 @@ def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
     wanted, limit = object_store_bytes(config, directory), object_store_limit()
     if wanted is not None and wanted > limit:
         yield (
-            f"note: {versions_held(config)} versions of the weights take {wanted / 1e9:.1f} GB of object store, and "
-            f"{limit / 1e9:.1f} GB are to be had (30 % of memory, /dev/shm): Ray moves the rest to disk"
+            f"note: {versions_held(config)} weights versions need {wanted / 1e9:.1f} GB of object store, but only "
+            f"{limit / 1e9:.1f} GB are available (30 % of memory, /dev/shm): Ray moves the rest to disk"
         )
 
 
@@ -124,13 +124,13 @@ def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
     elif directory is not None and (directory / "tokenizer.json").is_file():
         lengths = _lengths(directory, stop)
     else:
-        yield "note: whether each string of rollout.stop is one token is known when the run loads the tokenizer"
+        yield "note: rollout.stop is checked when the run loads the tokenizer"
         return
     for text, tokens in lengths.items():
         if tokens != 1:
             law = f"must be single tokens, and this model's tokenizer splits {text!r} into {tokens}"
             raise ConfigError("rollout.stop", stop, law, "use strings of one token each")
-    yield f"ok: rollout.stop holds {len(stop)} string{'s' * (len(stop) > 1)} of one token each"
+    yield f"ok: rollout.stop has {len(stop)} string{'s' * (len(stop) > 1)} of one token each"
 
 
 def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:

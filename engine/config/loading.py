@@ -66,7 +66,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _nearest_file(path: Path) -> str:
     there = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return suggestion(path.name, there, prefix=f"{path.parent}/")
+    return suggestion(path.name, there, prefix=str(path).removesuffix(path.name))
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

@@ -26,10 +26,13 @@ class PoolSection(Section):
 
     tasks: list[str] = Field(min_length=1, max_length=len(TASKS), description=f"Of {', '.join(TASKS)}.")
     share: float | None = Field(
-        None, gt=0, le=1, description="Of all CPU threads and GPUs; null in every pool: each task by its own settings."
+        None, gt=0, le=1, description="Share of all CPU threads and GPUs; null in every pool: each task's own settings."
     )
     replicas: int | None = Field(
-        None, ge=1, le=4096, description="Of rollout.replicas, those that stand here; of validation alone, its own."
+        None,
+        ge=1,
+        le=4096,
+        description="Replicas of rollout.replicas in this pool; in a pool of validation alone, its replicas.",
     )
     slots: int | None = Field(
         None, ge=1, le=65_536, description="Groups rewarded at once, where reward is alone; null: rollout.slots."

@@ -13,18 +13,16 @@ from engine.states.limits import ValidationLimits
 class ValidationSection(Section):
     """How the model is measured on held-out prompts."""
 
-    at_start: bool = Field(True, description="Measure the initial weights, while training begins.")
-    every: int = Field(
-        0, ge=0, le=1_000_000, description="Train steps between measurements, on the version that has them; 0: none."
-    )
-    at_end: bool = Field(True, description="Measure the final weights; the run waits for that.")
-    prompts: int = Field(128, ge=1, le=1_000_000, description="Held-out prompts used, at most.")
+    at_start: bool = Field(True, description="Validate the initial weights while training starts.")
+    every: int = Field(0, ge=0, le=1_000_000, description="Train steps between validations; 0: none.")
+    at_end: bool = Field(True, description="Validate the final weights before the run ends.")
+    prompts: int = Field(128, ge=1, le=1_000_000, description="Maximum number of validation prompts.")
     placement: Literal["shared", "own"] = Field(
-        "shared", description="On replicas that also generate, or on further ones that do nothing else."
+        "shared", description="On rollout replicas (shared), or on additional replicas (own)."
     )
-    replicas: int = Field(1, ge=1, le=4096, description="Replicas a measurement takes; shared: of rollout.replicas.")
+    replicas: int = Field(1, ge=1, le=4096, description="Replicas of a validation; if shared, of rollout.replicas.")
     conflict: Literal["hold", "cancel"] = Field(
-        "hold", description="Where measuring keeps every replica from newer weights: hold them, or cancel it."
+        "hold", description="If validation keeps all replicas from newer weights: hold the weights, or cancel it."
     )
     greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
 

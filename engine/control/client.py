@@ -1,4 +1,4 @@
-"""Tell a run that is going on something, from the process of a command line.
+"""Send a request to a running run, from a command-line process.
 
 Called by `engine scale`, `set`, `drain` and `stop`. Every failure is a `ConfigError` in one line; the token is in none.
 """
@@ -75,5 +75,5 @@ def _plain(body: bytes) -> dict[str, Any]:
         raise ValueError("its answer is too large")
     answer = json.loads(body)
     if not isinstance(answer, dict):
-        raise ValueError("its answer is no object")
+        raise ValueError("its answer is not a JSON object")
     return answer

@@ -72,7 +72,7 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
 def _read(handle: int) -> ControlPlace:
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is no plain file")
+        raise ValueError("it is not a regular file")
     if found.st_uid != os.geteuid() and os.geteuid() != 0:
         raise ValueError("it belongs to another user")
     if stat.S_IMODE(found.st_mode) & 0o077:
@@ -83,5 +83,5 @@ def _read(handle: int) -> ControlPlace:
     told = json.loads(text)
     url, token = told["url"], told["token"]
     if not (isinstance(url, str) and url.startswith("http://") and isinstance(token, str) and token):
-        raise ValueError("it names no place")
+        raise ValueError("it has no valid url and token")
     return ControlPlace(url, token)

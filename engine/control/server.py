@@ -53,7 +53,7 @@ class ControlServer:
         """Before anything else of a request is looked at: its token."""
         assert self._listener is not None
         if not self._holds_token(request):
-            raise Refused(401, "the token is not that of this run")
+            raise Refused(401, "the token does not belong to this run")
         if (request.method, request.path) != ("POST", "/control"):
             known = request.path == "/control"
             raise (

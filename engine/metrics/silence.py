@@ -37,7 +37,7 @@ class Silence:
             return self._patience_s - silent
         found = [wait.sentence(now) for wait in waits(metrics.state, metrics.since)]
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        told = "; ".join(found[:SHOWN]) + more or "nothing that is under way"
+        told = "; ".join(found[:SHOWN]) + more or "nothing: no order is open"
         text = f"nothing has changed for {silent:.0f} s; waited for is {told}"
         log.warning(text)
         metrics.silence = (metrics.changes, text)

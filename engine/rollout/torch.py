@@ -275,7 +275,9 @@ class TorchBackend:
             there = "nothing is" if staged is None else f"version {staged.version} is"
             raise EngineError(f"version {version} cannot be installed: {there} staged", version=version)
         if version < self._sampler.version:
-            raise EngineError(f"version {version} is older than {self._sampler.version}, in force", version=version)
+            raise EngineError(
+                f"version {version} is older than the installed version {self._sampler.version}", version=version
+            )
         swap_in(self._model.model, staged)
         self._staged = None
         self._sampler.weights_changed(version, recompute=self._recompute)
@@ -283,7 +285,7 @@ class TorchBackend:
 
     def _sleep(self, reply: Reply) -> None:
         if not self._frozen or self._sampler.running:
-            raise EngineError("a backend sleeps only when it is paused and no request has begun")
+            raise EngineError("the backend can sleep only when paused and without started requests")
         self._model.sleep()
         reply.send(None)
 

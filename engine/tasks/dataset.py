@@ -107,7 +107,9 @@ def _nearest_file(file: Path) -> str:
     if not file.parent.is_dir():
         return f"there is no directory {str(file.parent)!r} either"
     there = sorted(path.name for path in file.parent.iterdir())
-    return suggestion(file.name, there, "give a JSONL or Parquet file that exists", prefix=f"{file.parent}/")
+    return suggestion(
+        file.name, there, "give a JSONL or Parquet file that exists", prefix=str(file).removesuffix(file.name)
+    )
 
 
 def _load_jsonl(file: Path, prompt_field: str, config_field: str) -> "JsonLines":

@@ -116,7 +116,7 @@ def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
     """1.0 where the last number of the response equals the answer's last number (GSM8K style, `#### 72`)."""
     got, expected = _last_number(trajectory.text), _last_number(answer_of(prompt))
     if expected is None:
-        raise DataFailure(f"the answer of row {prompt.row} holds no number", row=prompt.row)
+        raise DataFailure(f"the answer of row {prompt.row} contains no number", row=prompt.row)
     return float(got is not None and got == expected)
 
 

@@ -223,9 +223,7 @@ class TrainerSettings:
 
     def _check_ranges(self) -> None:
         self._require("learning_rate", self.learning_rate > 0, "must be above 0", "1e-6")
-        self._require(
-            "betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)"
-        )
+        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)")
         self._require("adam_eps", self.adam_eps > 0, "must be above 0", "1e-8")
         self._require("weight_decay", self.weight_decay >= 0, "must not be negative", "0")
         self._require("max_grad_norm", self.max_grad_norm >= 0, "must not be negative", "1.0, or 0 for no clipping")

@@ -184,7 +184,9 @@ def test_a_law_that_would_be_broken_is_named_and_nothing_is_delivered(rig: Rig) 
 def test_a_run_that_is_over_takes_no_orders(rig: Rig) -> None:
     rig.world.driver.deliver(StopRequested(reason="enough"))
     assert (
-        post(rig, {"operation": "scale", "replicas": 2}).json()["error"].startswith("RUN is 'stopped': the run has ended: enough")
+        post(rig, {"operation": "scale", "replicas": 2})
+        .json()["error"]
+        .startswith("RUN is 'stopped': the run has ended: enough")
     )
     assert post(rig, {"operation": "state"}).status_code == 200
     assert rig.events == []
@@ -193,7 +195,7 @@ def test_a_run_that_is_over_takes_no_orders(rig: Rig) -> None:
 def test_replicas_that_others_count_on_are_not_scaled() -> None:
     figures = {"train_batch_size": 4, "max_staleness_steps": 2, "max_concurrent_groups": 12}
     pools = (Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train",)))
-    with pytest.raises(ConfigError, match="stand in pools"):
+    with pytest.raises(ConfigError, match="pools of this run"):
         check_replicas(2, Limits(**figures, pools=pools), 8)
     apart = Limits(**figures, validation=ValidationLimits(rows=4, own_from=3))
     with pytest.raises(ConfigError, match="from 3 on only validate"):
@@ -252,7 +254,7 @@ def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
 def test_a_replica_that_is_not_up_cannot_be_drained() -> None:
     world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 1)
     world.driver.deliver(ProcessLost(kind="replica", index=1, incarnation=1, reason="killed"))
-    with pytest.raises(ConfigError, match=r"--replica = 1: is starting: only a replica that is up .* one of \[0\]"):
+    with pytest.raises(ConfigError, match=r"--replica 1 is starting: only a replica that is up .* use one of \[0\]"):
         decide(Drain(reason="spot", replica=1), world.scheduler, 8)
 
 
@@ -311,17 +313,20 @@ def test_the_commands_tell_the_run(rig: Rig, capsys: Capture) -> None:
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "B": (["set", "RUN", "scheduler.train_batch_size=8"], "is not live: B is what every admission"),
-    "k": (["set", "RUN", "scheduler.sync_every=2"], "is not live: k is what decides"),
+    "B": (
+        ["set", "RUN", "scheduler.train_batch_size=8"],
+        "cannot be changed while the run is running: earlier admissions",
+    ),
+    "k": (["set", "RUN", "scheduler.sync_every=2"], "cannot be changed while the run is running: it determined"),
     "a typo": (["set", "RUN", "scheduler.max_stalenes_steps=2"], "did you mean scheduler.max_staleness_steps?"),
-    "another field": (["set", "RUN", "trainer.learning_rate=1"], "is no setting of a running run"),
-    "no value": (["set", "RUN", "scheduler.max_drops"], "must read path=value"),
+    "another field": (["set", "RUN", "trainer.learning_rate=1"], "is not a setting of a running run"),
+    "no value": (["set", "RUN", "scheduler.max_drops"], "must be path=value"),
     "a law": (["set", "RUN", "scheduler.max_concurrent_groups=3"], "B <= K <= B"),
     "no number": (["set", "RUN", "scheduler.max_drops=many"], "many"),
     "no policy": (["set", "RUN", "scheduler.policies.deadline=never"], "no policy of that name"),
     "no replicas": (["scale", "RUN", "--replicas", "0"], "from 1 to 4096"),
-    "no such replica": (["drain", "RUN", "--replica", "9"], "is not there"),
-    "no run": (["drain", "nowhere"], "no such run"),
+    "no such replica": (["drain", "RUN", "--replica", "9"], "does not exist"),
+    "no run": (["drain", "nowhere"], "does not exist"),
 }
 
 
@@ -343,7 +348,7 @@ def test_a_run_that_was_killed_is_said_to_be_gone(tmp_path: Path, capsys: Captur
     (tmp_path / "schedule").mkdir()
     announce(tmp_path, ControlPlace("http://127.0.0.1:1", "secret"))
     said = refused(capsys, "drain", str(tmp_path))
-    assert "nothing answers at http://127.0.0.1:1" in said and "secret" not in said
+    assert "does not answer at http://127.0.0.1:1" in said and "secret" not in said
 
 
 def test_what_speaks_no_http_is_no_run(tmp_path: Path, capsys: Capture) -> None:
@@ -358,7 +363,7 @@ def test_what_speaks_no_http_is_no_run(tmp_path: Path, capsys: Capture) -> None:
         announce(tmp_path, ControlPlace(f"http://127.0.0.1:{other.server_address[1]}", "secret"))
         said = refused(capsys, "drain", str(tmp_path))
         other.shutdown()
-    assert "is no run of this version" in said and "secret" not in said
+    assert "is not from a run of this engine version" in said and "secret" not in said
 
 
 def test_a_token_of_another_run_is_refused(rig: Rig, capsys: Capture) -> None:

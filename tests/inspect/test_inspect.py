@@ -63,7 +63,7 @@ def test_replay_text_of_another_schedule(tmp_path: Path, run: Path, frames: list
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         replay_text(tmp_path / "none")
     with pytest.raises(RecordError, match="holds no schedule record"):
         replay_text(tmp_path)

@@ -167,7 +167,7 @@ def test_a_run_that_is_killed_is_told(served: Served, open_terminal: Callable[..
     terminal.until("admission")
     served.server.close()
     code, said = terminal.close()
-    assert code == 2 and "nothing answers at 127.0.0.1" in said and "Traceback" not in said
+    assert code == 2 and "does not answer at 127.0.0.1" in said and "Traceback" not in said
 
 
 def test_a_run_whose_scheduler_starts_again_is_followed_to_its_new_address(served: Served, terminal: Terminal) -> None:
@@ -311,7 +311,7 @@ def complaint(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such run" in complaint(tmp_path / "none", capsys)
+    assert "does not exist" in complaint(tmp_path / "none", capsys)
 
 
 def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,18 +328,18 @@ def test_an_endpoint_file_that_says_nothing(tmp_path: Path, text: str, capsys: p
 
 def test_an_endpoint_that_is_gone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.server.close()
-    assert "nothing answers at 127.0.0.1" in complaint(served.directory, capsys)
+    assert "does not answer at 127.0.0.1" in complaint(served.directory, capsys)
 
 
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no run of this version"),
-        (b"HTTP/1.0 404 Not Found\r\n\r\n", "is no run of this version: HTTP Error 404"),
-        (b"HTTP/1.0 500 Internal Server Error\r\n\r\n", "is no run of this version: HTTP Error 500"),
-        (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{", "is no run of this version"),
-        (b"HTTP/1.0 200 OK\r\n\r\n[1]", "is no run of this version"),
-        (b"", "nothing answers at 127.0.0.1"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is not from a run of this engine version"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "is not from a run of this engine version: HTTP Error 404"),
+        (b"HTTP/1.0 500 Internal Server Error\r\n\r\n", "is not from a run of this engine version: HTTP Error 500"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{", "is not from a run of this engine version"),
+        (b"HTTP/1.0 200 OK\r\n\r\n[1]", "is not from a run of this engine version"),
+        (b"", "does not answer at 127.0.0.1"),
     ],
     ids=["no http", "not found", "broken", "half of it", "a list", "nothing"],
 )
@@ -379,6 +379,6 @@ def test_something_else_answers(served: Served, capsys: pytest.CaptureFixture[st
     other = MetricsServer(CollectorRegistry(), describe=lambda: {"hello": "there"})
     try:
         announce([served.directory / FILE], other.address, "other")
-        assert "is no run of this version" in complaint(served.directory, capsys)
+        assert "is not from a run of this engine version" in complaint(served.directory, capsys)
     finally:
         other.close()
