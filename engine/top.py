@@ -75,7 +75,7 @@ def watch(run: str, console: Console) -> str:
                     return _ended(directory, status)
                 if time.monotonic() - answered_at > GONE_S:
                     raise
-                head = f"Step Engine  nothing answers at {address}; it is asked again"
+                head = f"Step Engine  no answer from {address}; retrying"
     return _ended(directory, status) if status.outcome is not None else f"{directory.shown} continues"
 
 

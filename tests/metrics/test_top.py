@@ -173,7 +173,7 @@ def test_a_run_that_is_killed_is_told(served: Served, open_terminal: Callable[..
 def test_a_run_whose_scheduler_starts_again_is_followed_to_its_new_address(served: Served, terminal: Terminal) -> None:
     terminal.until("admission")
     served.server.close()
-    terminal.until("nothing answers at")
+    terminal.until("no answer from")
     served.steps(7)
     served.server = MetricsServer(registry(served.world.metrics), describe=served.describe)
     announce([served.directory / FILE], served.server.address, served.directory.name)
@@ -186,7 +186,7 @@ def test_a_run_whose_scheduler_starts_again_is_followed_to_its_new_address(serve
 def test_a_run_that_does_not_answer_can_be_left(served: Served, terminal: Terminal) -> None:
     terminal.until("admission")
     served.server.close()
-    terminal.until("nothing answers at")
+    terminal.until("no answer from")
     terminal.type("q")
     assert terminal.close()[0] == 0
 
