@@ -1,8 +1,8 @@
-"""`engine`: the command line. Reads arguments, calls what does the work, says what came of it.
+"""`engine`: the command line. Parses the arguments, runs the command and prints its result.
 
 Exit codes: 0 done; 1 the run failed or the replay differs; 2 bad input, with the field or file, its value and what
-would hold; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
-answer at once.
+to do; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
+start fast.
 """
 
 import argparse

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.control.requests import Operation
 
 SHOWN = 8
-"""Waits that are told after an order."""
+"""Maximum number of waits printed after a request."""
 
 
 def add_commands(commands: Any) -> None:

@@ -43,7 +43,7 @@ class Driver:
         snapshot_every: int = 0,
         books: Books | None = None,
     ) -> None:
-        """`events_before`: handled by earlier lives of the run, whose record this one goes on with. `snapshot_every`:
+        """`events_before`: handled by earlier lives of the run, whose record this one continues. `snapshot_every`:
         the whole state goes into the record after so many events, with the `books` of who counts along; 0: never."""
         self.scheduler = scheduler
         self.clock = clock

@@ -31,7 +31,7 @@ DONE, FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a run is shown, and whether and how it goes on."""
+    """How a run is shown, and whether and how it is resumed."""
 
     plain: bool
     resume: bool = False
@@ -186,7 +186,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
 def _watch(
     config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, way: Way
 ) -> tuple["Status | None", bool]:
-    """Launch a run and show it to its end: the last status, and whether somebody told it to end."""
+    """Launch a run and show it to its end: the last status, and whether it was asked to end."""
     from engine.actors.run import launch
     from engine.live import Preparing, view_for
 

@@ -38,10 +38,10 @@ LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
 ROWS_ALWAYS = 18
-"""Rows of a screen without replicas and without what is told only at times."""
+"""Rows of a screen without replicas and optional lines."""
 BAR_WIDTH = 24
 SILENCE_S = 5.0
-"""Silence that is shorter than this is not told; one that has lasted is told by the run itself."""
+"""Shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """What a proxy answers is no run."""

@@ -65,7 +65,7 @@ def changes(
 
 
 def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
-    """What follows the `RunResumed` of a run that goes on with so many replicas: the settings it is to have, and where
+    """The events after the `RunResumed` of a run resumed with so many replicas: its settings, and where
     nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
     state = scheduler.state
     wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())

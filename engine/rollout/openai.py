@@ -54,7 +54,7 @@ class OpenAIBackend(RemoteEngine):
     (vLLM in development mode). `abort` and `wait` need neither. Seeds: (seed, length of the prefix) for each request;
     one that was aborted and resumed draws other random numbers than one left alone.
 
-    Raises: `ConfigError` for a server that cannot be used, saying what would hold.
+    Raises: `ConfigError` for a server that cannot be used.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a server can do, found out at start by asking it, and refused there where it would not do.
 
 Called by `rollout.openai` before anything is sampled. Every complaint is a `ConfigError` that names the field, the
-server and what would hold. The only requests that sample are three of one token.
+server and the fix. The only requests that sample are three of one token.
 """
 
 import asyncio

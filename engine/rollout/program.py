@@ -148,7 +148,7 @@ class Running:
 
 
 class ProgramGenerator(OverBackend):
-    """Runs `program` for every sample, at most `timeout_s` long, and scores what brings no reward of its own."""
+    """Runs `program` for every sample, at most `timeout_s` long, and scores those without a reward of their own."""
 
     def __init__(
         self,

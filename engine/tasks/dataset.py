@@ -1,7 +1,7 @@
 """The user's prompts: rows of a JSONL or Parquet file, and the order in which a run draws them.
 
 Called by whoever draws prompts for a run (the executors) and by validation. Reads files only while loading; never skips
-a bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process, for ever.
+a bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process.
 """
 
 import json

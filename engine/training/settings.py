@@ -1,4 +1,4 @@
-"""What a trainer can be told: every choice of the train step in one frozen record, checked when it is made.
+"""The settings of a trainer: every choice of the train step in one frozen record, checked when it is made.
 
 The configuration layer maps its `trainer`, `scheduler` and `rollout` sections onto `TrainerSettings`; a user who embeds
 `ModelTrainer` makes one directly. It must stay free of torch, so that a configuration is checked without loading it.
