@@ -62,12 +62,12 @@ class ConfigError(EngineError):
         super().__init__(message, field=field, value=shown, law=law, fix=fix)
 
 
-_PREDICATES = {"is", "are", "was", "has", "holds", "cannot", "does", "names", "already", "refuses", "did"}
+_PREDICATES = {"is", "are", "was", "has", "holds", "cannot", "does", "names", "already", "refuses"}
 """First words of a law whose subject is the value."""
 
 
 def _sentence(field: str, shown: str | None, law: str) -> str:
-    first = law.partition(" ")[0]
+    first = law.partition(" ")[0].rstrip(":,")
     given = f"{field} is {'not set' if shown is None else shown}"
     if first == "must":
         return f"{given}, but {law}"

@@ -138,7 +138,7 @@ def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
     file = config(module, f"policies: {{{chosen}: mine, on_error: builtin}}")
     assert main(["check", str(file)]) == 2
     said = capsys.readouterr().err
-    assert f"scheduler.policies = '{chosen} mine': not lawful" in said
+    assert f"scheduler.policies is '{chosen} mine': breaks a law" in said
     assert says in said and "[seed " in said
 
 

@@ -198,7 +198,7 @@ def test_replicas_that_others_count_on_are_not_scaled() -> None:
     with pytest.raises(ConfigError, match="pools of this run"):
         check_replicas(2, Limits(**figures, pools=pools), 8)
     apart = Limits(**figures, validation=ValidationLimits(rows=4, own_from=3))
-    with pytest.raises(ConfigError, match="from 3 on only validate"):
+    with pytest.raises(ConfigError, match="reserved for validation"):
         check_replicas(4, apart, 8)
     check_replicas(3, apart, 8)
 
@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no value": (["set", "RUN", "scheduler.max_drops"], "must be path=value"),
     "a law": (["set", "RUN", "scheduler.max_concurrent_groups=3"], "B <= K <= B"),
     "no number": (["set", "RUN", "scheduler.max_drops=many"], "many"),
-    "no policy": (["set", "RUN", "scheduler.policies.deadline=never"], "no policy of that name"),
+    "no policy": (["set", "RUN", "scheduler.policies.deadline=never"], "is not a registered policy"),
     "no replicas": (["scale", "RUN", "--replicas", "0"], "from 1 to 4096"),
     "no such replica": (["drain", "RUN", "--replica", "9"], "does not exist"),
     "no run": (["drain", "nowhere"], "does not exist"),
@@ -341,7 +341,7 @@ def test_what_cannot_be_is_refused_with_its_law(rig: Rig, capsys: Capture, case:
 
 def test_a_run_that_has_ended_is_said_to_have(rig: Rig, capsys: Capture) -> None:
     withdraw(rig.run_dir)
-    assert "is not running: it has ended" in refused(capsys, "stop", str(rig.run_dir))
+    assert "is not running, or runs with control.enabled: false" in refused(capsys, "stop", str(rig.run_dir))
 
 
 def test_a_run_that_was_killed_is_said_to_be_gone(tmp_path: Path, capsys: Capture) -> None:

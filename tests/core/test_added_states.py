@@ -237,7 +237,7 @@ def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(ow
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"machine": "step"}, "machine = 'step': only prompt groups"),
+        ({"machine": "step"}, "machine is 'step', but must be group: only prompt groups"),
         ({"phase": "ready"}, "law 1 .* a step would train on it unjudged; parked"),
         ({"phase": "running"}, "law 2 would count a slot nobody uses"),
         ({"phase": "waiting"}, "law 4 would not count it"),
