@@ -1,8 +1,8 @@
-"""`engine`: the command line. Reads arguments, calls what does the work, says what came of it.
+"""`engine`: the command line. Parses the arguments, runs the command and prints its result.
 
 Exit codes: 0 done; 1 the run failed or the replay differs; 2 bad input, with the field or file, its value and what
-would hold; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
-answer at once.
+to do; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
+start fast.
 """
 
 import argparse
@@ -82,51 +82,57 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"step-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    run = commands.add_parser("run", help="train a model by a configuration")
+    run = commands.add_parser("run", help="train a model")
     _takes_config(run)
-    run.add_argument("--run-dir", metavar="D", help="where the run is kept; must hold no run (default: runs/<id>)")
+    run.add_argument(
+        "--run-dir", metavar="D", help="directory of the new run; must not have a run yet (default: runs/<id>)"
+    )
     run.add_argument(
         "--resume",
         choices=("auto",),
-        help="go on with the newest unfinished run of this configuration, if there is one",
+        help="continue the newest unfinished run of this configuration, if any",
     )
-    run.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
+    run.add_argument("--plain", action="store_true", help="print a line for each train step instead of the live view")
     run.set_defaults(run=running.run, force_from=None)
 
-    resume = commands.add_parser("resume", help="go on with a run that ended before its time")
+    resume = commands.add_parser("resume", help="continue an unfinished run")
     resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     resume.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="a field that may change, or a live setting"
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field; may be repeated"
     )
     resume.add_argument(
         "--force-from",
         metavar="CHECKPOINT",
-        help="go back to this one, such as step-000020, or to `initial` weights; what came after is put aside",
+        help="continue from this checkpoint (step-000020) or from the `initial` weights; later data is set aside",
     )
-    resume.add_argument("--plain", action="store_true", help="a line per train step instead of the live view")
+    resume.add_argument(
+        "--plain", action="store_true", help="print a line for each train step instead of the live view"
+    )
     resume.set_defaults(run=running.resume)
 
-    replay = commands.add_parser("replay", help="replay a recorded schedule, or look into it")
+    replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
     replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     replay.add_argument(
-        "--at", type=_event_number, metavar="N", help="show the state at event N, the event, its commands"
+        "--at", type=_event_number, metavar="N", help="show event N, its commands and the state after it"
     )
-    replay.add_argument("--group", type=int, metavar="G", help="with --at: the whole story of a prompt group")
-    replay.add_argument("--extensions", action="store_true", help="import the extensions that the run's config names")
+    replay.add_argument("--group", type=int, metavar="G", help="with --at: show the story of a prompt group")
+    replay.add_argument(
+        "--extensions", action="store_true", help="import the extensions named in the run's configuration"
+    )
     replay.set_defaults(run=_replay)
 
-    top = commands.add_parser("top", help="watch a run that is going on, from another terminal; q leaves it")
+    top = commands.add_parser("top", help="watch a running run from another terminal; q leaves")
     top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
     top.set_defaults(run=_top)
 
     add_commands(commands)
 
-    check = commands.add_parser("check", help="say whether a configuration can run")
+    check = commands.add_parser("check", help="check whether a configuration can run")
     _takes_config(check)
     check.set_defaults(run=_check)
 
-    states = commands.add_parser("states", help="draw the state machines")
-    states.add_argument("config", nargs="?", metavar="CONFIG", help="with the added states of this run")
+    states = commands.add_parser("states", help="print the state machines")
+    states.add_argument("config", nargs="?", metavar="CONFIG", help="include the added states of this configuration")
     states.add_argument("--format", choices=("mermaid", "table", "both"), default="both", help="default: both")
     states.set_defaults(run=_states)
     return parser
@@ -141,7 +147,7 @@ def _takes_config(parser: argparse.ArgumentParser) -> None:
 
 def _event_number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an event: 0 or more would hold")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an event number: use 0 or more")
     return int(text)
 
 
@@ -176,7 +182,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     from engine.rundir import open_run
 
     if arguments.group is not None and arguments.at is None:
-        raise ConfigError("--group", arguments.group, "is a story up to an event", "give the event with --at N")
+        raise ConfigError(
+            "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
+        )
     directory = open_run(arguments.directory).path
     _load_recorded_extensions(directory, named=arguments.extensions)
     try:

@@ -1,4 +1,4 @@
-"""`engine scale`, `set`, `drain`, `stop` and `waits`: orders to a run that is going on, and the question what holds it.
+"""`engine scale`, `set`, `drain`, `stop` and `waits`: control a running run, and ask what it waits for.
 
 Called by the CLI. They need the run's directory, for the token in it, and neither Ray nor torch.
 """
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from engine.control.requests import Operation
 
 SHOWN = 8
-"""Waits that are told after an order."""
+"""Maximum number of waits printed after a request."""
 
 
 def add_commands(commands: Any) -> None:
     """Add the commands to the parsers of the command line."""
-    scale = _command(commands, "scale", "have another number of replicas in a run that is going on")
-    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="that generate")
+    scale = _command(commands, "scale", "change the number of replicas of a running run")
+    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="number of rollout replicas")
     scale.set_defaults(run=_scale)
-    change = _command(commands, "set", "change settings of a run that is going on: all of them, or none")
+    change = _command(commands, "set", "change settings of a running run: all of them, or none")
     change.add_argument("settings", nargs="+", metavar="PATH=VALUE", help="for example scheduler.max_drops=2")
     change.set_defaults(run=_set)
     drain = _command(commands, "drain", "let a run come to rest and end resumably, or one replica go")
-    drain.add_argument("--replica", type=int, metavar="R", help="only this one, which will be taken away")
+    drain.add_argument("--replica", type=int, metavar="R", help="drain only this replica")
     drain.set_defaults(run=_drain)
     stop = _command(commands, "stop", "end a run resumably, at once")
     stop.set_defaults(run=_stop)
@@ -42,7 +42,9 @@ def _scale(arguments: argparse.Namespace) -> int:
     from engine.control.requests import MOST_REPLICAS, Scale
 
     if not 1 <= arguments.replicas <= MOST_REPLICAS:
-        raise ConfigError("--replicas", arguments.replicas, f"from 1 to {MOST_REPLICAS}", "0 is `engine drain`")
+        raise ConfigError(
+            "--replicas", arguments.replicas, f"must be from 1 to {MOST_REPLICAS}", "use `engine drain` to stop the run"
+        )
     return _tell(arguments, Scale(replicas=arguments.replicas))
 
 
@@ -54,7 +56,7 @@ def _set(arguments: argparse.Namespace) -> int:
     for text in arguments.settings:
         path, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError("PATH=VALUE", text, "must read path=value", "for example scheduler.max_drops=2")
+            raise ConfigError("PATH=VALUE", text, "must be path=value", "for example scheduler.max_drops=2")
         settings.append(Setting(setting=require_live(path.strip()), value=value.strip()))
     return _tell(arguments, Set(settings=tuple(settings)))
 
@@ -63,7 +65,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     from engine.control.requests import Drain
 
     if arguments.replica is not None and not 0 <= arguments.replica < 1 << 31:
-        raise ConfigError("--replica", arguments.replica, "is no number of a replica", "0 is the first")
+        raise ConfigError("--replica", arguments.replica, "must be the number of a replica", "the first replica is 0")
     return _tell(arguments, Drain(reason="asked by engine drain", replica=arguments.replica))
 
 
@@ -92,5 +94,5 @@ def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN)
         for wait in waits[:shown]:
             print(f"  waits for {wait}" if not wait.startswith("and ") else f"  {wait}")
         if not waits:
-            print("nothing is under way" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
+            print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
     return 0

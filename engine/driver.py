@@ -43,7 +43,7 @@ class Driver:
         snapshot_every: int = 0,
         books: Books | None = None,
     ) -> None:
-        """`events_before`: handled by earlier lives of the run, whose record this one goes on with. `snapshot_every`:
+        """`events_before`: handled by earlier lives of the run, whose record this one continues. `snapshot_every`:
         the whole state goes into the record after so many events, with the `books` of who counts along; 0: never."""
         self.scheduler = scheduler
         self.clock = clock
@@ -116,7 +116,7 @@ class Driver:
         try:
             payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
         except CodecError as error:
-            log.warning("no snapshot is written any more, so a resume replays all that follows: %s", error)
+            log.warning("snapshots are off from now on, so a resume replays all later events: %s", error)
             self._next_snapshot = NEVER
             return
         self.recorder.snapshot(payloads)

@@ -1,19 +1,21 @@
-"""Every failure the engine names. Each says whose fault it is, carries its story, and pickles (they cross Ray).
+"""All exceptions of the engine. Each says whose fault it is, carries its details, and pickles, because it crosses Ray.
 
-`ConfigError`, `DataFailure` and `RecordError` are about what the user gave; the others about the engine itself.
+`ConfigError`, `DataFailure` and `RecordError` report a problem with the user's input; the others with the engine.
 """
 
 import errno
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from engine.redaction import described, shortened
 
 LONGEST_LAW = 4000
-"""Characters of the law in a `ConfigError`, and of the allowed values."""
+"""Maximum length of the law and of the fix in a `ConfigError`, in characters."""
 
 
 class EngineError(Exception):
-    """Base of all. Keyword details become attributes and survive pickling."""
+    """Base class of the engine's exceptions. `details` survives pickling."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -47,16 +49,38 @@ def _rebuild(cls: type[EngineError], message: str, details: dict[str, Any]) -> E
 
 
 class ConfigError(EngineError):
-    """A configuration that cannot run: the field, its value, the law it breaks and the allowed values.
+    """A configuration or argument that cannot be used: the field, its value, the law it breaks, and what to do.
 
-    The value is shown without secrets and shortened.
+    The value is shown without secrets and shortened. `law` is "must ...", a predicate of the value ("is not a file",
+    "cannot be read: ..."), or a clause of its own. `fix` is an instruction ("use 4").
     """
 
-    def __init__(self, field: str, value: Any, law: str, would_hold: str = "") -> None:
+    def __init__(self, field: str, value: Any, law: str, fix: str = "") -> None:
         field, shown = shortened(field), described(field, value)
-        law, would_hold = shortened(law, LONGEST_LAW), shortened(would_hold, LONGEST_LAW)
-        hint = f"; {would_hold}" if would_hold else ""
-        super().__init__(f"{field} = {shown}: {law}{hint}", field=field, value=shown, law=law, would_hold=would_hold)
+        law, fix = shortened(law, LONGEST_LAW), shortened(fix, LONGEST_LAW)
+        message = _sentence(field, None if value is None else shown, law) + (f"; {fix}" if fix else "")
+        super().__init__(message, field=field, value=shown, law=law, fix=fix)
+
+
+_PREDICATES = {"is", "are", "was", "has", "holds", "cannot", "does", "names", "already", "refuses"}
+"""First words of a law whose subject is the value."""
+
+
+def _sentence(field: str, shown: str | None, law: str) -> str:
+    first = law.partition(" ")[0].rstrip(":,")
+    given = f"{field} is {'not set' if shown is None else shown}"
+    if first == "must":
+        return f"{given}, but {law}"
+    if first in _PREDICATES and shown is not None:
+        return f"{field} {shown} {law}"
+    return f"{given}: {law}"
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
+    """The fix for an unknown name: "did you mean X?" with the nearest known name, else `otherwise`. `prefix`: goes
+    before the name, such as its section or directory."""
+    near = get_close_matches(shortened(name), list(known), n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
 class RunFinished(ConfigError):
@@ -64,66 +88,68 @@ class RunFinished(ConfigError):
 
 
 class DataFailure(EngineError):
-    """The prompt, its data or its reward is at fault: costs the group one attempt of the `data` budget."""
+    """A prompt, its data or its reward failed. The group is retried within its `data` budget."""
 
 
 class RecordError(EngineError):
-    """A schedule record that cannot be read: the file, the byte offset and what is wrong there."""
+    """A schedule record cannot be read: the file, the byte offset and the reason."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: at byte {offset}: {reason}", path=path, offset=offset, reason=reason)
 
 
 class RecordHeld(RecordError):
-    """A schedule record that another process is writing."""
+    """Another process is writing this schedule record."""
 
 
 class RunDamaged(RecordError):
-    """Something that a run's record refers to is missing, damaged or not what it must be: its path, and what to do."""
+    """A file that a run's record refers to is missing or damaged: its path, and what to do."""
 
     def __init__(self, path: str, reason: str) -> None:
         EngineError.__init__(self, f"{path} {reason}", path=path, offset=0, reason=reason)
 
 
 class RecordNotBegun(RecordError):
-    """A schedule record without a header: the run ended before it did anything."""
+    """A schedule record without a header: the run ended before its first event."""
 
 
 class StorageFull(EngineError):
-    """A disk, or what of it may be used, is full: the directory, the bytes that are there, and what to do."""
+    """A disk, or the part of it that the run may use, is full: the directory, the bytes in it, and what to do."""
 
-    def __init__(self, directory: str, bytes: int, reason: str, remedy: str = "make room, then resume the run") -> None:
+    def __init__(
+        self, directory: str, bytes: int, reason: str, remedy: str = "free space, then resume the run"
+    ) -> None:
         super().__init__(
-            f"{directory}: {reason}; {bytes} bytes are there; {remedy}",
+            f"{directory}: {reason}; it holds {bytes} bytes; {remedy}",
             directory=directory, bytes=bytes, reason=reason, remedy=remedy,
         )  # fmt: skip
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the operating system says when nothing more can be written."""
+"""Error numbers of a full disk or an exceeded quota."""
 
 
 class IllegalTransition(EngineError):
-    """A trigger that its machine does not allow from the present state: a defect of the engine, never of the user."""
+    """A state machine refused a trigger in its present state. This is always a bug in the engine."""
 
     def __init__(self, machine: str, id: int, state: str, trigger: str) -> None:
         super().__init__(
-            f"{machine} {id} is {state}: it cannot {trigger}", machine=machine, id=id, state=state, trigger=trigger
+            f"{machine} {id} cannot {trigger} in state {state}", machine=machine, id=id, state=state, trigger=trigger
         )
 
 
 class InvariantViolated(EngineError):
-    """A law does not hold: a defect of the engine. Says which law and with what figures."""
+    """An invariant of the scheduler does not hold: a bug in the engine. Names the law and the figures."""
 
 
 class PolicyError(EngineError):
-    """A policy raised or decided something illegal; its name, the decision and the view it saw."""
+    """A policy raised, or returned an illegal decision: its name, the decision and its view."""
 
 
 class RunFailed(EngineError):
-    """The run stopped before its end: the cause that ended it."""
+    """The run failed: the cause."""
 
 
 class RayProcessEnded(RunFailed):
-    """A process of Ray on the launching node ended, without which the run cannot continue: which one, and whether the
-    run can be resumed."""
+    """A Ray process on the launching node ended, so the run cannot continue: which one, and whether the run can be
+    resumed."""

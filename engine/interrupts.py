@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TextIO
 
 INTERRUPTED = 130
-"""The exit code of a command that was told to end."""
+"""Exit code of a command that was interrupted or ended on request."""
 PLAIN = dict(zip("▁▂▃▄▅▆▇█░…×━", "_.-=+*%#.~x-", strict=True))
 """What stands for the letters of the views where they cannot be written."""
 SENT_TWICE_S = 0.1
@@ -52,7 +52,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 class Output:
-    """Standard output of a run. Its reader may leave: what is said after that goes nowhere, and the run goes on."""
+    """Standard output of a run. If its reader closes it, further output is dropped and the run continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -69,7 +69,7 @@ class Output:
             action()
         except OSError as error:
             to_nowhere(self._stream)
-            complain(f"nobody reads the output any more ({error.strerror}): the run goes on without")
+            complain(f"the output was closed ({error.strerror}); the run continues without it")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

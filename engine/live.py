@@ -194,7 +194,7 @@ def panel(status: Status, title: str, *, replicas: bool = True) -> RenderableTyp
     now.add_row("trainer", status.trainer_now)
     now.add_row("rollout", status.rollout_now)
     if status.validation_now:
-        now.add_row("held out", status.validation_now)
+        now.add_row("validation", status.validation_now)
     return Panel(Group(grid, now), title=Text(title, overflow="ellipsis"), title_align="left", padding=(0, 1))
 
 
@@ -220,7 +220,7 @@ def _reward(status: Status) -> Text:
     text.append(sparkline(status.rewards, SPARK_WIDTH), style="cyan")
     text.append(f" first {figure(status.reward_first, '.3f')}")
     if status.accuracy is not None:
-        text.append(f"  held out {figure(status.accuracy, '.3f')}")
+        text.append(f"  validation {figure(status.accuracy, '.3f')}")
     return text
 
 
@@ -267,7 +267,7 @@ def summary(status: Status, *, where: str, wall_s: float | None = None) -> Table
     table.add_row("train steps", steps)
     table.add_row("reward first / last", f"{figure(status.reward_first, '.3f')} / {figure(status.reward, '.3f')}")
     accuracy = f"{figure(status.accuracy_first, '.3f')} / {figure(status.accuracy_last, '.3f')}"
-    table.add_row("held-out accuracy before / after", accuracy)
+    table.add_row("validation accuracy before / after", accuracy)
     table.add_row(
         "staleness min / mean / max",
         " / ".join(figure(value, ".3g") for value in stale) + f"  (bound {status.max_staleness_steps})",

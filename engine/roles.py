@@ -33,9 +33,9 @@ class GroupWork:
     save_every_tokens: int = 0
     save: Callable[[TrajectoryGroup], None] | None = None
     """May be called with a copy of the group as it is, prefixes and all, each time its trajectories have grown by about
-    `save_every_tokens` each. Should the replica be lost, the group goes on from what was saved last."""
+    `save_every_tokens` each. If the replica is lost, the group resumes from the last saved prefix."""
     held_out: bool = False
-    """The prompt is held out: one response to be measured by its reward, and never trained on. Its group is below 0."""
+    """A validation prompt: one response, measured by its reward and never trained on. Its group is below 0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Sleeper(Protocol):
     paused all the same."""
 
     async def sleep(self) -> None:
-        """Give back what generating needs. Called only when paused with nothing running; staging goes on. On error it
+        """Give back what generating needs. Called only when paused with nothing running; staging continues. On error it
         is as awake as before."""
 
     async def wake(self) -> None:
@@ -133,7 +133,7 @@ class Trainer(Protocol):
         keys. A name that is no text and a value that is no real number are left out, with a warning in the log."""
 
     def weights(self) -> Any:
-        """The current weights in a form `Generator.stage` takes. Must be a copy: training goes on while it is read."""
+        """The current weights in a form `Generator.stage` takes. Must be a copy: training continues meanwhile."""
 
     def save(self, directory: str, step: StepId) -> None:
         """Write a checkpoint of everything after `step` train steps into an empty directory."""

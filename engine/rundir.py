@@ -82,11 +82,11 @@ def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
         if path.is_dir():
             directory = RunDirectory(path.parent if path.name == "schedule" else path)
             if not directory.schedule.is_dir():
-                raise ConfigError("RUN", str(run), "holds no schedule/", "the directory of a run would hold")
+                raise ConfigError("RUN", str(run), "has no schedule/ directory", "give the directory of a run")
             return directory
     if Path(run).exists():
-        raise ConfigError("RUN", str(run), "is not a directory", "the directory of a run would hold")
-    raise ConfigError("RUN", str(run), "no such run", f"{Path(parent) / 'latest'} is the newest")
+        raise ConfigError("RUN", str(run), "is not a directory", "give the directory of a run")
+    raise ConfigError("RUN", str(run), "does not exist", f"the newest run is {Path(parent) / 'latest'}")
 
 
 def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
@@ -103,9 +103,7 @@ def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
 def _claim(path: Path) -> Path:
     for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories"):
         if (path / left).exists():
-            raise ConfigError(
-                "--run-dir", str(path), f"already holds a run ({left})", "a new or empty directory would hold"
-            )
+            raise ConfigError("--run-dir", str(path), f"already holds a run ({left})", "use a new or empty directory")
     make_directory(path)
     return path
 

@@ -31,7 +31,7 @@ DONE, FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a run is shown, and whether and how it goes on."""
+    """How a run is shown, and whether and how it is resumed."""
 
     plain: bool
     resume: bool = False
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             if before is not None:
                 print(f"resume: the newest unfinished run of this configuration is {before.shown}")
                 return _go_on(before, Path(arguments.config), arguments, interrupts)
-            print("resume: no unfinished run of this configuration, a new one begins")
+            print("resume: no unfinished run of this configuration; starting a new one")
         check_address(config.metrics.host, config.metrics.port)
         directory = rundir.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
         return _train(config, directory, interrupts, Way(plain=arguments.plain))
@@ -176,9 +176,9 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
     if status is None or status.outcome != "finished":
         reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
         if told:
-            complain(f"the run was told to end, {reason.rstrip('.')}; it is in {where}")
+            complain(f"the run ended on request, {reason.rstrip('.')}; it is in {where}")
             return INTERRUPTED
-        complain(f"the run did not finish, {reason.rstrip('.')}; what there is of it is in {where}")
+        complain(f"the run did not finish, {reason.rstrip('.')}; its directory is {where}")
         return FAILED
     return DONE
 
@@ -186,7 +186,7 @@ def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, 
 def _watch(
     config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, way: Way
 ) -> tuple["Status | None", bool]:
-    """Launch a run and show it to its end: the last status, and whether somebody told it to end."""
+    """Launch a run and show it to its end: the last status, and whether it was asked to end."""
     from engine.actors.run import launch
     from engine.live import Preparing, view_for
 

@@ -1,4 +1,4 @@
-"""`engine top`: a run that is going on, from another terminal.
+"""`engine top`: watch a running run from another terminal.
 
 Called by the CLI. It asks the run's own endpoint for a `Status` once a second and draws it; it knows nothing of Ray,
 and nothing it does can disturb the run. Everything fits 80 columns.
@@ -38,10 +38,10 @@ LARGEST_ANSWER_BYTES = 16 << 20
 LEAVES = "qQ\x1b\x03"
 REPLICAS_SHOWN = 16
 ROWS_ALWAYS = 18
-"""Rows of a screen without replicas and without what is told only at times."""
+"""Rows of a screen without replicas and optional lines."""
 BAR_WIDTH = 24
 SILENCE_S = 5.0
-"""Silence that is shorter than this is not told; one that has lasted is told by the run itself."""
+"""Shorter silence is not shown; the run itself reports a long one."""
 HELD, FREE = "█", "░"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """What a proxy answers is no run."""
@@ -75,8 +75,8 @@ def watch(run: str, console: Console) -> str:
                     return _ended(directory, status)
                 if time.monotonic() - answered_at > GONE_S:
                     raise
-                head = f"Step Engine  nothing answers at {address}; it is asked again"
-    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} goes on"
+                head = f"Step Engine  no answer from {address}; retrying"
+    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} continues"
 
 
 def ask(address: str, shown: str) -> Status:
@@ -91,16 +91,16 @@ def ask(address: str, shown: str) -> Status:
         raise _no_run(address, shown, error) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
-        law = f"nothing answers at {address} ({reason}): the run was killed, or its machine cannot be reached"
-        raise ConfigError("RUN", shown, law, f"`engine replay {shown}` looks into its record") from None
+        law = f"does not answer at {address} ({reason}): the run was killed, or its machine is unreachable"
+        raise ConfigError("RUN", shown, law, f"read its record with `engine replay {shown}`") from None
     except (ValueError, TypeError, KeyError, AttributeError, http.client.HTTPException) as error:
         raise _no_run(address, shown, error) from None
 
 
 def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())
-    law = f"what answers at {address} is no run of this version: {reason}"
-    return ConfigError("RUN", shown, law, "the engine that runs it would hold")
+    law = f"the answer from {address} is not from a run of this engine version: {reason}"
+    return ConfigError("RUN", shown, law, "use the engine version that started this run")
 
 
 def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:

@@ -1,6 +1,6 @@
 """What a rollout makes and a train step eats: prompts, trajectories and the groups that hold them.
 
-Made by generators, kept by trajectory stores, consumed by trainers. The scheduler never sees one: it is told ids,
+Made by generators, kept by trajectory stores, consumed by trainers. The scheduler never sees one: it gets ids,
 lengths, versions and rewards. Plain Python data, so that a user's own generator needs neither torch nor numpy.
 """
 

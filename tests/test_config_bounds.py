@@ -64,13 +64,15 @@ def test_k_that_is_set_fits_the_law_and_64_bits() -> None:
 
 def test_limits_of_a_library_user_and_of_a_record_have_the_same_bounds() -> None:
     figures = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4}
-    with pytest.raises(ConfigError, match=r"scheduler.max_drops = 1000001: must be a whole number from 0 to 1000000"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler.max_drops is 1000001, but must be a whole number from 0 to 1000000"
+    ):
         Limits(**figures, max_drops=1_000_001)
-    with pytest.raises(ConfigError, match=r"scheduler.deadline_timeout_s = 0.0: must be a number above 0"):
+    with pytest.raises(ConfigError, match=r"scheduler.deadline_timeout_s is 0.0, but must be a number above 0"):
         Limits(**figures, deadline_timeout_s=0.0)
-    with pytest.raises(ConfigError, match=r"scheduler.train_batch_size = True: must be a whole number from 1 to"):
+    with pytest.raises(ConfigError, match=r"scheduler.train_batch_size is True, but must be a whole number from 1 to"):
         Limits(**{**figures, "train_batch_size": True})
-    with pytest.raises(ConfigError, match=r"rollout.straggler_factor = nan: .*, or null"):
+    with pytest.raises(ConfigError, match=r"rollout.straggler_factor is nan, .*, or null"):
         Limits(**figures, straggler_factor=float("nan"))
     with pytest.raises(ConfigError, match=r"run.max_steps"):
         Limits.from_plain({**figures, "max_steps": 2**63})

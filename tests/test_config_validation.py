@@ -38,8 +38,8 @@ def test_nothing_is_measured_where_there_is_no_time_or_nothing_held_out() -> Non
 @pytest.mark.parametrize(
     ("sections", "field", "fix"),
     [
-        ({"validation": {"replicas": 4}}, "validation.replicas", "3 would hold"),
-        ({**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"every": 2}}, "validation.every", "or 0"),
+        ({"validation": {"replicas": 4}}, "validation.replicas", "use 3"),
+        ({**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"every": 2}}, "validation.every", "or use 0"),
         ({**OWN_MODEL, "reward": {}, "validation": {"at_start": True}}, "reward.function", "give it"),
         (
             {
@@ -47,7 +47,7 @@ def test_nothing_is_measured_where_there_is_no_time_or_nothing_held_out() -> Non
                 "validation": {"placement": "own"},
             },
             "validation.placement",
-            "shared would hold",
+            "use shared",
         ),
         ({"validation": {"conflict": "wait"}}, "validation.conflict", ""),
         ({"validation": {"every": -1}}, "validation.every", ""),

@@ -102,11 +102,13 @@ def test_an_added_state_is_named_in_the_config_and_drawn(
 
 
 def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.states = 'rewarding'.*; a pool with the task reward alone"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler\.states 'rewarding' is added by a pool with the task reward alone"
+    ):
         load_config(config(JUDGE, "states: [rewarding]"))
     with pytest.raises(
         ConfigError,
-        match=r"scheduler\.states = 'rewardin': no state of that name was added; (add|one of (?!.*rewarding))",
+        match=r"scheduler\.states 'rewardin' is not a registered state; (register|use one of (?!.*rewarding))",
     ):
         load_config(config("", "states: [rewardin]"))
     assert "rewarding" not in added.state_names()
@@ -136,7 +138,7 @@ def test_a_policy_that_is_not_lawful_is_refused_with_the_seed(
     file = config(module, f"policies: {{{chosen}: mine, on_error: builtin}}")
     assert main(["check", str(file)]) == 2
     said = capsys.readouterr().err
-    assert f"scheduler.policies = '{chosen} mine': not lawful" in said
+    assert f"scheduler.policies is '{chosen} mine': breaks a law" in said
     assert says in said and "[seed " in said
 
 
@@ -146,8 +148,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     assert main(["check", str(config("import nowhere_to_be_found", "states: []"))]) == 2
     said = capsys.readouterr().err
     assert (
-        "run.extensions = 'mine': cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
-        in said
+        "run.extensions 'mine' cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'" in said
     )
 
 

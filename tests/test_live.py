@@ -77,7 +77,7 @@ def test_the_live_view_shows_what_matters() -> None:
     text = "\n".join(drawn(status))
     assert "12/40" in text and " left" in text
     assert re.search(r"reward +[\d.]+ [▁▂▃▄▅▆▇█]{12} first 0\.\d+", text)
-    assert "held out 0.310" in text
+    assert "validation 0.310" in text
     assert "bound 1" in text
     assert f"{status.slots_busy}/4 slots busy" in text and "tokens/s" in text
     assert "0: v1" in text and "1: v1" in text
@@ -119,7 +119,7 @@ def test_the_table_at_the_end_has_every_figure() -> None:
     for row in (
         r"train steps +│ 4 of 4",
         r"reward first / last +│ 0\.031 / 0\.4\d\d",
-        r"held-out accuracy before / after +│ 0\.250 / 0\.875",
+        r"validation accuracy before / after +│ 0\.250 / 0\.875",
         r"staleness min / mean / max +│ 0 / 0\.75 / 1  \(bound 1\)",
         r"groups +│ \d+ consumed, 0 filtered, \d+ dropped, 0 +│",
         r"rollout idle +│ \d+ %",

@@ -23,18 +23,20 @@ class AgentSection(Section):
     rollout: str | None = Field(
         None, pattern=NAMED, description="Rollout in Python, without HTTP: async module:function(client, prompt)."
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Address that the gateway listens on.")
-    port: int = Field(0, ge=0, le=65_535, description="Its port; 0 takes any free one.")
-    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Seconds a group's agents may take while it runs.")
+    host: str = Field("127.0.0.1", min_length=1, description="Listen address of the gateway.")
+    port: int = Field(0, ge=0, le=65_535, description="Its port; 0: any free one.")
+    timeout_s: float = Field(600.0, gt=0, le=86_400, description="Maximum seconds of a group's agents while it runs.")
     tool_parser: Literal["hermes", "json", "none"] = Field("hermes", description="How the model writes tool calls.")
-    max_body_mb: int = Field(16, ge=1, le=1024, description="Of a request to the gateway, at most.")
+    max_body_mb: int = Field(16, ge=1, le=1024, description="Maximum size of a request to the gateway, in MiB.")
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
         named = {"function": self.function, "command": self.command, "rollout": self.rollout}
         given = [name for name, value in named.items() if value is not None]
         if len(given) > 1:
-            raise ConfigError(f"agent.{given[1]}", named[given[1]], f"agent.{given[0]} is given too", "one of them")
+            raise ConfigError(
+                f"agent.{given[1]}", named[given[1]], f"agent.{given[0]} is set too", "remove one of them"
+            )
         return self
 
     @property

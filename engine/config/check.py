@@ -1,6 +1,6 @@
-"""Can this configuration run, and what of it may surprise? The lines that `engine check CONFIG` prints.
+"""The lines that `engine check CONFIG` prints: the laws with their figures, and notes on settings that may surprise.
 
-A configuration that breaks a law is refused before it comes here; these are the figures of one that keeps them.
+A configuration that breaks a law is refused before.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def check_nccl(config: Config, gpus: int | None, vllm_for_cpu: bool) -> None:
     r = config.rollout
     if r.transport == "object_store" or r.transport_backend != "nccl":
         return
-    fix = "rollout.transport_backend: gloo would hold"
+    fix = "use rollout.transport_backend: gloo"
     if r.transport == "vllm" and vllm_for_cpu:
         raise ConfigError("rollout.transport_backend", "nccl", "the vLLM installed here is built for CPUs", fix)
     limits = config.limits()
@@ -80,9 +80,9 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     batch, stale, workers = s.train_batch_size, s.max_staleness_steps, s.max_concurrent_groups
     if slots < batch:
         rounds = -(-batch // slots)
-        yield f"{slots} slots hold less than B = {batch} groups: a step needs several rounds, {rounds} at least"
+        yield f"{slots} slots are fewer than B = {batch} groups: a step needs at least {rounds} rounds"
     if workers > slots:
-        yield f"K = {workers} cannot be reached: {slots} slots are all there are"
+        yield f"K = {workers} cannot be reached with {slots} slots"
     if workers < slots:
         yield f"K = {workers} leaves {slots - workers} of {slots} slots empty: raise max_concurrent_groups"
     if stale == 0:
@@ -90,11 +90,11 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     if s.policies.deadline != "wait" and stale == s.sync_every - 1:
         yield f"at S = k - 1 = {stale} a refill binds at once: after max_drops = {s.max_drops} a step waits"
     if r.top_p < 1:
-        yield f"top_p = {r.top_p:g} biases the importance ratio: only the behaviour log-probs are cut; 1 does not"
+        yield f"top_p = {r.top_p:g} biases the importance ratio: only the behavior log-probs are truncated; use 1"
     if r.sync_mode == "wait" and r.sync_order == "together":
         yield "sync_mode wait idles every replica until its slowest group ends, at each install"
     if config.model.path is not None and config.data.validation_path is None:
-        yield "no data.validation_path: nothing is measured on held-out prompts"
+        yield "no data.validation_path: the run does not validate"
     v = config.validation
     if v.every and v.placement == "shared" and v.replicas == r.replicas:
         outcome = {
@@ -105,8 +105,8 @@ def _surprises(config: Config, slots: int) -> Iterator[str]:
     if config.model.make is not None:
         longest = config.model.arithmetic.family().most_tokens
         if r.max_tokens < longest:
-            yield f"rollout.max_tokens = {r.max_tokens} cuts the longest right answers, which take {longest} tokens"
+            yield f"rollout.max_tokens = {r.max_tokens} is less than the {longest} tokens of the longest correct answer"
     yield from surprises(config)
     yield from remarks(config)
     if config.trainer.checkpoint_every == 0:
-        yield "checkpoint_every 0: nothing is saved, and a crash starts over"
+        yield "trainer.checkpoint_every 0: no checkpoints, so a resume after a crash starts over"

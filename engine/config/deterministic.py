@@ -23,13 +23,13 @@ class Need(NamedTuple):
 
 
 NEEDS = (
-    Need("rollout.backend", "torch", "it is the embedded sampler that decodes at fixed shapes"),
-    Need("rollout.threads", 1, "sums of several threads are cut by how many there are", open=0),
-    Need("rollout.device", "cpu", "it is promised on the CPU alone", open="auto"),
-    Need("trainer.threads", 1, "sums of several threads are cut by how many there are"),
-    Need("trainer.device", "cpu", "it is promised on the CPU alone", open="auto"),
-    Need("scheduler.policies.batching", "strict-order", "a batch is in the order drawn, not in the order of arrival"),
-    Need("scheduler.policies.deadline", "wait", "what acts on stragglers acts by the clock"),
+    Need("rollout.backend", "torch", "only the torch backend decodes at fixed shapes"),
+    Need("rollout.threads", 1, "results depend on the number of threads", open=0),
+    Need("rollout.device", "cpu", "only the CPU is deterministic", open="auto"),
+    Need("trainer.threads", 1, "results depend on the number of threads"),
+    Need("trainer.device", "cpu", "only the CPU is deterministic", open="auto"),
+    Need("scheduler.policies.batching", "strict-order", "batches must be in the order drawn"),
+    Need("scheduler.policies.deadline", "wait", "other deadline policies depend on the clock"),
 )
 
 
@@ -50,7 +50,7 @@ def settled(config: "Config") -> dict[str, Any]:
             continue
         if path[-1] in holder.model_fields_set and value != need.open:
             law = f"rollout.deterministic is true, and {need.law}"
-            raise ConfigError(need.field, value, law, f"{need.value}, or rollout.deterministic: false")
+            raise ConfigError(need.field, value, law, f"use {need.value}, or rollout.deterministic: false")
         sections[top] = _with(section, path, need.value)
     return sections
 
@@ -71,4 +71,4 @@ def remarks(config: "Config") -> Iterator[str]:
             f"rollout.deterministic with S = {stale}: a trajectory is a function of the seed, its prompt and the "
             "weights that sampled each token, but which weights those are depends on time; S = 0 repeats the whole run"
         )
-    yield "rollout.deterministic costs speed: whole calls of 32 rows over the full context, prompts token by token"
+    yield "rollout.deterministic costs speed: calls of 32 rows over the full context, prompts token by token"

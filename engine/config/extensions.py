@@ -59,8 +59,8 @@ def _load_point(point: EntryPoint) -> None:
             if callable(loaded):
                 loaded()
     except Exception as error:
-        law = f"the extension {point.name!r} of {package} is broken: {_reason(error)}"
-        raise ConfigError("extensions", point.value, law, f"uninstall {package}, or mend it") from error
+        law = f"the extension {point.name!r} of {package} cannot be loaded: {_reason(error)}"
+        raise ConfigError("extensions", point.value, law, f"fix or uninstall {package}") from error
 
 
 def _import(name: str) -> None:
@@ -69,7 +69,8 @@ def _import(name: str) -> None:
             import_module(name)
     except Exception as error:
         law = f"cannot be imported: {_reason(error)}"
-        raise ConfigError("run.extensions", name, law, "a module on the path or beside the config") from error
+        fix = "use a module on the Python path or in the directory of the config"
+        raise ConfigError("run.extensions", name, law, fix) from error
 
 
 @contextmanager
@@ -101,8 +102,8 @@ def _refuse_another(name: str, directory: str) -> None:
         found = None
     files = [spec.origin for spec in (found, beside) if spec is not None and spec.origin is not None]
     if len(files) == 2 and not os.path.samefile(*files):
-        law = f"{files[0]} is imported under that name, and {files[1]} is another module"
-        raise ConfigError("run.extensions", name, law, "modules of different names")
+        law = f"{files[0]} and {files[1]} are different modules of this name"
+        raise ConfigError("run.extensions", name, law, "rename one of them")
 
 
 def _reason(error: Exception) -> str:

@@ -27,7 +27,7 @@ def check_inputs(config: Config) -> Iterator[str]:
     directory = model_directory(config)
     if directory is not None:
         check_model(directory)
-        yield f"ok: model.path {config.model.path} holds a model and a tokenizer"
+        yield f"ok: model.path {config.model.path} has a model and a tokenizer"
     yield from _check_stop(config, directory)
     yield from _check_store(config, directory)
     if config.model.make is None:
@@ -35,10 +35,10 @@ def check_inputs(config: Config) -> Iterator[str]:
         for field, file in files.items():
             if file is not None:
                 data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
-                yield f"ok: {field} holds {len(data)} prompts"
+                yield f"ok: {field} has {len(data)} prompts"
     if config.reward.function is not None:
         load_reward(config.reward.function)
-        yield f"ok: reward.function {config.reward.function} is importable"
+        yield f"ok: reward.function {config.reward.function} can be imported"
 
 
 def model_directory(config: Config) -> Path | None:
@@ -53,19 +53,24 @@ def model_directory(config: Config) -> Path | None:
     if directory.is_dir():
         return directory
     if path.startswith(("/", "./", "../", "~")):
-        raise ConfigError("model.path", path, "no such directory", "a model in Hugging Face format, or a hub name")
+        raise ConfigError(
+            "model.path",
+            path,
+            "is not a directory",
+            "give the directory of a model in Hugging Face format, or a hub name",
+        )
     return None
 
 
 def check_model(directory: Path) -> None:
     """Raises: ConfigError where configuration, tokenizer or weights are missing."""
-    fix = "a directory that save_pretrained wrote, of the model and of its tokenizer"
+    fix = "give a directory into which save_pretrained wrote both the model and its tokenizer"
     if not (directory / "config.json").is_file():
-        raise ConfigError("model.path", str(directory), "holds no config.json", fix)
+        raise ConfigError("model.path", str(directory), "has no config.json", fix)
     if not any((directory / name).is_file() for name in TOKENIZERS):
-        raise ConfigError("model.path", str(directory), "holds no tokenizer, such as tokenizer.json", fix)
+        raise ConfigError("model.path", str(directory), "has no tokenizer, such as tokenizer.json", fix)
     if not any(any(directory.glob(pattern)) for pattern in WEIGHTS):
-        raise ConfigError("model.path", str(directory), "holds no weights, such as model.safetensors", fix)
+        raise ConfigError("model.path", str(directory), "has no weights, such as model.safetensors", fix)
 
 
 def weights_bytes(directory: Path) -> int | None:
@@ -104,8 +109,8 @@ def _check_store(config: Config, directory: Path | None) -> Iterator[str]:
     wanted, limit = object_store_bytes(config, directory), object_store_limit()
     if wanted is not None and wanted > limit:
         yield (
-            f"note: {versions_held(config)} versions of the weights take {wanted / 1e9:.1f} GB of object store, and "
-            f"{limit / 1e9:.1f} GB are to be had (30 % of memory, /dev/shm): Ray moves the rest to disk"
+            f"note: {versions_held(config)} weights versions need {wanted / 1e9:.1f} GB of object store, but only "
+            f"{limit / 1e9:.1f} GB are available (30 % of memory, /dev/shm): Ray moves the rest to disk"
         )
 
 
@@ -119,13 +124,13 @@ def _check_stop(config: Config, directory: Path | None) -> Iterator[str]:
     elif directory is not None and (directory / "tokenizer.json").is_file():
         lengths = _lengths(directory, stop)
     else:
-        yield "note: whether each string of rollout.stop is one token is known when the run loads the tokenizer"
+        yield "note: rollout.stop is checked when the run loads the tokenizer"
         return
     for text, tokens in lengths.items():
         if tokens != 1:
-            law = f"{text!r} is {tokens} tokens to this model's tokenizer"
-            raise ConfigError("rollout.stop", stop, law, "strings that are one token each")
-    yield f"ok: rollout.stop holds {len(stop)} string{'s' * (len(stop) > 1)} of one token each"
+            law = f"must be single tokens, and this model's tokenizer splits {text!r} into {tokens}"
+            raise ConfigError("rollout.stop", stop, law, "use strings of one token each")
+    yield f"ok: rollout.stop has {len(stop)} string{'s' * (len(stop) > 1)} of one token each"
 
 
 def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:
@@ -135,8 +140,8 @@ def _lengths(directory: Path, stop: list[str]) -> dict[str, int]:
     try:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing narrower
-        law = f"its tokenizer.json cannot be read: {error}"
-        raise ConfigError("model.path", str(directory), law, "a tokenizer that save_pretrained wrote") from None
+        law = f"has an unreadable tokenizer.json: {error}"
+        raise ConfigError("model.path", str(directory), law, "use a tokenizer that save_pretrained wrote") from None
     added = directory / "tokenizer_config.json"
     settings = added.read_text(encoding="utf-8", errors="replace") if added.is_file() else ""
     return {

@@ -1,20 +1,17 @@
-"""Which fields of a configuration may be set while a run goes on, and why the others may not.
+"""Which configuration fields `engine set` can change while a run is running, and why not the others.
 
-Read by `engine set`, and where a run is resumed with other values. What a value may be is said by
-`scheduling/settings.py`.
+`scheduling/settings.py` checks the values.
 """
 
-import difflib
-
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 
 LAWS = {
-    "scheduler.train_batch_size": "B is what every admission and deadline so far was counted by",
-    "scheduler.sync_every": "k is what decides which steps the versions so far contain",
-    "rollout.replicas": "replicas are counted by `engine scale`",
+    "scheduler.train_batch_size": "earlier admissions and deadlines were computed with it",
+    "scheduler.sync_every": "it determined which steps each weights version contains",
+    "rollout.replicas": "use `engine scale`",
 }
-"""Why the fields that one may think of are not live."""
+"""Fields that look like live settings, and why they are not."""
 
 
 def require_live(path: str) -> str:
@@ -22,7 +19,7 @@ def require_live(path: str) -> str:
     live = live_settings()
     if path in live:
         return path
-    near = difflib.get_close_matches(path, live, n=1, cutoff=0.75)
-    fix = f"did you mean {near[0]}?" if near and path not in LAWS else f"live are {', '.join(FIGURES)}, {POLICIES}*"
-    law = f"is not live: {LAWS[path]}" if path in LAWS else "is no setting of a running run"
-    raise ConfigError("PATH", path, law, fix)
+    settings = f"use one of {', '.join(FIGURES)}, {POLICIES}*"
+    if path in LAWS:
+        raise ConfigError("PATH", path, f"cannot be changed while the run is running: {LAWS[path]}", settings)
+    raise ConfigError("PATH", path, "is not a setting of a running run", suggestion(path, live, settings))

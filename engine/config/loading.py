@@ -4,7 +4,6 @@ Called by the CLI. Reads the configuration file, and imports the extensions that
 rewards import is found out by those who use them. A pydantic error never leaves this module.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from engine.config.extensions import load_extensions_of
 from engine.config.schema import Config
 from engine.config.secrets import refuse_secrets
 from engine.config.yaml_tree import MOST_BYTES, MOST_DEEP, parse_yaml
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.redaction import shortened
 
 SHOWN = 8
@@ -37,7 +36,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """A Config from plain data, e.g. of a record's header, once its extensions are imported. Raises: ConfigError."""
+    """A Config from plain data, such as a record's header; imports its extensions first. Raises: ConfigError."""
     refuse_secrets(tree)  # before any other complaint could repeat one
     load_extensions_of(tree)
     try:
@@ -52,32 +51,31 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise ConfigError("config", str(path), f"is larger than {MOST_BYTES} bytes", "a configuration file")
+            raise ConfigError("config", str(path), f"is larger than {MOST_BYTES} bytes", "give a configuration file")
         text = data.decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError("config", str(path), "no such file", _nearest_file(path)) from None
+        raise ConfigError("config", str(path), "does not exist", _nearest_file(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), f"cannot be read: {error}") from None
     tree = parse_yaml(text, "config", str(path))
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        law = "must hold sections by name"
-        raise ConfigError("config", str(path), law, f"one of {', '.join(Config.model_fields)} at the start of a line")
+        law = "has no sections"
+        raise ConfigError("config", str(path), law, f"begin lines with section names: {', '.join(Config.model_fields)}")
     return tree
 
 
 def _nearest_file(path: Path) -> str:
     there = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.5)
-    return f"did you mean {path.parent / near[0]}?" if near else ""
+    return suggestion(path.name, there, prefix=str(path).removesuffix(path.name))
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError("--set", override, "must read path=value", "for example --set scheduler.train_batch_size=16")
+        raise ConfigError("--set", override, "must be path=value", "for example --set scheduler.train_batch_size=16")
     if len(keys) > MOST_DEEP:
-        raise ConfigError("--set", override, f"names more than {MOST_DEEP} levels", "a field of the configuration")
+        raise ConfigError("--set", override, f"has more than {MOST_DEEP} levels", "name a field of the configuration")
     inner = tree
     for depth, key in enumerate(keys[:-1], start=1):
         if inner.get(key) is None:
@@ -89,13 +87,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _first_of(error: ValidationError) -> ConfigError:
-    """The first thing wrong, as a ConfigError; the paths of the others are named with it."""
+    """The first error, as a ConfigError that also names the paths of the others."""
     first, *others = error.errors(include_url=False, include_context=False)
     path = ".".join(str(part) for part in first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
         law, fix = "unknown key", _nearest_key(path)
     elif first["type"] == "missing":
-        law, fix = "required", expected(path)
+        law, fix = "required", f"set it to {expected(path)}"
     else:
         law, fix = f"must be {expected(path)}", _example(path)
         law += f" ({info.description})" if (info := dict(fields()).get(path)) is not None else ""
@@ -107,7 +105,7 @@ def _first_of(error: ValidationError) -> ConfigError:
 
 
 def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key there is, sections included, as (dotted path, pydantic field)."""
+    """Every key, sections included, as (dotted path, pydantic field)."""
     for name, info in model.model_fields.items():
         yield f"{prefix}{name}", info
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -115,17 +113,16 @@ def fields(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
 
 
 def _nearest_key(path: str) -> str:
-    """The nearest in the same section if one is near; else anywhere: a key in the wrong section finds its own."""
+    """A similar key of the same section, else the same key of another section, else the section's keys."""
     known = [name for name, _ in fields()]
     section, _, key = path.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(shortened(key), siblings, n=1, cutoff=0.6)
-    if near:
-        return f"the nearest known key is {f'{section}.' if section else ''}{near[0]}"
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
     if elsewhere:
-        return f"it is known as {elsewhere[0]}"
-    return f"known here: {', '.join(siblings) or expected(section)}"
+        otherwise = f"did you mean {elsewhere[0]}?"
+    else:
+        otherwise = f"use one of {', '.join(siblings)}" if siblings else f"{section} must be {expected(section)}"
+    return suggestion(key, siblings, otherwise, prefix=f"{section}." if section else "")
 
 
 _KINDS = {
@@ -148,7 +145,7 @@ _BOUNDS = {
 
 
 def expected(path: str) -> str:
-    """What would hold for a field, in words: its kind and its bounds."""
+    """The allowed values of a field in words: its type and its bounds."""
     schema = Config.model_json_schema()
     node = schema
     for key in path.split("."):

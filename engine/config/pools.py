@@ -4,7 +4,6 @@ Part of `schema.Config`, which builds `Limits.pools` of it. Tasks that share a p
 left out goes where it is without pools: scoring to the trainer, reward and validation to the replicas.
 """
 
-import difflib
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from engine.config.section import Section
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.ids import ReplicaId
 from engine.states.limits import REWARDING, TASKS, TRAINER_TASKS, AddedState, Pool
 
@@ -27,10 +26,13 @@ class PoolSection(Section):
 
     tasks: list[str] = Field(min_length=1, max_length=len(TASKS), description=f"Of {', '.join(TASKS)}.")
     share: float | None = Field(
-        None, gt=0, le=1, description="Of all CPU threads and GPUs; null in every pool: each task by its own settings."
+        None, gt=0, le=1, description="Share of all CPU threads and GPUs; null in every pool: each task's own settings."
     )
     replicas: int | None = Field(
-        None, ge=1, le=4096, description="Of rollout.replicas, those that stand here; of validation alone, its own."
+        None,
+        ge=1,
+        le=4096,
+        description="Replicas of rollout.replicas in this pool; in a pool of validation alone, its replicas.",
     )
     slots: int | None = Field(
         None, ge=1, le=65_536, description="Groups rewarded at once, where reward is alone; null: rollout.slots."
@@ -52,23 +54,28 @@ def check_pools(config: "Config") -> None:
     _check_shares(pools)
     for place, pool in _placed(pools):
         if pool.replicas is not None and "rollout" not in pool.tasks and pool.tasks != ["validation"]:
-            law = "no replicas stand in a pool without rollout"
-            raise ConfigError(f"{place}.replicas", pool.replicas, law, "leave it out")
+            law = "only a pool with rollout, or with validation alone, has replicas"
+            raise ConfigError(f"{place}.replicas", pool.replicas, law, "remove it")
         if pool.slots is not None and pool.tasks != ["reward"]:
-            law = "only a reward that has a pool for itself is given slots"
-            raise ConfigError(f"{place}.slots", pool.slots, law, "leave it out")
+            law = "only a pool with reward alone has slots"
+            raise ConfigError(f"{place}.slots", pool.slots, law, "remove it")
         if pool.tasks == ["reward"] and config.reward.function is None and config.model.make is None:
-            law = "the agents bring the reward with them: nothing is left for a pool of its own"
-            raise ConfigError(f"{place}.tasks", pool.tasks, law, "reward.function, or reward with rollout")
+            law = "the agents compute the reward, so this pool would do nothing"
+            raise ConfigError(
+                f"{place}.tasks", pool.tasks, law, "set reward.function, or move reward to a pool with rollout"
+            )
         if pool.tasks == ["validation"] and not _measures(config):
-            law = "nothing is ever measured: there are no held-out prompts, or no time to measure them is given"
-            raise ConfigError(f"{place}.tasks", pool.tasks, law, "leave the pool out, or data.validation_path: <file>")
+            law = "the run has no validation prompts, or never validates"
+            fix = "remove the pool, or set data.validation_path and validation"
+            raise ConfigError(f"{place}.tasks", pool.tasks, law, fix)
     _check_replicas(config)
     if config.scheduler.train_after_sync:
         for place, pool in _placed(pools):
             if "rollout" in pool.tasks and any(task in pool.tasks for task in TRAINER_TASKS):
-                law = f"replicas of {place} sleep while the trainer has their pool: they cannot take weights before"
-                raise ConfigError("scheduler.train_after_sync", True, law, "false, or rollout in a pool of its own")
+                law = f"replicas in {place} sleep during training, so they cannot install weights before it ends"
+                raise ConfigError(
+                    "scheduler.train_after_sync", True, law, "use false, or give rollout a pool of its own"
+                )
 
 
 def settled_by_pools(config: "Config") -> dict[str, Any]:
@@ -176,11 +183,10 @@ def _check_names(pools: Sequence[PoolSection]) -> None:
     for place, pool in _placed(pools):
         for task in pool.tasks:
             if task not in TASKS:
-                near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
-                fix = f"the nearest known task is {near[0]}" if near else f"known: {', '.join(TASKS)}"
-                raise ConfigError(f"{place}.tasks", task, "there is no such task", fix)
+                fix = suggestion(task, TASKS, f"use one of {', '.join(TASKS)}")
+                raise ConfigError(f"{place}.tasks", task, "is not a task", fix)
         if len(set(pool.tasks)) < len(pool.tasks):
-            fix = f"{list(dict.fromkeys(pool.tasks))} would hold"
+            fix = f"use {list(dict.fromkeys(pool.tasks))}"
             raise ConfigError(f"{place}.tasks", pool.tasks, "names a task twice", fix)
 
 
@@ -190,38 +196,40 @@ def _check_homes(pools: Sequence[PoolSection]) -> None:
         for task in pool.tasks:
             if task in homes and task != "rollout":
                 law = f"{task} is in {homes[task]} already; only rollout may be in several pools"
-                raise ConfigError(f"{place}.tasks", pool.tasks, law, f"{task} in one of them")
+                raise ConfigError(f"{place}.tasks", pool.tasks, law, f"keep {task} in one of them")
             homes[task] = place
         for task in ("reward", "validation"):
             if task in pool.tasks and not pool.alone and "rollout" not in pool.tasks:
-                law = f"{task} is done where groups are generated, or on hardware of its own"
-                raise ConfigError(f"{place}.tasks", pool.tasks, law, f"{task} with rollout, or alone, or left out")
+                law = f"{task} must share a pool with rollout or have a pool of its own"
+                raise ConfigError(
+                    f"{place}.tasks", pool.tasks, law, f"add rollout, put {task} into a pool of its own, or remove it"
+                )
     for task in ("rollout", "train"):
         if task not in homes:
-            raise ConfigError("pools", list(homes), f"{task} is in no pool", f"a pool with the task {task}")
+            raise ConfigError("pools", list(homes), f"{task} is in no pool", f"add a pool with the task {task}")
 
 
 def _check_shares(pools: Sequence[PoolSection]) -> None:
     shares = [pool.share for pool in pools]
     given = [share for share in shares if share is not None]
     if given and len(given) < len(shares):
-        law = "some pools are given a share and this one is not"
-        raise ConfigError(f"pools.{shares.index(None)}.share", None, law, "a share for each of them, or for none")
+        law = "other pools have a share"
+        raise ConfigError(f"pools.{shares.index(None)}.share", None, law, "give every pool a share, or none")
     if given and abs(sum(given) - 1) > TOLERANCE:
         fix = ", ".join(f"{share / sum(given):.4g}" for share in given)
-        raise ConfigError("pools.share", given, f"the shares add up to {sum(given):g}, not to 1", f"{fix} would hold")
+        raise ConfigError("pools.share", given, f"must add up to 1, not to {sum(given):g}", f"use {fix}")
 
 
 def _check_replicas(config: "Config") -> None:
     wanted, rolling = config.rollout.replicas, [pool for pool in config.pools if "rollout" in pool.tasks]
     for place, pool in _placed(config.pools):
         if len(rolling) > 1 and "rollout" in pool.tasks and pool.replicas is None:
-            law = f"{len(rolling)} pools have replicas, and how many of rollout.replicas = {wanted} stand here is open"
-            raise ConfigError(f"{place}.replicas", None, law, f"{max(1, wanted // len(rolling))} would hold")
+            law = f"required if {len(rolling)} pools share rollout.replicas = {wanted}"
+            raise ConfigError(f"{place}.replicas", None, law, f"for example {max(1, wanted // len(rolling))}")
     standing = sum(pool.replicas or wanted for pool in rolling)
     if standing != wanted:
         law = f"the replicas of the pools with rollout add up to {standing}"
-        raise ConfigError("rollout.replicas", wanted, law, f"{standing} would hold")
+        raise ConfigError("rollout.replicas", wanted, law, f"use {standing}, or change the pools")
 
 
 def _own_validation(config: "Config", own: PoolSection) -> Any:
@@ -229,8 +237,8 @@ def _own_validation(config: "Config", own: PoolSection) -> Any:
     section, given = config.validation, config.validation.model_fields_set
     if "placement" in given and section.placement != "own":
         law = "validation has a pool of its own"
-        raise ConfigError("validation.placement", section.placement, law, "own would hold, or leave it out")
+        raise ConfigError("validation.placement", section.placement, law, "use own, or remove it")
     if "replicas" in given and own.replicas not in (None, section.replicas):
         law = f"validation's own pool has {own.replicas} replicas"
-        raise ConfigError("validation.replicas", section.replicas, law, f"{own.replicas} would hold, or leave it out")
+        raise ConfigError("validation.replicas", section.replicas, law, f"use {own.replicas}, or remove it")
     return section.model_copy(update={"placement": "own", "replicas": own.replicas or section.replicas})

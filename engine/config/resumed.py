@@ -39,7 +39,12 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     Raises: `ConfigError` naming every field that may not be another, with what it was and is.
     """
     if not recorded:
-        raise ConfigError("RUN", str(path.parent), "was not begun from a configuration: whoever began it can resume it")
+        raise ConfigError(
+            "RUN",
+            str(path.parent),
+            "was not started from a configuration",
+            "resume it with the program that started it",
+        )
     wished = load_config(path, overrides)
     _refuse_other_extensions(wished, recorded)
     before = parse_config(recorded)
@@ -55,9 +60,9 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     if other:
         more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
         told = "; ".join(f"{field} was {was[field]!r}, is {now[field]!r}" for field in other[1:SHOWN])
-        law = f"was {was[other[0]]!r} when the run began, and what it recorded depends on it"
+        law = f"the run began with {was[other[0]]!r}, and its record depends on it"
         law += f" (also: {told}{more})" if told else ""
-        fix = f"{was[other[0]]!r}; to be changed are {', '.join((*free, *live))}"
+        fix = f"use {was[other[0]]!r}; a resume can change {', '.join((*free, *live))}"
         raise ConfigError(other[0], now[other[0]], law, fix)
     given = {override.partition("=")[0].strip() for override in overrides}
     settings = _settings(before, wished, [field for field in live if was[field] != now[field] or field in given])
@@ -84,8 +89,8 @@ def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> Non
     named = run.get("extensions", ()) if isinstance(run, Mapping) else ()
     where = run.get("extensions_dir") if isinstance(run, Mapping) else None
     if tuple(named or ()) != wished.run.extensions or (named and where != wished.run.extensions_dir):
-        law = f"the run was begun with {list(named or ())} of {where!r}"
-        raise ConfigError("run.extensions", list(wished.run.extensions), law, "the same would hold")
+        law = f"the run began with {list(named or ())} from {where!r}"
+        raise ConfigError("run.extensions", list(wished.run.extensions), law, "use the same modules")
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

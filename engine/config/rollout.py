@@ -16,13 +16,11 @@ class RolloutSection(Section):
 
     backend: Literal["torch", "vllm", "openai"] = Field(
         "torch",
-        description="What generates: the embedded torch sampler, vLLM in the replica's process, or servers by URL.",
+        description="Sampler: embedded torch, vLLM in the replica's process, or OpenAI-compatible servers.",
     )
     replicas: int = Field(2, ge=1, le=4096, description="Rollout engines; with the openai backend, one for each URL.")
     slots: int = Field(8, ge=1, le=65_536, description="Prompt groups a replica runs at once.")
-    threads: int = Field(
-        0, ge=0, le=1024, description="CPU threads of a replica; 0: its part of its pool's share, or 1."
-    )
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of a replica; 0: from its pool's share, or 1.")
     deterministic: bool = Field(
         False,
         description="The torch backend decodes at fixed shapes, so that S = 0 equals a synchronous loop to the bit.",
@@ -31,10 +29,10 @@ class RolloutSection(Section):
         None,
         ge=2,
         le=10_000_000,
-        description="Tokens of prompt plus response that the torch backend has room for; null: the model's positions.",
+        description="Maximum tokens of prompt plus response in the torch backend; null: the model's positions.",
     )
     sync_mode: Literal["keep", "abort", "wait"] = Field(
-        "keep", description="What running groups do at an install: freeze in place, abort and resume, or end first."
+        "keep", description="Running groups at a weight install: freeze in place, abort and resume, or finish first."
     )
     sync_order: Literal["together", "rolling"] = Field(
         "together", description="Replicas install at once or one by one."
@@ -47,73 +45,73 @@ class RolloutSection(Section):
         description="How weights reach replicas: Ray's object store, torch.distributed, or vLLM's own weight transfer.",
     )
     transport_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="Of the other two; nccl, untested without a GPU, takes one GPU for the store."
+        "gloo", description="Backend of the other two. nccl is untested without a GPU and needs one GPU for the store."
     )
     transport_timeout_s: float = Field(
-        60.0, gt=0, le=86_400, description="Seconds without the other side after which a transfer has failed."
+        60.0, gt=0, le=86_400, description="Seconds of silence of the other side after which a transfer fails."
     )
-    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="MiB of weights that a sender puts in one message.")
+    send_bucket_mb: int = Field(64, ge=1, le=16_384, description="Size of one message of the sender, in MiB.")
     receive_bucket_mb: int = Field(
         64,
         ge=1,
         le=16_384,
-        description="MiB that a receiver (a replica; a vLLM worker) takes in at once, beyond the tensors.",
+        description="Buffer of a receiver (replica or vLLM worker) beyond the tensors, in MiB.",
     )
     straggler_factor: float | None = Field(
         None,
         **BOUNDS["straggler_factor"].as_field(),
-        description="A replica so many times slower a token than the others hands groups to idle ones; null: never.",
+        description="A replica this many times slower per token hands groups to idle replicas; null: never.",
     )
     give_up_s: float = Field(
         0.0,
         **BOUNDS["give_up_s"].as_field(),
-        description="Seconds a run waits for a replica once the last is gone for good, before it ends.",
+        description="Seconds that a run without replicas waits for one before it ends.",
     )
     temperature: float = Field(1.0, gt=0, le=100, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability sampled from; below 1 biases the ratio.")
-    max_tokens: int = Field(256, ge=1, le=10_000_000, description="Tokens of a response, at most.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Probability mass of nucleus sampling; below 1 biases the ratio.")
+    max_tokens: int = Field(256, ge=1, le=10_000_000, description="Maximum tokens of a response.")
     stop: list[str] = Field(
-        default_factory=list, max_length=64, description="Further strings, each one token, that end a response."
+        default_factory=list, max_length=64, description="More strings that end a response, each one token."
     )
     device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
     gpus: float = Field(
-        0.0, ge=0, le=64, description="GPUs that Ray sets aside for a replica; 0: a share, or one for each vLLM worker."
+        0.0, ge=0, le=64, description="GPUs that Ray reserves for a replica; 0: a share, or one for each vLLM worker."
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Passed through to vLLM's AsyncEngineArgs, tensor_parallel_size for one."
+        default_factory=dict, description="Passed to vLLM's AsyncEngineArgs, for example tensor_parallel_size."
     )
     heartbeat_s: float = Field(
         10.0,
         ge=0,
         le=86_400,
-        description="Seconds between signs of life asked of every worker; one that misses three is lost. 0: never.",
+        description="Seconds between heartbeats; a process that misses three is killed. 0: never.",
     )
     install_timeout_s: float = Field(
         300.0,
         gt=0,
         le=86_400,
-        description="Seconds that vLLM may take to swap weights; then the old ones go back in.",
+        description="Maximum seconds of a vLLM weight swap; then the old weights are restored.",
     )
 
     urls: list[str] = Field(
         default_factory=list, max_length=4096, description="OpenAI-compatible servers, each one a replica."
     )
     served_model_name: str | None = Field(
-        None, min_length=1, description="What the servers call the model; null: the only one they serve."
+        None, min_length=1, description="Name of the model on the servers; null: the only one they serve."
     )
     api_key_env: str | None = Field(
         None,
         pattern=r"^[A-Z_][A-Z0-9_]{0,99}$",
-        description="Environment variable that holds the servers' key; null: none.",
+        description="Environment variable with the servers' key; null: none.",
     )
     request_timeout_s: float = Field(
-        120.0, gt=0, le=86_400, description="Seconds a server may take for an answer or the next token."
+        120.0, gt=0, le=86_400, description="Maximum seconds until a server's answer or next token."
     )
     connect_timeout_s: float = Field(
-        10.0, ge=0, le=3600, description="Seconds a server may take to come up, at the start and after its loss."
+        10.0, ge=0, le=3600, description="Maximum seconds to wait for a server, at the start and after its loss."
     )
     weights_dir: str | None = Field(
-        None, min_length=1, description="Directory for new weights, under the same path here and at the servers."
+        None, min_length=1, description="Directory for new weights, with the same path here and on the servers."
     )
 
     @model_validator(mode="after")
@@ -124,23 +122,23 @@ class RolloutSection(Section):
         if replicas := replicas_of(self.backend, self.urls, given, self.weights_dir):
             object.__setattr__(self, "replicas", replicas)
         if self.context is not None and self.backend != "torch":
-            law = f"it is the torch backend's; {self.backend} has a context of its own"
-            raise ConfigError("rollout.context", self.context, law, "leave it out (vllm: engine_args.max_model_len)")
+            law = f"only the torch backend uses it, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.context", self.context, law, "remove it (vllm: use engine_args.max_model_len)")
         if self.context is not None and self.context <= self.max_tokens:
-            law = f"a prompt and a response of rollout.max_tokens = {self.max_tokens} must fit"
-            raise ConfigError("rollout.context", self.context, law, f"more than {self.max_tokens}")
+            law = f"must hold a prompt and a response of rollout.max_tokens = {self.max_tokens}"
+            raise ConfigError("rollout.context", self.context, law, f"use more than {self.max_tokens}")
         if self.engine_args and self.backend != "vllm":
-            law = f"rollout.backend {self.backend} takes no engine arguments"
-            raise ConfigError("rollout.engine_args", self.engine_args, law, "leave them out, or rollout.backend: vllm")
+            law = f"only the vllm backend uses engine arguments, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.engine_args", self.engine_args, law, "remove them, or use rollout.backend: vllm")
         if self.transport == "vllm" and self.backend != "vllm":
-            law = f"only vLLM has that protocol, and rollout.backend is {self.backend}"
-            raise ConfigError("rollout.transport", self.transport, law, "distributed would hold")
+            law = f"only the vllm backend has this transport, and rollout.backend is {self.backend}"
+            raise ConfigError("rollout.transport", self.transport, law, "use distributed")
         return self
 
     def _check_gpus(self) -> None:
         workers = workers_of(self.engine_args)
         if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ConfigError("rollout.gpus", self.gpus, "above 1 they are whole", f"{int(self.gpus)} would hold")
+            raise ConfigError("rollout.gpus", self.gpus, "must be a whole number if above 1", f"use {int(self.gpus)}")
         if self.gpus and workers > 1 and self.gpus != workers:
-            law = f"vLLM's workers are {workers} by rollout.engine_args and take a GPU each"
-            raise ConfigError("rollout.gpus", self.gpus, law, f"{workers} would hold, or 0, which is as many")
+            law = f"must be {workers}: rollout.engine_args ask for {workers} vLLM workers, each with a GPU"
+            raise ConfigError("rollout.gpus", self.gpus, law, f"use {workers}, or 0 to derive it")

@@ -25,14 +25,14 @@ class PoliciesSection(Section):
     dispatch: str = Field(DEFAULTS["dispatch"], pattern=REGISTERED, description="Which replica a group starts on.")
     batching: str = Field(DEFAULTS["batching"], pattern=REGISTERED, description="Which ready groups a step takes.")
     deadline: str = Field(
-        DEFAULTS["deadline"], pattern=REGISTERED, description="What becomes of groups that hold a step."
+        DEFAULTS["deadline"], pattern=REGISTERED, description="What happens to groups that delay a step."
     )
     sync: str | None = Field(
         None, pattern=REGISTERED, description="Which replicas install when; null: rollout.sync_order."
     )
-    filter: str = Field(DEFAULTS["filter"], pattern=REGISTERED, description="Which groups are not worth training on.")
-    retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="What follows a failed attempt.")
-    resume: str = Field(DEFAULTS["resume"], pattern=REGISTERED, description="Which interrupted group goes on first.")
+    filter: str = Field(DEFAULTS["filter"], pattern=REGISTERED, description="Which groups are dropped before training.")
+    retry: str = Field(DEFAULTS["retry"], pattern=REGISTERED, description="Whether a failed attempt is retried.")
+    resume: str = Field(DEFAULTS["resume"], pattern=REGISTERED, description="Which interrupted group resumes first.")
     validation: str = Field(DEFAULTS["validation"], pattern=REGISTERED, description="Which versions are measured.")
     on_error: Literal["stop", "builtin"] = Field(
         "stop", description="After a policy's error: stop the run, or ask the decision's default policy instead."
@@ -43,34 +43,34 @@ class SchedulerSection(Section):
     """Batch sizes, concurrency and staleness: B, S, K and k of the laws."""
 
     train_batch_size: int = Field(
-        8, **BOUNDS["train_batch_size"].as_field(), description="B: prompt groups a train step consumes."
+        8, **BOUNDS["train_batch_size"].as_field(), description="B: prompt groups per train step."
     )
     policy_mini_batch_size: int = Field(
-        0, ge=0, le=1_000_000, description="Groups an optimizer update sees; divides B; 0: B."
+        0, ge=0, le=1_000_000, description="Groups per optimizer update; must divide B; 0: B."
     )
     samples_per_prompt: int = Field(8, ge=1, le=65_536, description="Trajectories of one prompt group.")
     max_staleness_steps: int = Field(
         1,
         **BOUNDS["max_staleness_steps"].as_field(),
-        description="S: train steps a group's oldest token may lag, at most.",
+        description="S: maximum train steps that a group's oldest token may lag.",
     )
     max_concurrent_groups: int = Field(
         0,
         ge=0,
         le=int(BOUNDS["max_concurrent_groups"].most),
-        description="K: groups running at once, from B to B·(S+1) or what the next two make it; 0: the most.",
+        description="K: groups running at once, from B to B·(S+1), or less by the next two fields; 0: the maximum.",
     )
     async_ratio: float | None = Field(
         None, ge=0, le=10_000, description="Groups held beyond one batch, in batches, from k-1 to S; null: S."
     )
     over_sample: float = Field(
-        0.0, ge=0, le=100, description="Groups started beyond that, in batches; a full batch drops what it leaves over."
+        0.0, ge=0, le=100, description="Extra groups started, in batches; a full batch drops the rest."
     )
     sync_every: int = Field(
         1, **BOUNDS["sync_every"].as_field(), description="k: publish weights after every k-th train step; at most S+1."
     )
     train_after_sync: bool = Field(
-        False, description="Train a step only once every replica has the newest weights, as one step off does."
+        False, description="Start a train step only when every replica has the newest weights, as in one-step-off."
     )
     deadline_timeout_s: float = Field(
         60.0,
@@ -83,28 +83,28 @@ class SchedulerSection(Section):
     max_filtered_in_a_row: int = Field(
         1000,
         **BOUNDS["max_filtered_in_a_row"].as_field(),
-        description="Groups the filter may drop, none kept between, before the run ends; 4·K where that is more.",
+        description="Groups in a row that the filter may drop before the run fails; at least 4·K.",
     )
     infrastructure_attempts: int = Field(
         5,
         **BOUNDS["infrastructure_attempts"].as_field(),
-        description="Attempts a group has against infrastructure failures.",
+        description="Attempts of a group, counting infrastructure failures.",
     )
     data_attempts: int = Field(
         2,
         **BOUNDS["data_attempts"].as_field(),
-        description="Attempts a group has against its own data or reward failing.",
+        description="Attempts of a group, counting failures of its data or reward.",
     )
     states: tuple[str, ...] = Field(
         (),
         strict=False,
         max_length=100,
-        description="Added states that groups pass through before a step may take them, in order.",
+        description="Added states that groups pass before a train step, in order.",
     )
     state_timeout_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds that an added state may work on one group."
     )
-    policies: PoliciesSection = Field(default_factory=PoliciesSection, description="Who decides.")
+    policies: PoliciesSection = Field(default_factory=PoliciesSection, description="The policies.")
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
@@ -114,7 +114,7 @@ class SchedulerSection(Section):
         object.__setattr__(self, "max_concurrent_groups", self.max_concurrent_groups or self._most())
         if batch % self.policy_mini_batch_size:
             mini, law = self.policy_mini_batch_size, f"must divide scheduler.train_batch_size = {batch}"
-            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"{divisor(batch, mini)} would hold")
+            raise ConfigError("scheduler.policy_mini_batch_size", mini, law, f"use {divisor(batch, mini)}")
         return self
 
     def _most(self) -> int:

@@ -46,36 +46,39 @@ class RunSection(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Last part of the run's id; `run`: the config's file name.",
     )
-    dir: str = Field("runs", min_length=1, description="Directory that holds the run directories.")
+    dir: str = Field("runs", min_length=1, description="Parent of the run directories.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds data order, sampling and made models.")
     max_steps: int | None = Field(
         None,
         **BOUNDS["max_steps"].as_field(),
-        description="Train steps after which the run ends; null: at the end of the data.",
+        description="Number of train steps; null: until the data ends.",
     )
-    epochs: int | None = Field(
-        1, ge=1, le=1_000_000, description="Passes over the data; null: as many as max_steps takes."
-    )
+    epochs: int | None = Field(1, ge=1, le=1_000_000, description="Passes over the data; null: until max_steps.")
     silence_s: float = Field(
         300.0,
         gt=0,
         le=86_400,
-        description="Seconds in which nothing changes, after which the run says what it waits for.",
+        description="Seconds without change after which the run reports what it waits for.",
     )
     extensions: tuple[str, ...] = Field(
         (),
         strict=False,
         max_length=100,
-        description="Modules of policies and states of your own, on the path or beside the config.",
+        description="Modules with custom policies and states, on the Python path or beside the config.",
     )
     extensions_dir: str | None = Field(
-        None, min_length=1, description="Where else these modules are looked for; null: the config's directory."
+        None, min_length=1, description="Additional directory of these modules; null: the config's directory."
     )
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if self.epochs is None and self.max_steps is None:
-            raise ConfigError("run.epochs", None, "a run without an end: run.max_steps is null too", "1 would hold")
+            raise ConfigError(
+                "run.epochs",
+                None,
+                "the run would never end, because run.max_steps is null too",
+                "set one of them, for example run.epochs: 1",
+            )
         return self
 
 
@@ -84,16 +87,21 @@ class ArithmeticSection(Section):
 
     layers: int = Field(_MADE.layers, ge=1, le=64, description="Transformer layers.")
     hidden_size: int = Field(_MADE.hidden_size, ge=8, le=8192, description="Width of the model.")
-    heads: int = Field(_MADE.heads, ge=1, le=64, description="Attention heads; hidden_size is an even multiple.")
+    heads: int = Field(_MADE.heads, ge=1, le=64, description="Attention heads; must divide half of hidden_size.")
     train_prompts: int = Field(_MADE.train_prompts, ge=1, le=MOST_MADE, description="Prompts in the training set.")
-    validation_prompts: int = Field(_MADE.validation_prompts, ge=1, le=MOST_MADE, description="Held-out prompts.")
+    validation_prompts: int = Field(_MADE.validation_prompts, ge=1, le=MOST_MADE, description="Validation prompts.")
     warmup_steps: int = Field(_MADE.warmup_steps, ge=0, le=MOST_MADE, description="Supervised steps before the run.")
-    warmup_batch: int = Field(_MADE.warmup_batch, ge=1, le=MOST_MADE, description="Worked solutions a supervised step.")
+    warmup_batch: int = Field(
+        _MADE.warmup_batch, ge=1, le=MOST_MADE, description="Worked solutions per supervised step."
+    )
     warmup_learning_rate: float = Field(
         _MADE.warmup_learning_rate, gt=0, le=1, description="Learning rate of the supervised steps."
     )
     short_steps: int = Field(
-        _MADE.short_steps, ge=1, le=24, description="Supervised steps are mostly on the first so many of an answer."
+        _MADE.short_steps,
+        ge=1,
+        le=24,
+        description="Most supervised examples use only this many first steps of an answer.",
     )
     carelessness: float = Field(
         _MADE.carelessness, ge=0, le=1, description="How often those answers slip: to be unlearned."
@@ -117,8 +125,12 @@ class ArithmeticSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if self.hidden_size % (2 * self.heads):
-            law = f"hidden_size = {self.hidden_size} must be an even multiple of it"
-            fix = f"{divisor(self.hidden_size // 2, self.heads)} would hold" if self.hidden_size % 2 == 0 else ""
+            law = f"must divide half of hidden_size = {self.hidden_size}"
+            fix = (
+                f"use {divisor(self.hidden_size // 2, self.heads)}"
+                if self.hidden_size % 2 == 0
+                else "use an even hidden_size"
+            )
             raise ConfigError("model.arithmetic.heads", self.heads, law, fix)
         return self
 
@@ -134,7 +146,9 @@ class ArithmeticSection(Section):
 class ModelSection(Section):
     """Which model is trained: give `path`, or `make`."""
 
-    path: str | None = Field(None, min_length=1, description="Directory in Hugging Face format, or a hub name.")
+    path: str | None = Field(
+        None, min_length=1, description="Directory of a model in Hugging Face format, or a hub name."
+    )
     make: Literal["arithmetic"] | None = Field(
         None, description="Build a small model and its data instead of loading them."
     )
@@ -143,9 +157,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _laws(self) -> Self:
         if (self.path is None) == (self.make is None):
-            law = "exactly one of model.path and model.make names the model"
+            law = "exactly one of model.path and model.make must be set"
             raise ConfigError(
-                "model.path", self.path, law, "model.path: <directory or hub name>, or model.make: arithmetic"
+                "model.path", self.path, law, "set model.path: <directory or hub name>, or model.make: arithmetic"
             )
         return self
 
@@ -154,22 +168,22 @@ class DataSection(Section):
     """The prompts. Not needed with `model.make`, which builds its own."""
 
     path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of training prompts.")
-    validation_path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of held-out prompts.")
+    validation_path: str | None = Field(None, min_length=1, description="JSONL or Parquet file of validation prompts.")
     prompt_field: str = Field(
-        "prompt", min_length=1, description="Column that holds the prompt; all columns reach the reward."
+        "prompt", min_length=1, description="Column with the prompt; the reward gets all columns."
     )
-    shuffle: bool = Field(True, description="Draw each epoch in an order of its own, by run.seed.")
+    shuffle: bool = Field(True, description="Shuffle each epoch, by run.seed.")
 
 
 class RewardSection(Section):
     """How a response is judged. Not needed with `model.make`."""
 
-    function: str | None = Field(None, pattern=NAMED, description="The user's reward, as module:function.")
+    function: str | None = Field(None, pattern=NAMED, description="Reward function, as module:function.")
     timeout_s: float = Field(30.0, gt=0, le=86_400, description="Seconds after which one reward call counts as failed.")
 
 
 class DurabilitySection(Section):
-    """What outlives the loss of a process."""
+    """What is stored against failures."""
 
     prefix_every_tokens: int = Field(
         1024,
@@ -178,71 +192,72 @@ class DurabilitySection(Section):
         description="New tokens of a trajectory after which its group's prefixes are stored; 0: only at an abort.",
     )
     trajectories: Literal["disk", "memory"] = Field(
-        "disk", description="Where they are kept: in the run's directory, so that a resume loses none, or in memory."
+        "disk",
+        description="Where trajectories are stored: in the run's directory, so a resume loses none, or in memory.",
     )
     fsync: Literal["segment", "always"] = Field(
-        "segment", description="What outlives a power cut: closed segments, or each group that was acknowledged."
+        "segment", description="What survives a power cut: closed segments, or every stored group."
     )
     segment_mb: int = Field(64, ge=1, le=1024, description="Size at which a segment of trajectories is closed, in MiB.")
     max_bytes: int | None = Field(
-        None, ge=1 << 20, le=1 << 60, description="Of all trajectories on disk; null: as many as the disk has room for."
+        None, ge=1 << 20, le=1 << 60, description="Maximum bytes of trajectories on disk; null: no limit but the disk."
     )
     cache_mb: int = Field(
         128,
         ge=0,
         le=1 << 20,
-        description="Newest trajectories that are kept in memory besides, in MiB, to be read there.",
+        description="Memory cache of the newest trajectories, in MiB.",
     )
     drain_s: float | None = Field(
         None,
         **BOUNDS["drain_s"].as_field(),
-        description="Seconds a drain may take before the run stops as it is; null: as it takes.",
+        description="Maximum seconds of a drain; then the run stops. null: no limit.",
     )
     snapshot_every: int = Field(
-        50_000, ge=0, le=1 << 40, description="Events after which the whole state goes into the record; 0: never."
+        50_000, ge=0, le=1 << 40, description="Events between snapshots of the state in the record; 0: none."
     )
 
 
 class MetricsSection(Section):
     """The Prometheus endpoint, and the sinks."""
 
-    port: int = Field(0, ge=0, le=65_535, description="Port; 0 takes any free one and prints it.")
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(0, ge=0, le=65_535, description="Port; 0: any free one, which the run prints.")
+    host: str = Field("127.0.0.1", min_length=1, description="Listen address.")
     hosts: list[HostName] = Field(
-        default_factory=list, max_length=64, description="Further host names under which requests may reach it."
+        default_factory=list, max_length=64, description="More accepted host names of requests."
     )
     sinks: SinksSection = Field(
-        default_factory=SinksSection, description="Other places for the lines of metrics.jsonl."
+        default_factory=SinksSection, description="Other destinations for the rows of metrics.jsonl."
     )
 
 
 class Config(Section):
     """A whole run. Holds only if every law does."""
 
-    run: RunSection = Field(default_factory=RunSection, description="Where the run lives and when it ends.")
+    run: RunSection = Field(default_factory=RunSection, description="Where the run is stored and when it ends.")
     model: ModelSection = Field(description="Which model is trained.")
     data: DataSection = Field(default_factory=DataSection, description="The prompts.")
-    reward: RewardSection = Field(default_factory=RewardSection, description="How a response is judged.")
+    reward: RewardSection = Field(default_factory=RewardSection, description="The reward of a response.")
     agent: AgentSection = Field(default_factory=AgentSection, description="Multi-turn rollouts.")
     scheduler: SchedulerSection = Field(
         default_factory=SchedulerSection, description="Batches, concurrency, staleness."
     )
     rollout: RolloutSection = Field(default_factory=RolloutSection, description="The rollout engines.")
     pools: list[PoolSection] = Field(
-        default_factory=list, max_length=64, description="Which tasks share hardware; none: replicas, and the trainer."
+        default_factory=list,
+        max_length=64,
+        description="Which tasks share hardware; default: replicas, and the trainer.",
     )
     trainer: TrainerSection = Field(default_factory=TrainerSection, description="The train step.")
-    validation: ValidationSection = Field(
-        default_factory=ValidationSection, description="Measuring on held-out prompts."
-    )
+    validation: ValidationSection = Field(default_factory=ValidationSection, description="Validation.")
     timeouts: TimeoutsSection = Field(
-        default_factory=TimeoutsSection, description="How long each kind of order may take."
+        default_factory=TimeoutsSection, description="Time limits for each kind of order."
     )
     durability: DurabilitySection = Field(
-        default_factory=DurabilitySection, description="What outlives the loss of a process."
+        default_factory=DurabilitySection, description="What is stored against failures."
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
-    control: ControlSection = Field(default_factory=ControlSection, description="Orders to a run that is going on.")
+    control: ControlSection = Field(default_factory=ControlSection, description="Requests to a running run.")
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
@@ -256,15 +271,13 @@ class Config(Section):
         self.trainer_settings()
         samples = self.scheduler.samples_per_prompt
         if samples < 2 and self.trainer_settings().compares_siblings:
-            law = (
-                f"trainer.advantage {self.trainer.advantage} compares a group's trajectories: one alone teaches nothing"
-            )
-            raise ConfigError("scheduler.samples_per_prompt", samples, law, "2 or more would hold")
+            law = f"must be at least 2: trainer.advantage {self.trainer.advantage} compares the trajectories of a group"
+            raise ConfigError("scheduler.samples_per_prompt", samples, law, "use 2 or more")
         reward = self.reward.function or self.agent.function or self.agent.rollout  # these may return their own
         for field, value in {"data.path": self.data.path, "reward.function": reward}.items():
             if value is None and self.model.make is None:
-                fix = "give it, or let model.make build model, data and reward"
-                raise ConfigError(field, value, "a model of your own needs it", fix)
+                fix = "set it, or use model.make to build model, data and reward"
+                raise ConfigError(field, value, "required with model.path", fix)
         require_time_for_rewards(self.limits().timeouts, self.reward.timeout_s)
         refuse_validation(self.validation, self.held_out, self.rollout)
         return self

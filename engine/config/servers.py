@@ -15,21 +15,21 @@ def replicas_of(backend: str, urls: Sequence[str], replicas: int | None, weights
     """
     if backend != "openai":
         if urls:
-            law = f"rollout.backend {backend} asks no servers"
-            raise ConfigError("rollout.urls", list(urls), law, "leave them out, or rollout.backend: openai")
+            law = f"only the openai backend uses servers, and rollout.backend is {backend}"
+            raise ConfigError("rollout.urls", list(urls), law, "remove them, or use rollout.backend: openai")
         return None
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                "rollout.urls", url, "must be an address with http:// or https://", "http://127.0.0.1:8000"
+                "rollout.urls", url, "must start with http:// or https://", "for example http://127.0.0.1:8000"
             )
     if not urls or len({url.rstrip("/").removesuffix("/v1") for url in urls}) != len(urls):
-        law = "the openai backend needs the addresses of its servers, each once"
-        raise ConfigError("rollout.urls", list(urls), law, "['http://127.0.0.1:8000'] would hold")
+        law = "must list the address of every server once"
+        raise ConfigError("rollout.urls", list(urls), law, "for example ['http://127.0.0.1:8000']")
     if replicas not in (None, len(urls)):
-        law = f"rollout.urls names {len(urls)} servers, each of them one replica"
-        raise ConfigError("rollout.replicas", replicas, law, f"{len(urls)} would hold, or leave it out")
+        law = f"must be {len(urls)}, the number of servers in rollout.urls"
+        raise ConfigError("rollout.replicas", replicas, law, f"use {len(urls)}, or remove it")
     if weights_dir is None:
-        law = "the servers must be given new weights"
-        raise ConfigError("rollout.weights_dir", None, law, "a directory that they read under the same path")
+        law = "the servers read new weights from this directory"
+        raise ConfigError("rollout.weights_dir", None, law, "set a directory that they see under the same path")
     return len(urls)

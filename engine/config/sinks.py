@@ -10,26 +10,28 @@ from engine.config.section import Section
 class TensorBoardSection(Section):
     """Event files for TensorBoard. Needs the extra `tensorboard`."""
 
-    enabled: bool = Field(False, description="Whether it gets the lines.")
-    dir: str | None = Field(None, min_length=1, description="Where they go; null: tensorboard/ in the run's directory.")
+    enabled: bool = Field(False, description="Whether the sink is used.")
+    dir: str | None = Field(None, min_length=1, description="Its directory; null: tensorboard/ in the run's directory.")
 
 
 class WandbSection(Section):
     """A run of Weights & Biases. Needs the extra `wandb`."""
 
-    enabled: bool = Field(False, description="Whether it gets the lines.")
+    enabled: bool = Field(False, description="Whether the sink is used.")
     project: str = Field("step-engine", min_length=1, description="Project of the run.")
-    entity: str | None = Field(None, min_length=1, description="User or team; null: whoever is logged in.")
+    entity: str | None = Field(None, min_length=1, description="User or team; null: the logged-in user.")
     mode: Literal["offline", "online"] = Field(
-        "offline", description="offline: kept in the run's directory until `wandb sync`."
+        "offline", description="offline: stored in the run's directory until `wandb sync`."
     )
 
 
 class MLflowSection(Section):
     """A run of MLflow. Needs the extra `mlflow`."""
 
-    enabled: bool = Field(False, description="Whether it gets the lines.")
-    uri: str | None = Field(None, min_length=1, description="Tracking server or store; null: mlruns/ beside the runs.")
+    enabled: bool = Field(False, description="Whether the sink is used.")
+    uri: str | None = Field(
+        None, min_length=1, description="Tracking server or store; null: mlruns/ beside the run directories."
+    )
     experiment: str = Field("step-engine", min_length=1, description="Experiment of the run.")
 
 

@@ -38,8 +38,8 @@ class TimeoutsSection(Section):
         FLOOR_S,
         description=f"Smallest auto limit; {SLOW_FLOOR_S:g} for start, publish, checkpoint, rows unless it is lowered.",
     )
-    cut_s: Seconds = Field(60.0, description="Seconds a replica may take to cut a group or validation rows short.")
-    max_s: Seconds | None = Field(None, description="Most seconds any order may take in all; null: any.")
+    cut_s: Seconds = Field(60.0, description="Maximum seconds for a replica to park a group or stop validation rows.")
+    max_s: Seconds | None = Field(None, description="Maximum total seconds of any order; null: no limit.")
 
     @field_validator("*", mode="before")
     @classmethod

@@ -16,8 +16,8 @@ class MaskSection(Section):
     """What is kept: tokens, or whole trajectories, whose measure lies between the bounds (docs/OBJECTIVES.md)."""
 
     measure: str = Field(description="token_ratio, geometric_ratio, product_ratio, or token_, mean_ or sum_k1, k2, k3.")
-    low: float | None = Field(None, ge=-1000, le=1000, description="What is below is dropped; null: no bound.")
-    high: float | None = Field(None, ge=-1000, le=1000, description="What is above is dropped; null: no bound.")
+    low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
+    high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
 
 
 class TrainerSection(Section):
@@ -27,37 +27,37 @@ class TrainerSection(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")
     adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
     weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Gradients are scaled down to this norm; 0 leaves them.")
-    lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear down to 0.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
+    lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear to 0.")
     lr_warmup_steps: int = Field(
         0, ge=0, le=MOST_STEPS, description="Optimizer steps over which the learning rate rises."
     )
     lr_total_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; needed by linear only."
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; only for linear."
     )
     advantage: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
     loss: str = Field(
         "ppo_clip", description="ppo_clip, dual_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
     )
     old_policy: str = Field(
-        "behaviour", description="Whom the ratio is against: behaviour, or proximal (weights before the step)."
+        "behaviour", description="Denominator of the ratio: behaviour, or proximal (weights before the step)."
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
-    clip_dual: float = Field(3.0, gt=1, le=1000, description="Bound of dual_clip on ratios of negative advantage.")
+    clip_dual: float = Field(3.0, gt=1, le=1000, description="Bound of dual_clip for negative advantages.")
     correction: str = Field("none", description="none, token_tis or sequence_tis (truncated importance sampling).")
-    correction_cap: float = Field(2.0, gt=0, description="Where importance weights are truncated.")
+    correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
     masks: tuple[MaskSection, ...] = Field(
-        (), strict=False, max_length=12, description="Tokens and trajectories dropped for disagreeing with the trainer."
+        (), strict=False, max_length=12, description="Bounds that drop tokens and trajectories."
     )
-    kl_loss_coef: float = Field(0.0, ge=0, le=100, description="Times the KL to the reference in the loss; 0: none.")
+    kl_loss_coef: float = Field(
+        0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
+    )
     kl_loss: str = Field("k3", description="Its estimator: k1 (with kl_loss_ratio), k2 or k3.")
-    kl_loss_ratio: bool = Field(False, description="Weigh it by current / behaviour: the KL's own gradient.")
-    kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Times the KL taken off the reward; 0: none.")
+    kl_loss_ratio: bool = Field(False, description="Weight it by current / behaviour, for the gradient of the KL.")
+    kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
     kl_reward: str = Field("k1", description="Its estimator: k1, k2 or k3.")
-    reference_path: str | None = Field(
-        None, min_length=1, description="The reference model; null: the weights the run begins with."
-    )
+    reference_path: str | None = Field(None, min_length=1, description="Reference model; null: the initial weights.")
     overlong_cache_tokens: int = Field(
         0,
         ge=0,
@@ -65,21 +65,21 @@ class TrainerSection(Section):
         description="Last tokens over which the reward of a long response falls (DAPO); 0: none.",
     )
     overlong_max_tokens: int = Field(
-        0, ge=0, le=MOST_TOKENS, description="Tokens at which the whole penalty is due; 0: rollout.max_tokens."
+        0, ge=0, le=MOST_TOKENS, description="Length with the full penalty; 0: rollout.max_tokens."
     )
-    overlong_penalty: float = Field(1.0, ge=0, description="The whole penalty.")
+    overlong_penalty: float = Field(1.0, ge=0, description="The full penalty.")
     aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
     aggregation_tokens: int = Field(
-        0, ge=0, le=MOST_TOKENS, description="Divisor of constant, tokens a trajectory; 0: rollout.max_tokens."
+        0, ge=0, le=MOST_TOKENS, description="Divisor of constant, in tokens per trajectory; 0: rollout.max_tokens."
     )
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
     micro_batch_tokens: int = Field(16_384, ge=1, le=MOST_TOKENS, description="Padded tokens of one forward pass.")
     bf16: Literal["auto", "on", "off"] = Field(
-        "auto", description="bfloat16 autocast; auto: where a CUDA device has it."
+        "auto", description="bfloat16 autocast; auto: on CUDA devices that support it."
     )
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(
-        0, ge=0, le=1024, description="CPU threads of the trainer; 0: its pool's share, or as many as torch takes."
+        0, ge=0, le=1024, description="CPU threads of the trainer; 0: from its pool's share, or torch's default."
     )
     checkpoint_every: int = Field(
         10,
@@ -92,7 +92,7 @@ class TrainerSection(Section):
     keep_checkpoints_every: int = Field(
         0,
         **BOUNDS["keep_checkpoints_every"].as_field(),
-        description="Checkpoints of every so many train steps are kept for good; 0: none.",
+        description="Keep one checkpoint of every so many train steps permanently; 0: none.",
     )
 
     def settings(self, *, response_tokens: int, **shared: Any) -> TrainerSettings:

@@ -13,18 +13,16 @@ from engine.states.limits import ValidationLimits
 class ValidationSection(Section):
     """How the model is measured on held-out prompts."""
 
-    at_start: bool = Field(True, description="Measure the initial weights, while training begins.")
-    every: int = Field(
-        0, ge=0, le=1_000_000, description="Train steps between measurements, on the version that has them; 0: none."
-    )
-    at_end: bool = Field(True, description="Measure the final weights; the run waits for that.")
-    prompts: int = Field(128, ge=1, le=1_000_000, description="Held-out prompts used, at most.")
+    at_start: bool = Field(True, description="Validate the initial weights while training starts.")
+    every: int = Field(0, ge=0, le=1_000_000, description="Train steps between validations; 0: none.")
+    at_end: bool = Field(True, description="Validate the final weights before the run ends.")
+    prompts: int = Field(128, ge=1, le=1_000_000, description="Maximum number of validation prompts.")
     placement: Literal["shared", "own"] = Field(
-        "shared", description="On replicas that also generate, or on further ones that do nothing else."
+        "shared", description="On rollout replicas (shared), or on additional replicas (own)."
     )
-    replicas: int = Field(1, ge=1, le=4096, description="Replicas a measurement takes; shared: of rollout.replicas.")
+    replicas: int = Field(1, ge=1, le=4096, description="Replicas of a validation; if shared, of rollout.replicas.")
     conflict: Literal["hold", "cancel"] = Field(
-        "hold", description="Where measuring keeps every replica from newer weights: hold them, or cancel it."
+        "hold", description="If validation keeps all replicas from newer weights: hold the weights, or cancel it."
     )
     greedy: bool = Field(True, description="Take the likeliest token instead of sampling.")
 
@@ -51,11 +49,11 @@ def validation_limits(section: ValidationSection, samples: int, replicas: int) -
 def refuse_validation(section: ValidationSection, held_out: bool, rollout: RolloutSection) -> None:
     """Raises: `ConfigError` for what cannot be measured."""
     if section.every and not held_out:
-        law = "there are no held-out prompts to measure"
-        raise ConfigError("validation.every", section.every, law, "data.validation_path: <file>, or 0")
+        law = "there are no validation prompts"
+        raise ConfigError("validation.every", section.every, law, "set data.validation_path: <file>, or use 0")
     if section.placement == "own" and rollout.backend == "openai":
-        law = "each of rollout.urls is a replica that generates"
-        raise ConfigError("validation.placement", section.placement, law, "shared would hold")
+        law = "the openai backend cannot reserve replicas for validation"
+        raise ConfigError("validation.placement", section.placement, law, "use shared")
     if section.placement == "shared" and section.replicas > rollout.replicas:
-        law = f"rollout.replicas = {rollout.replicas} are all there are to share"
-        raise ConfigError("validation.replicas", section.replicas, law, f"{rollout.replicas} would hold")
+        law = f"must be at most rollout.replicas = {rollout.replicas}"
+        raise ConfigError("validation.replicas", section.replicas, law, f"use {rollout.replicas}")

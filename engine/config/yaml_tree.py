@@ -62,7 +62,7 @@ def parse_yaml(text: str, field: str, value: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or _reason(error)
-        raise ConfigError(field, value, f"not YAML: {where}{shortened(str(reason))}") from None
+        raise ConfigError(field, value, f"is not valid YAML: {where}{shortened(str(reason))}") from None
 
 
 def _reason(error: Exception) -> str:
@@ -84,7 +84,7 @@ def _require_bounded(root: yaml.Node, field: str, value: str) -> None:
         if id(node) in sizes:
             return sizes[id(node)]
         if depth > MOST_DEEP:
-            raise ConfigError(field, value, f"must hold values at most {MOST_DEEP} levels deep", "flatten it")
+            raise ConfigError(field, value, f"is more than {MOST_DEEP} levels deep", "flatten it")
         values, characters = 1, len(node.value) if isinstance(node, yaml.ScalarNode) else 0
         sizes[id(node)] = (MOST_NODES + 1, 0)
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
@@ -93,7 +93,7 @@ def _require_bounded(root: yaml.Node, field: str, value: str) -> None:
             more = size(inner, depth + 1)
             values, characters = values + more[0], characters + more[1]
         if values > MOST_NODES or characters > MOST_CHARACTERS:
-            law = f"must hold at most {MOST_NODES} values and {MOST_CHARACTERS} characters, its aliases written out"
+            law = f"has more than {MOST_NODES} values or {MOST_CHARACTERS} characters with its aliases written out"
             raise ConfigError(field, value, law, "write values out instead of aliases (&name, *name)")
         sizes[id(node)] = (values, characters)
         return sizes[id(node)]

@@ -1,1 +1,1 @@
-"""Orders to a run that is going on: drain, stop, scale, set; and the question what it waits for."""
+"""Requests to a running run: drain, stop, scale, set, and what it waits for."""

@@ -1,4 +1,4 @@
-"""Tell a run that is going on something, from the process of a command line.
+"""Send a request to a running run, from a command-line process.
 
 Called by `engine scale`, `set`, `drain` and `stop`. Every failure is a `ConfigError` in one line; the token is in none.
 """
@@ -50,11 +50,13 @@ def tell(run_dir: Path, shown: str, asked: Operation) -> dict[str, Any]:
         raise _refused(shown, error) from None
     except (urllib.error.URLError, TimeoutError, OSError) as error:
         reason = getattr(error, "reason", None) or error
-        law = f"nothing answers at {place.url} ({reason}): the run was killed, or its machine cannot be reached"
-        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` goes on with it") from None
+        law = f"does not answer at {place.url} ({reason}): the run was killed, or its machine is unreachable"
+        raise ConfigError("RUN", shown, law, f"if it was killed, resume it with `engine resume {shown}`") from None
     except (ValueError, http.client.HTTPException) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError("RUN", shown, f"what answers at {place.url} is no run of this version: {reason}") from None
+        raise ConfigError(
+            "RUN", shown, f"the answer from {place.url} is not from a run of this engine version: {reason}"
+        ) from None
 
 
 def _refused(shown: str, error: urllib.error.HTTPError) -> ConfigError:
@@ -63,8 +65,8 @@ def _refused(shown: str, error: urllib.error.HTTPError) -> ConfigError:
     except (ValueError, LookupError, OSError):
         reason = f"HTTP {error.code}"
     if error.code == 401:
-        law = f"what answers refuses the token of its control.json ({reason})"
-        return ConfigError("RUN", shown, law, "the run that wrote it has ended")
+        law = f"refuses the token in its control.json ({reason})"
+        return ConfigError("RUN", shown, law, "the run that wrote the token has ended")
     return ConfigError("RUN", shown, f"refuses: {reason}")
 
 
@@ -73,5 +75,5 @@ def _plain(body: bytes) -> dict[str, Any]:
         raise ValueError("its answer is too large")
     answer = json.loads(body)
     if not isinstance(answer, dict):
-        raise ValueError("its answer is no object")
+        raise ValueError("its answer is not a JSON object")
     return answer

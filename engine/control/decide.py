@@ -33,7 +33,9 @@ def decide(
     if isinstance(asked, Look):
         return ()
     if outcome is not None:
-        raise ConfigError("RUN", outcome.outcome, f"is over: {outcome.reason}", "`engine resume` goes on with it")
+        raise ConfigError(
+            "RUN", outcome.outcome, f"the run has ended: {outcome.reason}", "continue it with `engine resume`"
+        )
     if isinstance(asked, Stop):
         return (StopRequested(reason=asked.reason),)
     if isinstance(asked, Scale):
@@ -63,7 +65,7 @@ def changes(
 
 
 def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
-    """What follows the `RunResumed` of a run that goes on with so many replicas: the settings it is to have, and where
+    """The events after the `RunResumed` of a run resumed with so many replicas: its settings, and where
     nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
     state = scheduler.state
     wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())
@@ -77,22 +79,23 @@ def check_replicas(replicas: int, limits: Limits, most: int) -> None:
     """Raises: `ConfigError` where there cannot be so many."""
     standing = [id for pool in limits.pools for id in pool.replicas]
     if standing:
-        law = f"the replicas stand in pools, which name them: {sorted(standing)}"
-        raise ConfigError("replicas", replicas, law, "their number follows from `pools` when a run is started")
+        law = f"the pools of this run fix its replicas: {sorted(standing)}"
+        raise ConfigError("replicas", replicas, law, "change `pools` and start a new run")
     own = limits.validators()
     if own and replicas > own.start:
-        law = f"replicas from {own.start} on only validate"
-        raise ConfigError("replicas", replicas, law, f"any number from 1 to {own.start} would hold")
+        law = f"must be at most {own.start}: the other replicas are reserved for validation"
+        raise ConfigError("replicas", replicas, law, f"use a number from 1 to {own.start}")
     if not 1 <= replicas <= most:
-        raise ConfigError(
-            "replicas", replicas, f"there can be {most} at most", f"any number from 1 to {most} would hold"
-        )
+        law = f"must be from 1 to {most}"
+        raise ConfigError("replicas", replicas, law, f"use a number from 1 to {most}")
 
 
 def _leaves(asked: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
     replica = scheduler.state.fleet.replicas.get(id)
     if replica is None or replica.state == "down":
         there = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "down"]
-        law = "is not there" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
-        raise ConfigError("--replica", id, law, f"one of {there}")
+        law = (
+            "does not exist" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
+        )
+        raise ConfigError("--replica", id, law, f"use one of {there}")
     return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=asked.reason)

@@ -57,14 +57,14 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        law = "is not running: it has ended, or takes no orders (control.enabled)"
-        raise ConfigError("RUN", shown, law, f"`engine resume {shown}` continues a run that has ended") from None
+        law = "is not running, or runs with control.enabled: false"
+        raise ConfigError("RUN", shown, law, f"continue a run that has ended with `engine resume {shown}`") from None
     except OSError as error:
-        raise ConfigError("RUN", shown, f"its {FILE} cannot be read: {error.strerror or error}") from None
+        raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error.strerror or error}") from None
     try:
         return _read(handle)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError("RUN", shown, f"its {FILE} is not what a run has written: {error}") from None
+        raise ConfigError("RUN", shown, f"has an invalid {FILE}: {error}") from None
     finally:
         os.close(handle)
 
@@ -72,7 +72,7 @@ def place_of(run_dir: Path, shown: str) -> ControlPlace:
 def _read(handle: int) -> ControlPlace:
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is no plain file")
+        raise ValueError("it is not a regular file")
     if found.st_uid != os.geteuid() and os.geteuid() != 0:
         raise ValueError("it belongs to another user")
     if stat.S_IMODE(found.st_mode) & 0o077:
@@ -83,5 +83,5 @@ def _read(handle: int) -> ControlPlace:
     told = json.loads(text)
     url, token = told["url"], told["token"]
     if not (isinstance(url, str) and url.startswith("http://") and isinstance(token, str) and token):
-        raise ValueError("it names no place")
+        raise ValueError("it has no valid url and token")
     return ControlPlace(url, token)

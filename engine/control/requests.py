@@ -1,4 +1,4 @@
-"""What a run may be told from outside, as JSON; anything else is refused.
+"""The JSON requests that a running run accepts; anything else is refused.
 
 Read by `server.py`, made by `client.py`. Strict: no unknown field, no other type, everything bounded.
 """

@@ -40,7 +40,7 @@ class ControlServer:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                "control.port", port, f"cannot listen on {host}: {reason}", "0 takes any free port"
+                "control.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port"
             ) from None
         name = socket.gethostname() if host in ANYWHERE else f"[{host}]" if ":" in host else host
         return ControlPlace(f"http://{name}:{address[1]}", self._token)
@@ -53,7 +53,7 @@ class ControlServer:
         """Before anything else of a request is looked at: its token."""
         assert self._listener is not None
         if not self._holds_token(request):
-            raise Refused(401, "the token is not that of this run")
+            raise Refused(401, "the token does not belong to this run")
         if (request.method, request.path) != ("POST", "/control"):
             known = request.path == "/control"
             raise (

@@ -148,15 +148,15 @@ class GatewayServer:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._agents.session(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
-            raise RequestError(401, "the key is not that of a living agent", code="invalid_api_key")
+            raise RequestError(401, "the key does not belong to a running agent", code="invalid_api_key")
         return session
 
     def _route(self, request: web.BaseRequest) -> Handler:
         method, handler = self._routes.get(request.path, ("", None))
         if handler is None:
-            raise RequestError(404, f"nothing is at this path; known are {', '.join(self._routes)}")
+            raise RequestError(404, f"unknown path; use one of {', '.join(self._routes)}")
         if request.method != method:
-            raise RequestError(405, f"{request.path} takes {method} only")
+            raise RequestError(405, f"{request.path} accepts only {method}")
         return handler
 
     async def _speak_openai(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -25,11 +25,11 @@ class Sampler(Protocol):
 
     def sample(self, call: AgentCall) -> Coroutine[Any, Any, SampleResult]:
         """As `RolloutBackend.sample`. Raises `DataFailure` for what no replica could sample; whatever else it raises
-        is this replica's failure, and the call goes on elsewhere."""
+        is this replica's failure, and the call continues on another replica."""
 
 
 class SessionOver(Exception):
-    """The session ended, or was ended, while a call was under way."""
+    """The session ended during a call."""
 
 
 class ContextSpent(DataFailure):
@@ -52,7 +52,7 @@ class Line:
     sampler: Sampler
     attempt: int
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the group is open elsewhere: what is still under way here is lost."""
+    """Set when the group is open on another replica: running calls here are lost."""
 
 
 class Session:
@@ -172,7 +172,7 @@ class AgentGroup:
         return self._outcome
 
     def cut(self, attempt: int, how: str) -> None:
-        """Let no call through to the replica of an attempt any more. Once those under way are back, its `open` is
+        """Block further calls to the replica of an attempt. Once the running ones return, its `open` is
         answered: `park`: with what is there, agents kept; `truncate`: as finished."""
         if self._line is not None and self._line.attempt == attempt:
             self._shut()

@@ -66,9 +66,9 @@ def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment
     `EngineError` where this engine decides otherwise than the record before event `n`, so that the state is unknown.
     """
     if n < 0:
-        raise ConfigError("--at", n, "events are counted from 0", "0 would hold")
+        raise ConfigError("--at", n, "must not be negative: events are counted from 0", "use 0 or more")
     if group is not None and group < 0:
-        raise ConfigError("--group", group, "groups are counted from 0", "0 would hold")
+        raise ConfigError("--group", group, "must not be negative: groups are counted from 0", "use 0 or more")
     watcher = _Watcher(n, group)
     report = replay(record, n if group is None else None, watcher.build, watcher.watch)
     return watcher.moment(report)
@@ -132,14 +132,14 @@ class _Watcher:
         if not report.events:
             raise ConfigError("--at", self.n, "the record has no event")
         raise ConfigError(
-            "--at", self.n, f"the record has {report.events} events", f"0 to {report.events - 1} would hold"
+            "--at", self.n, f"the record has {report.events} events", f"use a number from 0 to {report.events - 1}"
         )
 
     def _require_group(self) -> None:
         drawn = self._scheduler.state.ledger.drawn
         if self.story is not None and self.story.group >= drawn:
-            hold = f"0 to {drawn - 1} would hold" if drawn else ""
-            raise ConfigError("--group", self.story.group, f"{drawn} prompts were drawn in this record", hold)
+            fix = f"use a number from 0 to {drawn - 1}" if drawn else ""
+            raise ConfigError("--group", self.story.group, f"the record has {drawn} groups", fix)
 
 
 def _rejection(rejected: Rejected) -> str:

@@ -13,7 +13,7 @@ def open_record(run: str | Path) -> Record:
     """
     path = Path(run)
     if not path.is_dir():
-        raise ConfigError("RUN", str(run), "no such directory", "the directory of a run would hold")
+        raise ConfigError("RUN", str(run), "is not a directory", "give the directory of a run")
     record = read(path / "schedule" if (path / "schedule").is_dir() else path)
     record.require_index()
     return record

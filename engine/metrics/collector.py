@@ -111,7 +111,7 @@ class RunMetrics:
         self.since: dict[tuple[str, int], float] = {}
         """When replicas, steps under way and the newest checkpoint came to where they are; see `states.waiting`."""
         self.silence = (-1, "")
-        """(changes so far, text) when a silence was told last."""
+        """(changes so far, text) of the last report of silence."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -159,7 +159,7 @@ class RunMetrics:
         }
 
     def go_on(self) -> None:
-        """After a record was replayed up to the present: what is under way, and waited for, is known from here on."""
+        """After a record was replayed up to the present: open orders and waits are known from here on."""
         self.finished_at = self.going_on.checkpoint_at = self.state.now
         for step in self.state.steps.values():
             if step.groups or step.state == "collecting":

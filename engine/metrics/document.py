@@ -7,13 +7,14 @@ from engine.metrics.names import METRICS, Metric
 
 HEAD = """# Metrics
 
-What a run exports to Prometheus, on `http://127.0.0.1:PORT/metrics`. The port is `metrics.port` in the configuration;
-0, the default, takes any free one: the run prints it and writes it into `endpoint.json` in its directory, and into
-`runs/.endpoints/`, which Prometheus reads as file-based service discovery. [OPERATIONS.md](OPERATIONS.md) says how to
-look at all this. Written from `engine/metrics/names.py` by `python -m engine.metrics.document > docs/METRICS.md`.
+The metrics that a run exports to Prometheus, on `http://127.0.0.1:PORT/metrics`. `metrics.port` sets the port;
+0, the default, uses any free port. The run prints it and writes it to `endpoint.json` in its directory and to
+`runs/.endpoints/`, which Prometheus reads as file-based service discovery. [OPERATIONS.md](OPERATIONS.md) shows how to
+set up Prometheus and Grafana. Generated from `engine/metrics/names.py` by
+`python -m engine.metrics.document > docs/METRICS.md`.
 
-A metric marked *run directory* or *Ray* is there for runs that have one. Everything is read off the scheduler when
-it is scraped; no label holds the id of a group, a step or a version, so the number of series stays as a run goes on.
+A metric marked *run directory* or *Ray* exists only in runs that have one. Values are read from the scheduler when
+they are scraped; no label holds the id of a group, a step or a version, so the number of series stays constant.
 Exemplars (OpenMetrics, Prometheus with `--enable-feature=exemplar-storage`) carry the id of a group, for
 `engine replay --group`.
 

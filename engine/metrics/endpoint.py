@@ -94,6 +94,6 @@ def address_of(directory: Path, shown: str) -> str:
         return str(told[0]["targets"][0])
     except FileNotFoundError:
         law = "is not running: it is still starting, has ended, or was started without metrics"
-        raise ConfigError("RUN", shown, law, f"`engine replay {shown}` looks into a run that has ended") from None
+        raise ConfigError("RUN", shown, law, f"read the record of an ended run with `engine replay {shown}`") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError("RUN", shown, f"its {FILE} cannot be read: {error}") from None
+        raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error}") from None

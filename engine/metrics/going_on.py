@@ -11,7 +11,7 @@ from engine.states.state import State
 
 
 class GoingOn:
-    """Counts since this process took the run up, but for what the state says and the record told `transitions`."""
+    """Counts since this process started or resumed the run, except those that the state or `transitions` have."""
 
     def __init__(self, state: State, transitions: Transitions) -> None:
         self._state = state

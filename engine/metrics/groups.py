@@ -1,6 +1,6 @@
 """How many prompt groups are in which state, and how they ended: from counters, never from walking the records.
 
-Kept by `collector.RunMetrics`. Only where a run begins, or goes on, are the records counted once.
+Kept by `collector.RunMetrics`. The records are counted once, when a run begins or is resumed.
 """
 
 from collections import Counter

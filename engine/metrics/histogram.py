@@ -17,7 +17,7 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.examples: list[tuple[float, int] | None] = [None] * (len(bounds) + 1)
-        """(value, whose) of the newest value in each bucket, where it was told."""
+        """(value, whose) of the newest value in each bucket, if given."""
         self.count = 0
         self.total = 0.0
         self.smallest: float | None = None

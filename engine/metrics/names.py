@@ -82,7 +82,7 @@ CAPACITY = _gauge(
 ADMISSION_LIMIT = _gauge(
     "engine_admission_limit",
     "0 or 1",
-    "1 for what keeps the next group from starting right now, 0 for the others.",
+    "1 for the limit that keeps the next group from starting now, 0 for the others.",
     {"limit": ADMISSION_LIMITS},
 )
 MAX_STALENESS = _gauge("engine_max_staleness_steps", "train steps", "S: the staleness no group may exceed.")
@@ -117,7 +117,7 @@ STEPS = _counter("engine_train_steps_total", "steps", "Outer train steps trained
 STEP_AGE = _gauge(
     "engine_step_age_seconds",
     "seconds",
-    "Time since a train step was last finished, or the run began or went on.",
+    "Time since a train step was last finished, or the run began or was resumed.",
 )
 STEP_SECONDS = _histogram(
     "engine_step_phase_seconds", "seconds", "Time a finished train step spent in a phase.", {"phase": STEP_PHASES}
@@ -172,7 +172,7 @@ REPLICA_GROUPS = _counter(
 REPLICA_RESUMED = _counter(
     "engine_replica_groups_resumed_total",
     "groups",
-    "Groups that a replica went on with from what an earlier attempt left.",
+    "Groups that a replica resumed from the prefix of an earlier attempt.",
     {"replica": ()},
 )
 REPLICA_PAUSE = _counter(
@@ -213,7 +213,7 @@ TRAINER_IDLE = _counter(
 TRAINER_FIGURE = _gauge(
     "engine_trainer_figure",
     "as reported",
-    f"What the trainer said of the newest step it reported, by the name it gave; the first {FIGURES_KEPT} names.",
+    f"Figures that the trainer reported for its newest step, by name; the first {FIGURES_KEPT} names.",
     {"figure": ()},
 )
 PROCESSES = _gauge(
@@ -243,7 +243,7 @@ BUDGET = _gauge(
     {"budget": ("infrastructure", "data")},
 )
 STALE_ECHOES = _counter(
-    "engine_stale_echoes_total", "events", "Events about something already over: recorded, and without effect."
+    "engine_stale_echoes_total", "events", "Events about an order that has ended: recorded, without effect."
 )
 EVENTS = _counter("engine_events_total", "events", "Events handled by the scheduler, by kind.", {"event": ()})
 EVENTS_WAITING = _gauge("engine_events_waiting", "events", "Events taken in and not handled yet.", where="Ray")
@@ -348,7 +348,9 @@ BATCHES_KEPT = _gauge(
     "Steps whose batches are kept, since no checkpoint contains them: those that a resume would train again.",
 )
 CHECKPOINT_AGE = _gauge(
-    "engine_checkpoint_age_seconds", "seconds", "Time since a checkpoint was last complete, or since the run went on."
+    "engine_checkpoint_age_seconds",
+    "seconds",
+    "Time since a checkpoint was last complete, or since the run was resumed.",
 )
 CHECKPOINT_STEPS = _gauge(
     "engine_checkpoint_steps", "train steps", "Train steps in the newest complete checkpoint; 0 before the first."

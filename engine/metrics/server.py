@@ -49,9 +49,12 @@ def _listen(host: str, port: int) -> socket.socket:
 def _refused(host: str, port: int, error: Exception) -> ConfigError:
     reason = getattr(error, "strerror", None) or str(error)
     if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-        law, holds = f"cannot be listened on: {reason}", "127.0.0.1 is for this machine alone, 0.0.0.0 for all"
-        return ConfigError("metrics.host", host, law, holds)
-    return ConfigError("metrics.port", port, f"cannot listen on {host}: {reason}", "0 takes any free port")
+        law, fix = (
+            f"is not an address of this machine: {reason}",
+            "use 127.0.0.1 for this machine alone, 0.0.0.0 for all",
+        )
+        return ConfigError("metrics.host", host, law, fix)
+    return ConfigError("metrics.port", port, f"cannot be opened on {host}: {reason}", "use 0 for any free port")
 
 
 class MetricsServer:

@@ -1,7 +1,7 @@
 """Whether a run has fallen silent: nothing has changed for long, and what it waits for meanwhile.
 
 Kept by the scheduler actor, which looks when `look` says so: one timer, set again only when it has fired, so that an
-event costs nothing here. A silence is told after so many seconds, again after twice as many more, and so on.
+event costs nothing here. A silence is reported after so many seconds, again after twice as many, and so on.
 """
 
 import logging
@@ -12,11 +12,11 @@ from engine.states.waiting import waits
 log = logging.getLogger(__name__)
 
 SHOWN = 8
-"""Waits that are told, of those that matter most."""
+"""Number of waits in a report, the most important first."""
 
 
 class Silence:
-    """`look` at the moment it asked for last; `after_s`: how long a run may be silent before that is told."""
+    """`look` at the moment it asked for last; `after_s`: how long a run may be silent before a report."""
 
     def __init__(self, metrics: RunMetrics, after_s: float) -> None:
         self._metrics = metrics
@@ -37,7 +37,7 @@ class Silence:
             return self._patience_s - silent
         found = [wait.sentence(now) for wait in waits(metrics.state, metrics.since)]
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        told = "; ".join(found[:SHOWN]) + more or "nothing that is under way"
+        told = "; ".join(found[:SHOWN]) + more or "nothing: no order is open"
         text = f"nothing has changed for {silent:.0f} s; waited for is {told}"
         log.warning(text)
         metrics.silence = (metrics.changes, text)

@@ -118,7 +118,7 @@ class MLflow:
             earlier = self._client.get_run(noted.read_text(encoding="utf-8").strip())
             self._client.update_run(earlier.info.run_id, status="RUNNING")
         except MlflowException as error:
-            log.warning("MLflow has not got the run of before any more, and begins another: %s", error)
+            log.warning("MLflow no longer has the earlier run and starts a new one: %s", error)
             return None
         return earlier.info.run_id, earlier.data.params
 
@@ -150,7 +150,7 @@ def check_sinks(names: Sequence[str]) -> None:
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:  # a folder of that name is no package: wandb leaves one behind
             law = f"the package {module} is not installed"
-            raise ConfigError(f"metrics.sinks.{name}", name, law, f"`pip install 'step-engine[{name}]'`")
+            raise ConfigError(f"metrics.sinks.{name}", name, law, f"run `pip install 'step-engine[{name}]'`")
 
 
 class Sink:
@@ -171,7 +171,7 @@ class Sink:
         except queue.Full:
             self.lost += 1
             if self.lost == 1:
-                log.warning("%s takes its rows too slowly: rows are lost to it", self.name)
+                log.warning("%s is too slow: rows are lost", self.name)
 
     def end(self) -> None:
         """No row follows. Where the queue is full the oldest row makes place for this."""
@@ -195,7 +195,7 @@ class Sink:
         try:
             client = make()
         except BaseException:
-            log.exception("%s cannot be opened: the run goes on without it", self.name)
+            log.exception("%s cannot be opened; the run continues without it", self.name)
             self._drain()
             return
         for row in iter(self._queue.get, None):
@@ -204,7 +204,7 @@ class Sink:
             except Exception:
                 self.lost += 1
                 if self.lost == 1:
-                    log.exception("%s did not take a row: the run goes on", self.name)
+                    log.exception("%s did not accept a row; the run continues", self.name)
         try:
             client.close()
         except Exception:

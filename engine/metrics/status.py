@@ -26,7 +26,7 @@ class Status:
     """One snapshot. Times in seconds; shares from 0 to 1; None where a figure does not exist yet."""
 
     outcome: str | None
-    """None while the run goes on; then `finished`, `stopped` or `failed`."""
+    """None while the run is running; then `finished`, `stopped` or `failed`."""
     reason: str
     step: int
     """Train steps trained."""
@@ -65,7 +65,7 @@ class Status:
     groups_live: dict[str, int]
     """Prompt groups that have not ended, by state."""
     step_phase: str
-    """State of the train step under way or next to form."""
+    """State of the current train step, or of the next one to form."""
     versions_kept: int
     """Weights versions that are not retired."""
     admission_limit: str
@@ -113,7 +113,7 @@ class Status:
     recent: tuple[dict[str, Any], ...]
     """The newest lines of `metrics.jsonl`, oldest first."""
     silence: str = ""
-    """For how long nothing has changed, and what is waited for, as told last; empty while something does."""
+    """The newest report of silence: its length, and what the run waits for. Empty while something changes."""
 
     @property
     def accuracy(self) -> float | None:
@@ -211,7 +211,7 @@ def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
             return dict(plain(asdict(describe(metrics, now))))
         except (RuntimeError, KeyError, IndexError):
             continue
-    raise EngineError("the run changes too fast to be looked at")
+    raise EngineError("the run changed during every attempt to read its status")
 
 
 def status_of(answer: Mapping[str, Any]) -> Status:

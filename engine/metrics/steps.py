@@ -37,7 +37,7 @@ class _Open:
 
 
 class StepRows:
-    """Rows of the steps under way; finished ones go to `emit` in order of steps."""
+    """Rows of unfinished steps; finished ones go to `emit` in order of steps."""
 
     def __init__(
         self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = 32
@@ -97,7 +97,7 @@ class StepRows:
         return entry is not None and entry.phase == "training"
 
     def batch(self, step: StepId) -> tuple[tuple[GroupId, ...], tuple[int, ...], int]:
-        """Groups of a step under way, the staleness of each, and their response tokens."""
+        """Groups of an unfinished step, the staleness of each, and their response tokens."""
         entry = self._open.get(step)
         return (entry.groups, entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), (), 0)
 
@@ -152,7 +152,7 @@ class StepTransitions(Protocol):
 
 
 class ReplayedRows:
-    """Rows of the steps that are under way where a record ends, so that the next life of the run can write them."""
+    """Rows of the steps that are unfinished at the end of a record, so that a resumed run can write them."""
 
     def __init__(self, transitions: StepTransitions) -> None:
         self.rows = StepRows(lambda row: None)
@@ -160,7 +160,7 @@ class ReplayedRows:
         self._begun = False
 
     def watch(self, event: Event, commands: Sequence[Command], state: State) -> None:
-        """To be told of every event that is replayed, in order."""
+        """Call this for every replayed event, in order."""
         if not self._begun:
             self._begin()
         self.transitions.heard(event)

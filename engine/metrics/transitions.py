@@ -36,7 +36,7 @@ class EndedValidation(NamedTuple):
 
 class Transitions:
     """Give it to the scheduler as `observe` (its `changed` is quicker), then to `RunMetrics`; and to the driver as
-    `books`, so that a run that is resumed from a snapshot goes on counting."""
+    `books`, so that a run resumed from a snapshot continues its counts."""
 
     __slots__ = ("_groups", "_others", "draining_since", "ended", "others_changed", "recoveries", "released",
                  "replicas", "steps", "undone", "validations")  # fmt: skip
@@ -99,7 +99,7 @@ class Transitions:
         self.released[group] = state
 
     def heard(self, event: Event) -> None:
-        """To be told of every event, or of those that this counts, once: as it is replayed or when it happens."""
+        """Call this once for every event, or for those that this counts: as it is replayed or when it happens."""
         if isinstance(event, RunResumed):
             self.recoveries["resumed" if event.kept else "branched"] += 1
             self.draining_since = None

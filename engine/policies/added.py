@@ -11,10 +11,9 @@ them it uses. Used by the config layer and by the scheduler's builder.
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.policies.protocols import StatePolicy
 from engine.policies.registry import API_VERSION, require_api
 from engine.states.group import BETWEEN, GROUP, group_table
@@ -24,10 +23,10 @@ from engine.states.machine import Phase, Table
 FIELD = "policies.add_state"
 NAME = re.compile(r"[a-z][a-z0-9_-]*")
 WHY_NOT = {
-    "waiting": "a waiting group holds no place, and this one has tokens that age: law 4 would not count it",
-    "running": "a running group holds a slot, and this one has left its own: law 2 would count a slot nobody uses",
-    "ready": "a ready group may be taken by a step, and this one is not finished: a step would train on it unjudged",
-    "batched": "a batched group belongs to a step, and a formed batch never changes",
+    "waiting": "a waiting group has no tokens, so law 4 would not count this one's staleness",
+    "running": "a running group has a slot, so law 2 would count a slot that this one has left",
+    "ready": "a train step may take a ready group, before this state is finished",
+    "batched": "a batched group already belongs to a train step",
     "consumed": "a consumed group has ended",
     "released": "a released group has ended",
 }
@@ -54,19 +53,21 @@ def add_state(
     """
     require_api(api, f"state {state!r}")
     if machine != GROUP.name:
-        raise ConfigError(f"{FIELD}.machine", machine, "only prompt groups take states of one's own", "group")
+        raise ConfigError(
+            f"{FIELD}.machine", machine, "must be group: only prompt groups can have custom states", "use group"
+        )
     if phase != Phase.PARKED.name.lower():
-        law = f"law 1 counts it with its phase: {WHY_NOT.get(phase, 'there is no such phase')}"
-        raise ConfigError(f"{FIELD}.phase", phase, law, "parked: it keeps its place and has no slot")
+        law = WHY_NOT.get(phase, "is not a phase")
+        raise ConfigError(f"{FIELD}.phase", phase, law, "use parked: the group keeps its place and has no slot")
     if tuple(between) != BETWEEN:
-        law = "a state of one's own lies between a group's last token and the step that takes it"
-        raise ConfigError(f"{FIELD}.between", between, law, f"{BETWEEN}")
+        law = "a custom state lies between a group's last token and its train step"
+        raise ConfigError(f"{FIELD}.between", between, law, f"use {BETWEEN}")
     triggers = {transition.trigger for transition in GROUP.transitions}
     if not isinstance(state, str) or not NAME.fullmatch(state):
-        law = "must be a word of small letters, digits, - and _"
-        raise ConfigError(f"{FIELD}.state", state, law, "judging would hold")
+        law = "must be a word of lower-case letters, digits, - and _"
+        raise ConfigError(f"{FIELD}.state", state, law, "for example judging")
     if state in GROUP.states or state in triggers or state in _ADDED:
-        raise ConfigError(f"{FIELD}.state", state, "the name is taken by a state or trigger of groups", "another name")
+        raise ConfigError(f"{FIELD}.state", state, "is already a state or trigger of groups", "use another name")
     if not isinstance(policy, type) or not callable(getattr(policy, "enters", None)):
         raise ConfigError(f"{FIELD}.policy", policy, "must be a class with a method enters()", "see StatePolicy")
     AddedState(name=state, concurrency=concurrency)
@@ -88,11 +89,11 @@ def check_table(table: Table) -> None:
         ending |= more
     for state in table.states:
         if state not in reached:
-            raise ConfigError(FIELD, state, "law 7: nothing leads to this state")
+            raise ConfigError(FIELD, state, "cannot be reached (law 7)")
         if state not in ending:
-            raise ConfigError(FIELD, state, "law 7: a trap, from which nothing leads to an end")
+            raise ConfigError(FIELD, state, "has no path to a terminal state (law 7)")
         if table.phases is not None and state not in table.phases:
-            raise ConfigError(FIELD, state, "law 1: no phase, so that the ledger cannot count it")
+            raise ConfigError(FIELD, state, "has no phase, so the ledger cannot count it (law 1)")
 
 
 def state_names() -> list[str]:
@@ -115,8 +116,8 @@ def added_states(names: tuple[str, ...]) -> tuple[AddedState, ...]:
     """The named states with the concurrency they were added with. Raises: `ConfigError` for one that nobody added, and
     for the built-in one, which a pool brings with it."""
     if REWARDING in names:
-        law = "nothing would be rewarded there: it belongs to a pool with the task reward alone"
-        raise ConfigError("scheduler.states", REWARDING, law, "a pool with the task reward alone, or leave it out")
+        law = "is added by a pool with the task reward alone"
+        raise ConfigError("scheduler.states", REWARDING, law, "remove it, or add such a pool")
     return tuple(AddedState(name=name, concurrency=_find(name).concurrency) for name in names)
 
 
@@ -136,9 +137,8 @@ def _find(name: str) -> _Added:
     found = _ADDED.get(name)
     if found is None:
         known = state_names()
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}" if known else "add it first"
-        raise ConfigError("scheduler.states", name, "no state of that name was added", hint)
+        otherwise = f"use one of {', '.join(known)}" if known else "register it first"
+        raise ConfigError("scheduler.states", name, "is not a registered state", suggestion(name, known, otherwise))
     return found
 
 

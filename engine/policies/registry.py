@@ -8,10 +8,9 @@ Used by the config layer, by the scheduler's builder and by replay, which finds 
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
@@ -67,15 +66,19 @@ def register(decision: str, name: str, *, api: int = API_VERSION) -> Callable[[K
     def add(cls: Kind) -> Kind:
         require_api(api, f"policy {name!r}")
         if decision not in _REGISTERED:
-            raise ConfigError("policies.register", decision, "is not a decision", f"one of {', '.join(_REGISTERED)}")
+            raise ConfigError(
+                "policies.register", decision, "is not a decision", f"use one of {', '.join(_REGISTERED)}"
+            )
         if name in _REGISTERED[decision]:
-            raise ConfigError("policies.register", name, f"is registered for {decision} already", "another name")
+            raise ConfigError("policies.register", name, f"is already registered for {decision}", "use another name")
         if not callable(getattr(cls, METHODS[decision], None)):
             raise ConfigError(
                 "policies.register", cls.__name__, f"has no method {METHODS[decision]}()", "see policies/protocols.py"
             )
         if decision == "deadline" and not isinstance(getattr(cls, "acts", None), bool):
-            raise ConfigError("policies.register", cls.__name__, "does not say whether it acts", "acts = True")
+            raise ConfigError(
+                "policies.register", cls.__name__, "does not set the attribute acts", "set acts = True or acts = False"
+            )
         _REGISTERED[decision][name] = cls
         return cls
 
@@ -85,8 +88,8 @@ def register(decision: str, name: str, *, api: int = API_VERSION) -> Callable[[K
 def require_api(api: int, what: str) -> None:
     """Raises: `ConfigError` for an extension that was written for another policy API than this one."""
     if api != API_VERSION:
-        law = f"the {what} was written for another policy API than this engine has, {API_VERSION}"
-        raise ConfigError("policies.register", api, law, f"api={API_VERSION}, once it is adapted")
+        law = f"the {what} needs a policy API version other than this engine's {API_VERSION}"
+        raise ConfigError("policies.register", api, law, f"adapt it, then pass api={API_VERSION}")
 
 
 def names(decision: str) -> list[str]:
@@ -109,9 +112,8 @@ def forget(classes: Collection[type]) -> None:
 def _build(decision: str, name: str) -> Any:
     found = _REGISTERED[decision].get(name)
     if found is None:
-        near = get_close_matches(name, _REGISTERED[decision], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(names(decision))}"
-        raise ConfigError(f"scheduler.policies.{decision}", name, "no policy of that name is registered", hint)
+        fix = suggestion(name, _REGISTERED[decision], f"use one of {', '.join(names(decision))}")
+        raise ConfigError(f"scheduler.policies.{decision}", name, "is not a registered policy", fix)
     return found()
 
 
@@ -154,14 +156,14 @@ class PolicySet:
         chosen = dict(chosen)
         on_error = chosen.pop("on_error", ON_ERROR[0])
         if on_error not in ON_ERROR:
-            law = "is no answer to a policy's error"
-            raise ConfigError("scheduler.policies.on_error", on_error, law, f"one of {', '.join(ON_ERROR)}")
+            law = "is not allowed"
+            raise ConfigError("scheduler.policies.on_error", on_error, law, f"use one of {', '.join(ON_ERROR)}")
         known = [f.name for f in fields(cls) if f.name != "names"]
         for decision in chosen:
             if decision not in known:
-                near = get_close_matches(decision, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
-                raise ConfigError(f"scheduler.policies.{decision}", chosen[decision], "is not a decision", hint)
+                fix = suggestion(decision, known, f"use one of {', '.join(known)}")
+                law = "this decision does not exist"
+                raise ConfigError(f"scheduler.policies.{decision}", chosen[decision], law, fix)
         resolved = {**DEFAULTS, **chosen}
         built = {decision: _build(decision, name) for decision, name in resolved.items()}
         return cls(**built, names=resolved if on_error == ON_ERROR[0] else {**resolved, "on_error": on_error})

@@ -1,4 +1,4 @@
-"""Resume: which parked group goes on first when a slot is free."""
+"""Resume: which parked group resumes first when a slot is free."""
 
 from engine.ids import NO_VERSION
 from engine.policies.registry import register

@@ -1,4 +1,4 @@
-"""Validation: which versions are measured on held-out prompts while the run goes on."""
+"""Validation: which weights versions are validated during the run."""
 
 from engine.ids import Version
 from engine.policies.registry import register

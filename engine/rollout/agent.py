@@ -115,7 +115,7 @@ class AgentGenerator(OverBackend):
         if self._gateway is None:
             raise EngineError("no gateway is connected")
         if work.group in self._opened:
-            raise EngineError(f"group {work.group} is being generated already", group=work.group)
+            raise EngineError(f"group {work.group} is already being generated", group=work.group)
         opened = self._opened[work.group] = Opened(work, cut="truncate" if work.truncate else "")
         try:
             outcome = await self._gateway.open(

@@ -134,10 +134,8 @@ class CausalModel:
         finally:
             torch.set_num_threads(threads)
         if not torch.equal(here[~other[:, 0]], there[~other[:, 0]]):
-            law = (
-                f"a row of {type(self.model).__name__} gets other bits on this machine where its neighbours are others"
-            )
-            raise ConfigError("rollout.deterministic", True, law, "false, or a model of even sizes without experts")
+            law = f"on this machine, results of {type(self.model).__name__} depend on the other rows of the batch"
+            raise ConfigError("rollout.deterministic", True, law, "use false, or a model of even sizes without experts")
 
     def _probe_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Of every token of `ids` [FIXED_ROWS, tokens], one decode call after the other: [rows, tokens, vocabulary]."""
@@ -162,9 +160,14 @@ def context_of(model: PreTrainedModel, wanted: int | None) -> int:
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     context = limit if wanted is None else wanted
     if context is None:
-        raise ConfigError("rollout.context", None, "this model names no longest context", "prompt + response tokens")
+        raise ConfigError(
+            "rollout.context",
+            None,
+            "this model does not give its longest context",
+            "set it to prompt + response tokens",
+        )
     if context < 2 or (limit is not None and context > limit):
-        raise ConfigError("rollout.context", wanted, f"must lie in 2 to {limit}, the model's max_position_embeddings")
+        raise ConfigError("rollout.context", wanted, f"must be from 2 to {limit}, the model's max_position_embeddings")
     return context
 
 

@@ -2,7 +2,7 @@
 
 Used by the gateway, one `Conversation` for every agent, and by `rollout.program` for rollouts in Python. A call brings
 the whole history, as a chat or as text or ids; what it adds to a captured segment is appended masked from the loss,
-and the model goes on from the captured ids, never from a second tokenisation of its own words. A history that
+and the model continues from the captured ids, never from a second tokenization of its own words. A history that
 continues no captured segment begins a new one. It must never put into a trajectory a token that the model was not
 conditioned on in just that place.
 """
@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model that the history goes on from."""
+    """One answer of the model that the history continues."""
 
     place: int
     key: object
@@ -59,7 +59,7 @@ class Segment:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     busy: bool = False
-    """A call is under way: nothing can go on from here yet."""
+    """A call is running: no other call can continue from here yet."""
 
     @property
     def ids(self) -> list[int]:
@@ -72,7 +72,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call under way: from the match of its history to its answer."""
+    """A running call, from the match of its history to its answer."""
 
     segment: Segment
     history: History
@@ -133,7 +133,7 @@ class Conversation:
         return max(seen, default=None)
 
     def begin(self, asked: Asked) -> Call:
-        """Find what a history goes on from: the longest segment that it continues, or a new one."""
+        """Return the longest segment that a history continues, or a new one."""
         best: tuple[Segment, History] | None = None
         for segment in self.segments:
             if segment.busy or segment.form != asked.form:
@@ -189,7 +189,7 @@ class Conversation:
     def trajectories(self) -> list[Trajectory]:
         """What there is, finished or not, in segments of one rollout; at least one, be it empty.
 
-        Of calls under way, what they have sampled so far is part of it. The trajectories share nothing with the
+        Includes the tokens that running calls have sampled so far. The trajectories share nothing with the
         conversation.
         """
         found = []
@@ -218,7 +218,7 @@ def _append(trajectory: Trajectory, call: Call) -> None:
 
 
 def _added(segment: Segment, history: History) -> bool:
-    """Whether a history goes on from a segment and adds something to it."""
+    """Whether a history continues a segment and adds something to it."""
     known: Any = segment.known
     rest: Any = history[len(known) :]
     if history[: len(known)] != known or not rest:

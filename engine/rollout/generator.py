@@ -83,7 +83,7 @@ class ModelGenerator(OverBackend):
     async def generate(self, work: GroupWork) -> Generated:
         """Sample what `work.partial` lacks, then score. Raises `DataFailure` when prompt or reward is at fault."""
         if work.group in self._attempts:
-            raise EngineError(f"group {work.group} is being generated already", group=work.group)
+            raise EngineError(f"group {work.group} is already being generated", group=work.group)
         attempt = Attempt(work, self._group_of(work), cut="truncate" if work.truncate else "")
         self._attempts[work.group] = attempt
         try:

@@ -54,7 +54,7 @@ class OpenAIBackend(RemoteEngine):
     (vLLM in development mode). `abort` and `wait` need neither. Seeds: (seed, length of the prefix) for each request;
     one that was aborted and resumed draws other random numbers than one left alone.
 
-    Raises: `ConfigError` for a server that cannot be used, saying what would hold.
+    Raises: `ConfigError` for a server that cannot be used.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class OpenAIBackend(RemoteEngine):
                 await http.call("POST", "/resume")
         except EngineError as error:
             self._weights.close()
-            law = f"{http.url} could not be given the initial weights: {error.message}"
-            fix = "a directory that the server reads under the same path, and the model of model.path"
+            law = f"{http.url} cannot load the initial weights: {error.message}"
+            fix = "set a directory that the server sees under the same path, and serve the model of model.path"
             raise ConfigError("rollout.weights_dir", None, law, fix) from None
 
     @property
@@ -149,7 +149,7 @@ class OpenAIBackend(RemoteEngine):
                 reason = await self._stream(run, context)
                 if reason != "abort" or run.was_cut():
                     return run.result(reason)
-                raise Unavailable(f"{self._http.url} aborted a request by itself")
+                raise Unavailable(f"{self._http.url} aborted a request that the engine did not cancel")
             except Unavailable as error:
                 failures = 1 if len(run.token_ids) > before else failures + 1
                 await self._after_failure(run, error, failures)
@@ -218,7 +218,7 @@ class OpenAIBackend(RemoteEngine):
             return
         if failures > RETRIES:
             await self._check_alive(error)
-            raise EngineError(f"given up after {RETRIES} retries: {error.message}")
+            raise EngineError(f"the request failed after {RETRIES} retries: {error.message}")
         log.warning("request %s, failure %d: %s", run.request.id, failures, error.message)
         jitter = random.Random(derive_seed(run.request.seed, len(run.token_ids), failures)).uniform(0.5, 1.5)
         run.woken.clear()
@@ -265,7 +265,7 @@ class OpenAIBackend(RemoteEngine):
         self._check_mode(mode)
         self._check_open()
         if mode == "keep" and not self._can.pauses and any(run.reader for run in self._runs.values()):
-            raise EngineError(f"{self._http.url} cannot freeze requests")
+            raise EngineError(f"{self._http.url} cannot pause requests")
         self._paused = True
         if mode == "wait" and not self._frozen:
             resumes = self._resumes
@@ -370,7 +370,7 @@ class OpenAIBackend(RemoteEngine):
 
     def _held_weights(self) -> ServerWeights:
         if self._weights is None:
-            raise EngineError("this backend only samples: it was made without a weights_dir")
+            raise EngineError("this backend cannot install weights: rollout.weights_dir is not set")
         return self._weights
 
     def _label(self, version: Version) -> str:

@@ -62,7 +62,7 @@ class Http:
         try:
             return json.loads(text) if text.strip() else None
         except ValueError:
-            raise Refused(f"{self.url}{path} answered something else than JSON", status=200) from None
+            raise Refused(f"{self.url}{path} did not answer with JSON", status=200) from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream until its `[DONE]`. Leaving early closes the connection, which ends the request.
@@ -81,7 +81,7 @@ class Http:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unavailable(path, error) from error
         if not done:
-            raise Unavailable(f"{self.url}{path} broke off its answer")
+            raise Unavailable(f"{self.url}{path} closed the connection during its answer")
 
     async def close(self) -> None:
         """Let go of every connection. The next call opens them again, on whatever loop it is made."""
@@ -103,7 +103,7 @@ class Http:
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise Unavailable(f"{self.url}{path} streamed something else than JSON objects: {self._shown(data)}")
+            raise Unavailable(f"{self.url}{path} streamed data that is not a JSON object: {self._shown(data)}")
         if event.get("error"):
             said: Any = event["error"]
             code = said.get("code") if isinstance(said, dict) else None

@@ -1,7 +1,7 @@
 """What a server can do, found out at start by asking it, and refused there where it would not do.
 
 Called by `rollout.openai` before anything is sampled. Every complaint is a `ConfigError` that names the field, the
-server and what would hold. The only requests that sample are three of one token.
+server and the fix. The only requests that sample are three of one token.
 """
 
 import asyncio
@@ -70,14 +70,14 @@ def check_training(http: Http, found: Abilities, sync_mode: str) -> None:
     if not found.installs:
         raise ConfigError(
             "rollout.urls", http.url,
-            "this server cannot be given new weights: it has no route /collective_rpc",
-            f"{DEV_MODE}, started with --worker-extension-cls {EXTENSION}",
+            "this server cannot load new weights: it has no route /collective_rpc",
+            f"use {DEV_MODE}, started with --worker-extension-cls {EXTENSION}",
         )  # fmt: skip
     if sync_mode == "keep" and not (found.pauses and found.wire.tells_weights):
         raise ConfigError(
             "rollout.sync_mode", sync_mode,
-            f"{http.url} cannot freeze requests and say which weights sampled which token",
-            f"abort or wait would hold; or /pause, /resume and {TokensInOut.path}: {DEV_MODE}, and --enable-scale-out",
+            f"{http.url} cannot pause requests and report the weights version of each token",
+            f"use abort or wait; keep needs /pause, /resume and {TokensInOut.path} ({DEV_MODE}, --enable-scale-out)",
         )  # fmt: skip
 
 
@@ -89,14 +89,16 @@ async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str,
             answer = await http.call("GET", "/v1/models")
         except Refused as error:
             if error.details["status"] in (401, 403):
-                law = f"{http.url} does not take this key"
-                raise ConfigError(key_field, None, law, "name an environment variable that holds its key") from None
-            fix = "an OpenAI-compatible server's address, like http://host:8000"
+                law = f"{http.url} refuses the request without a valid key"
+                raise ConfigError(
+                    key_field, None, law, "set it to the environment variable that holds the key"
+                ) from None
+            fix = "use the address of an OpenAI-compatible server, like http://host:8000"
             raise ConfigError("rollout.urls", http.url, error.message, fix) from None
         except Unavailable as error:
             if loop.time() + pause_s > until:
-                law = f"the server is not there: {error.message}"
-                raise ConfigError("rollout.urls", http.url, law, "start it first") from None
+                law = f"does not answer: {error.message}"
+                raise ConfigError("rollout.urls", http.url, law, "start the server first") from None
             await _timer(pause_s)  # nothing tells when a server elsewhere comes up
             pause_s *= 2
         else:
@@ -119,7 +121,7 @@ def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[s
         if card["id"] == model:
             return card
     law = f"{http.url} serves {', '.join(names) or 'nothing'}"
-    raise ConfigError("rollout.served_model_name", model, law, "name one of these" if names else "")
+    raise ConfigError("rollout.served_model_name", model, law, "use one of these" if names else "")
 
 
 async def _described(http: Http) -> dict[str, Any]:
@@ -174,7 +176,7 @@ async def _check_samples(http: Http, found: Abilities, ids: Sequence[int]) -> No
         raise ConfigError("rollout.urls", http.url, error.message) from None
     if not tokens:
         law = "the server returns no token ids when asked for one token (`return_token_ids`)"
-        raise ConfigError("rollout.urls", http.url, law, "vLLM 0.10.2 or newer returns them")
+        raise ConfigError("rollout.urls", http.url, law, "use vLLM 0.10.2 or newer")
 
 
 async def _check_logprobs(http: Http, found: Abilities, ids: Sequence[int]) -> None:
@@ -185,7 +187,7 @@ async def _check_logprobs(http: Http, found: Abilities, ids: Sequence[int]) -> N
         return
     apart = [float(top[common[0]]) - float(top[common[1]]) for top in (warm, hot)]
     if abs(apart[0]) > UNIFORM and abs(apart[1] - apart[0] / 2) > abs(apart[1] - apart[0]):
-        law = "the server's log-probs are those before temperature and top_p, not those it samples from"
+        law = "the server returns log-probs from before temperature and top_p, not of the sampling distribution"
         raise ConfigError("rollout.urls", http.url, law, "start vLLM with --logprobs-mode processed_logprobs")
 
 
@@ -204,5 +206,5 @@ async def _top_two(http: Http, found: Abilities, ids: Sequence[int], temperature
         raise ConfigError("rollout.urls", http.url, error.message) from None
     except (KeyError, IndexError, TypeError):
         law = "the server returns no log-probs (`logprobs`)"
-        raise ConfigError("rollout.urls", http.url, law, "training needs one for each token") from None
+        raise ConfigError("rollout.urls", http.url, law, "use a server that returns one for each token") from None
     return top or {}

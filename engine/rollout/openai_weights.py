@@ -25,7 +25,9 @@ class ServerWeights:
             self._area = StagingArea(model, bucket_mb, place)
         except OSError as error:
             law = f"cannot be written to: {error.strerror or error}"
-            raise ConfigError("rollout.weights_dir", directory, law, "a directory shared with the servers") from None
+            raise ConfigError(
+                "rollout.weights_dir", directory, law, "use a directory shared with the servers"
+            ) from None
         self.http = http
         self._told = told
         self._limit_s = limit_s

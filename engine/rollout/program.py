@@ -148,7 +148,7 @@ class Running:
 
 
 class ProgramGenerator(OverBackend):
-    """Runs `program` for every sample, at most `timeout_s` long, and scores what brings no reward of its own."""
+    """Runs `program` for every sample, at most `timeout_s` long, and scores those without a reward of their own."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ProgramGenerator(OverBackend):
     async def generate(self, work: GroupWork) -> Generated:
         """See `roles.Generator`. Raises: `DataFailure` for what program or reward do wrong."""
         if work.group in self._groups:
-            raise EngineError(f"group {work.group} is being generated already", group=work.group)
+            raise EngineError(f"group {work.group} is already being generated", group=work.group)
         running = self._groups[work.group] = Running(work, cut="truncate" if work.truncate else "")
         try:
             group = await self._run_group(running)

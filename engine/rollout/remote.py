@@ -56,6 +56,6 @@ class RemoteEngine:
         if not staged:
             raise EngineError(f"version {version} cannot be installed: it is not staged", version=version)
         if version < self._version:
-            raise EngineError(f"version {version} is older than {self._version}, in force", version=version)
+            raise EngineError(f"version {version} is older than the installed version {self._version}", version=version)
         if not self._frozen:
             raise EngineError(f"version {version} cannot be installed while tokens are sampled", version=version)

@@ -18,7 +18,7 @@ def refusal_of(request: SampleRequest, *, context: int, vocabulary: int) -> Exce
     if not 0.0 <= params.temperature < float("inf"):
         return ConfigError("rollout.temperature", params.temperature, "must be 0 (greedy) or more")
     if not 0.0 < params.top_p <= 1.0:
-        return ConfigError("rollout.top_p", params.top_p, "must lie in (0, 1]", "1 keeps every token")
+        return ConfigError("rollout.top_p", params.top_p, "must be above 0 and at most 1", "use 1 to keep every token")
     prompt = len(request.prompt_ids)
     if prompt == 0:
         return DataFailure("the prompt has no tokens", request=request.id)

@@ -89,13 +89,13 @@ class TorchBackend:
         if kv not in ("keep", "recompute"):
             raise ConfigError("rollout.kv", kv, "must be keep or recompute")
         if rows < 1:
-            raise ConfigError("rollout.rows", rows, "at least one trajectory must fit", "64")
+            raise ConfigError("rollout.rows", rows, "must be at least 1", "for example 64")
         if threads < 1:
-            raise ConfigError("rollout.threads", threads, "sampling needs a thread", "1")
+            raise ConfigError("rollout.threads", threads, "must be at least 1", "use 1")
         if deterministic and threads != 1:
-            raise ConfigError("rollout.threads", threads, "sums of several threads are not deterministic", "1")
+            raise ConfigError("rollout.threads", threads, "must be 1 if rollout.deterministic is true", "use 1")
         if deterministic and torch.device(device).type != "cpu":
-            raise ConfigError("rollout.device", device, "rollout.deterministic is promised on the CPU alone", "cpu")
+            raise ConfigError("rollout.device", device, "must be cpu if rollout.deterministic is true", "use cpu")
         self._threads = threads
         self._recompute = kv == "recompute"
         self._model = CausalModel(
@@ -275,7 +275,9 @@ class TorchBackend:
             there = "nothing is" if staged is None else f"version {staged.version} is"
             raise EngineError(f"version {version} cannot be installed: {there} staged", version=version)
         if version < self._sampler.version:
-            raise EngineError(f"version {version} is older than {self._sampler.version}, in force", version=version)
+            raise EngineError(
+                f"version {version} is older than the installed version {self._sampler.version}", version=version
+            )
         swap_in(self._model.model, staged)
         self._staged = None
         self._sampler.weights_changed(version, recompute=self._recompute)
@@ -283,7 +285,7 @@ class TorchBackend:
 
     def _sleep(self, reply: Reply) -> None:
         if not self._frozen or self._sampler.running:
-            raise EngineError("a backend sleeps only when it is paused and no request has begun")
+            raise EngineError("the backend can sleep only when paused and without started requests")
         self._model.sleep()
         reply.send(None)
 

@@ -387,6 +387,6 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except TypeError as error:
-        raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM does not take them: {error}") from error
+        raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM refuses them: {error}") from error
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error

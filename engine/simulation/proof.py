@@ -40,7 +40,7 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> 
         problem = _problem(small, named, seed, Faults() if seed % 2 == 0 else ROUGH)
         if problem:
             own = ", ".join([*PolicySet.from_names(policies).own, *(state.name for state in limits.added_states)])
-            law = f"not lawful, in a simulated run of {small.train_batch_size} groups a step: {problem}"
+            law = f"breaks a law in a simulated run with {small.train_batch_size} groups per step: {problem}"
             raise ConfigError("scheduler.policies", own or "built-in", law)
     return worlds
 

@@ -90,16 +90,18 @@ class Division:
 
     def __post_init__(self) -> None:
         if not 2 <= self.largest_divisor <= 9:
-            law = "a divisor has one digit, and nothing remains of a division by 1"
-            raise ConfigError("model.arithmetic.largest_divisor", self.largest_divisor, law, "2 to 9 would hold")
+            law = "must be from 2 to 9"
+            raise ConfigError("model.arithmetic.largest_divisor", self.largest_divisor, law, "for example 9")
         most = 1000 // self.largest_divisor - 1
         if not 1 <= self.most_steps <= most:
-            law = f"a dividend has three digits: {self.largest_divisor} is subtracted at most {most} times"
-            raise ConfigError("model.arithmetic.most_steps", self.most_steps, law, f"1 to {most} would hold")
+            law = f"must be from 1 to {most}: a dividend has at most three digits"
+            raise ConfigError("model.arithmetic.most_steps", self.most_steps, law, f"for example {most}")
         if self.median_steps < 1:
-            raise ConfigError("model.arithmetic.median_steps", self.median_steps, "an answer takes a step", "4.0")
+            raise ConfigError(
+                "model.arithmetic.median_steps", self.median_steps, "must be at least 1", "for example 4.0"
+            )
         if self.spread < 0:
-            raise ConfigError("model.arithmetic.spread", self.spread, "a spread is not negative", "0.75")
+            raise ConfigError("model.arithmetic.spread", self.spread, "must not be negative", "for example 0.75")
 
     @property
     def most_tokens(self) -> int:

@@ -1,10 +1,9 @@
 """The user's prompts: rows of a JSONL or Parquet file, and the order in which a run draws them.
 
 Called by whoever draws prompts for a run (the executors) and by validation. Reads files only while loading; never skips
-a bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process, for ever.
+a bad row silently; never draws from hidden random state: draw i of a seed is the same row in every process.
 """
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, suggestion
 from engine.trajectory import Prompt
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -52,19 +51,19 @@ class Dataset:
         """Read a file whole. `config_field` is the configuration key that a `ConfigError` names."""
         file = Path(path).expanduser()
         if not file.exists():
-            raise ConfigError(config_field, str(path), "no such file", _nearest_file(file))
+            raise ConfigError(config_field, str(path), "does not exist", _nearest_file(file))
         if not file.is_file():
-            raise ConfigError(config_field, str(path), "is not a file", "name one JSONL or Parquet file")
+            raise ConfigError(config_field, str(path), "is not a file", "give one JSONL or Parquet file")
         if file.suffix in JSONL_SUFFIXES:
             rows: Rows = _load_jsonl(file, prompt_field, config_field)
         elif file.suffix in PARQUET_SUFFIXES:
             rows = _load_parquet(file, prompt_field, config_field)
         else:
             known = " or ".join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
-            law = f"unknown format {file.suffix!r}"
-            raise ConfigError(config_field, str(path), law, f"name a file that ends in {known}")
+            law = f"has an unknown suffix {file.suffix!r}"
+            raise ConfigError(config_field, str(path), law, f"use a file that ends in {known}")
         if len(rows) == 0:
-            raise ConfigError(config_field, str(path), "holds no rows", "give it at least one row with a prompt")
+            raise ConfigError(config_field, str(path), "has no rows", "add at least one row with a prompt")
         return cls(str(file), rows, prompt_field)
 
 
@@ -107,8 +106,10 @@ class TableRows:
 def _nearest_file(file: Path) -> str:
     if not file.parent.is_dir():
         return f"there is no directory {str(file.parent)!r} either"
-    near = difflib.get_close_matches(file.name, sorted(p.name for p in file.parent.iterdir()), n=1)
-    return f"did you mean {str(file.parent / near[0])!r}?" if near else "name a JSONL or Parquet file that exists"
+    there = sorted(path.name for path in file.parent.iterdir())
+    return suggestion(
+        file.name, there, "give a JSONL or Parquet file that exists", prefix=str(file).removesuffix(file.name)
+    )
 
 
 def _load_jsonl(file: Path, prompt_field: str, config_field: str) -> "JsonLines":
@@ -123,10 +124,10 @@ def _load_jsonl(file: Path, prompt_field: str, config_field: str) -> "JsonLines"
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 where = f"line {number} is not valid JSON ({error})"
-                raise ConfigError(config_field, str(file), where, "one JSON object per line") from error
+                raise ConfigError(config_field, str(file), where, "write one JSON object per line") from error
             if not isinstance(row, dict):
-                where = f"line {number} holds a JSON {type(row).__name__}"
-                raise ConfigError(config_field, str(file), where, "one JSON object per line")
+                where = f"line {number} is a JSON {type(row).__name__}"
+                raise ConfigError(config_field, str(file), where, "write one JSON object per line")
             _check_prompt(row, f"line {number}", file, prompt_field, config_field)
             lines.append(line)
     return JsonLines(lines)
@@ -166,7 +167,7 @@ def _check_prompt(row: Mapping[str, Any], where: str, file: Path, prompt_field: 
         return
     found = "empty" if prompt in ("", []) else f"{type(prompt).__name__} {prompt!r:.60}"
     law = f"{where}: {name!r} is {found}"
-    raise ConfigError(config_field, str(file), law, 'a non-empty string, or a list of {"role", "content"} messages')
+    raise ConfigError(config_field, str(file), law, 'use a non-empty string, or a list of {"role", "content"} messages')
 
 
 def _is_chat(value: Any) -> bool:
@@ -180,10 +181,9 @@ def _is_chat(value: Any) -> bool:
 
 
 def _missing_prompt(names: Sequence[str], where: str, file: Path, prompt_field: str, config_field: str) -> None:
-    near = difflib.get_close_matches(prompt_field, names, n=1)
     shown = ", ".join(repr(name) for name in names[:12]) or "none"
-    hint = f"set data.prompt_field to one of: {shown}" + (f" (did you mean {near[0]!r}?)" if near else "")
-    raise ConfigError(config_field, str(file), f"{where} has neither {prompt_field!r} nor 'messages'", hint)
+    fix = f"set data.prompt_field to one of {shown} {suggestion(prompt_field, names)}".strip()
+    raise ConfigError(config_field, str(file), f"{where} has neither {prompt_field!r} nor 'messages'", fix)
 
 
 class Draw(NamedTuple):
@@ -202,9 +202,9 @@ class PromptSource:
 
     def __init__(self, dataset: Dataset, *, seed: int, epochs: int | None = None, shuffle: bool = True) -> None:
         if not 0 <= seed < 2**64:
-            raise ConfigError("run.seed", seed, "a seed is a whole number from 0 to 2**64 - 1", "0 would do")
+            raise ConfigError("run.seed", seed, "must be a whole number from 0 to 2**64 - 1", "for example 0")
         if epochs is not None and epochs < 1:
-            raise ConfigError("data.epochs", epochs, "at least one pass over the data set", "1, or null for no end")
+            raise ConfigError("data.epochs", epochs, "must be at least 1", "use 1, or null for no limit")
         self.dataset = dataset
         self.seed = seed
         self.epochs = epochs

@@ -4,7 +4,6 @@ Called where trajectories finish (rollout) and by validation. A reward is a plai
 nothing here keeps state, reads the network or runs code taken from a response.
 """
 
-import difflib
 import importlib
 import inspect
 import os
@@ -15,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from engine.errors import ConfigError, DataFailure
+from engine.errors import ConfigError, DataFailure, suggestion
 from engine.trajectory import Prompt, Trajectory
 
 Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
@@ -36,11 +35,15 @@ def load_coroutine(spec: str, parameters: Sequence[str], *, config_field: str) -
     found = find(spec, config_field)
     wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
     if not inspect.iscoroutinefunction(found):
-        raise ConfigError(config_field, spec, f"is a {type(found).__name__}, not a coroutine function", wanted)
+        raise ConfigError(
+            config_field, spec, f"is a {type(found).__name__}, not a coroutine function", f"define it as {wanted}"
+        )
     try:
         inspect.signature(found).bind(*parameters)
     except TypeError as error:
-        raise ConfigError(config_field, spec, f"cannot be called as it will be: {error}", wanted) from error
+        raise ConfigError(
+            config_field, spec, f"cannot be called with {', '.join(parameters)}: {error}", f"define it as {wanted}"
+        ) from error
     return found
 
 
@@ -53,9 +56,9 @@ def find(spec: str, config_field: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"define it in {getattr(module, '__file__', module_name)}"
-            raise ConfigError(config_field, spec, f"module {module_name!r} has no {attribute!r}", hint)
+            public = [name for name in dir(found) if not name.startswith("_")]
+            hint = suggestion(part, public, f"define it in {getattr(module, '__file__', module_name)}")
+            raise ConfigError(config_field, spec, f"module {module_name!r} has no attribute {attribute!r}", hint)
         found = getattr(found, part)
     return found
 
@@ -77,7 +80,7 @@ def _import(name: str, spec: str, config_field: str) -> ModuleType:
         raise ConfigError(config_field, spec, law, hint) from error
     except Exception as error:
         law = f"importing module {name!r} failed: {type(error).__name__}: {error}"
-        raise ConfigError(config_field, spec, law, f"`import {name}` must work") from error
+        raise ConfigError(config_field, spec, law, f"make `import {name}` work") from error
 
 
 def _check_signature(found: Any, spec: str, config_field: str) -> None:
@@ -91,7 +94,7 @@ def _check_signature(found: Any, spec: str, config_field: str) -> None:
         inspect.signature(found).bind(None, None)
     except TypeError as error:
         law = f"cannot be called with (prompt, trajectory): {error}"
-        raise ConfigError(config_field, spec, law, "def reward(prompt, trajectory) -> float") from error
+        raise ConfigError(config_field, spec, law, "define it as def reward(prompt, trajectory) -> float") from error
     except ValueError:
         return  # A builtin without a signature: the first call will tell.
 
@@ -113,7 +116,7 @@ def final_number(prompt: Prompt, trajectory: Trajectory) -> float:
     """1.0 where the last number of the response equals the answer's last number (GSM8K style, `#### 72`)."""
     got, expected = _last_number(trajectory.text), _last_number(answer_of(prompt))
     if expected is None:
-        raise DataFailure(f"the answer of row {prompt.row} holds no number", row=prompt.row)
+        raise DataFailure(f"the answer of row {prompt.row} contains no number", row=prompt.row)
     return float(got is not None and got == expected)
 
 

@@ -54,7 +54,7 @@ def write_checkpoint(
     if directory.exists() and any(directory.iterdir()):
         if (directory / STATE_FILE).is_file() and read_state(directory).step == state.step:
             return
-        raise ConfigError("checkpoint directory", str(directory), "it is not empty", "an empty or new directory")
+        raise ConfigError("checkpoint directory", str(directory), "is not empty", "use a new or empty directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = directory.parent / f".{directory.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -83,14 +83,18 @@ def read_state(directory: Path) -> TrainerState:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["format"] != FORMAT:
-            raise ConfigError("checkpoint", str(directory), f"its format is {record['format']!r}, not {FORMAT}")
+            raise ConfigError(
+                "checkpoint", str(directory), f"has format {record['format']!r}, but this version reads {FORMAT}"
+            )
         return TrainerState(
             step=int(record["step"]), optimizer_steps=int(record["optimizer_steps"]), settings=dict(record["settings"])
         )
     except FileNotFoundError:
-        raise ConfigError("checkpoint", str(directory), f"it has no {STATE_FILE}: not a complete checkpoint") from None
+        raise ConfigError(
+            "checkpoint", str(directory), f"is not a complete checkpoint: {STATE_FILE} is missing"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("checkpoint", str(directory), f"{STATE_FILE} cannot be read: {error!r}") from error
+        raise ConfigError("checkpoint", str(directory), f"has an unreadable {STATE_FILE}: {error!r}") from error
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> TrainerState:
@@ -115,8 +119,8 @@ def _check_weights(directory: Path, weights: dict[str, Tensor], own: dict[str, T
     for name in sorted(weights.keys() | own.keys()):
         theirs, ours = (list(held[name].shape) if name in held else "none" for held in (weights, own))
         if theirs != ours:
-            law = f"it is of another model: {name} is {theirs} there and {ours} here"
-            raise ConfigError("checkpoint", str(directory), law, "the checkpoint of a run with this model.path")
+            law = f"is of another model: {name} has shape {theirs} there and {ours} here"
+            raise ConfigError("checkpoint", str(directory), law, "use a checkpoint of this model")
 
 
 def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -139,7 +143,7 @@ def optimizer_state(
         by_name.setdefault(name, {})[kind] = value
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     if unknown := sorted(set(by_name) - set(ordered)):
-        raise ConfigError("checkpoint", unknown[0], "its optimizer state is of a parameter that this model has not")
+        raise ConfigError("checkpoint", unknown[0], "is not a parameter of this model, but the optimizer state has it")
     state = {index: by_name[name] for index, name in enumerate(ordered) if name in by_name}
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 

@@ -16,7 +16,7 @@ def device_named(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError("trainer.device", name, f"torch cannot use it: {error}", "auto") from error
+        raise ConfigError("trainer.device", name, f"cannot be used by torch: {error}", "use auto") from error
 
 
 def move(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -34,5 +34,5 @@ def move(models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer, de
 def runs_in_bf16(choice: str, device: torch.device) -> bool:
     supported = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "on" and not supported:
-        raise ConfigError("trainer.bf16", choice, f"{device} has no bfloat16", "auto or off")
+        raise ConfigError("trainer.bf16", choice, f"{device} has no bfloat16", "use auto or off")
     return choice == "on" or (choice == "auto" and device.type == "cuda" and supported)

@@ -24,8 +24,8 @@ def load_reference(tokens: int, model_path: str, settings: TrainerSettings, devi
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     theirs = tokens_of(loaded)
     if theirs != tokens:
-        law = f"it has {theirs} tokens and the trained model {tokens}: their log-probs are not of the same tokens"
-        raise ConfigError("trainer.reference_path", path, law, "a model with the same tokenizer")
+        law = f"has {theirs} tokens, but the trained model has {tokens}"
+        raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
     return Policy(loaded.to(device).eval().requires_grad_(False), settings, device, bf16)
 
 

@@ -53,5 +53,5 @@ class ModelScorer:
     def _policy(self, task: str) -> Policy:
         if task not in self._policies:
             known = " or ".join(self._policies) or "old_logprobs or ref_logprobs"
-            raise ConfigError("scoring task", task, "this scorer cannot score it", known)
+            raise ConfigError("scoring task", task, "this scorer cannot score it", f"use {known}")
         return self._policies[task]

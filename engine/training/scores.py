@@ -32,7 +32,7 @@ def given_scores(batch: Batch, groups: Sequence[Sequence[Sample]], expected: Seq
     """
     missing = [task for task in expected if task not in batch.scores]
     if missing:
-        raise EngineError(f"the batch of step {batch.step} came without {' and '.join(missing)}", step=batch.step)
+        raise EngineError(f"the batch of step {batch.step} has no {' and no '.join(missing)}", step=batch.step)
     counts = [sample.tokens for group in groups for sample in group]
     given = {
         task: [torch.tensor(row, dtype=torch.float32) for row in _rows(scores)] for task, scores in batch.scores.items()

@@ -1,4 +1,4 @@
-"""What a trainer can be told: every choice of the train step in one frozen record, checked when it is made.
+"""The settings of a trainer: every choice of the train step in one frozen record, checked when it is made.
 
 The configuration layer maps its `trainer`, `scheduler` and `rollout` sections onto `TrainerSettings`; a user who embeds
 `ModelTrainer` makes one directly. It must stay free of torch, so that a configuration is checked without loading it.
@@ -47,18 +47,18 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.measure not in MASK_NAMES:
-            law = "it is not a known measure"
-            raise ConfigError("trainer.masks.measure", self.measure, law, f"one of {', '.join(MASK_NAMES)}")
+            law = "is not a measure"
+            raise ConfigError("trainer.masks.measure", self.measure, law, f"use one of {', '.join(MASK_NAMES)}")
         if self.low is None and self.high is None:
-            law = f"a mask on {self.measure} without a bound keeps everything"
-            raise ConfigError("trainer.masks.high", None, law, "low, high or both")
+            law = f"a mask on {self.measure} needs a bound"
+            raise ConfigError("trainer.masks.high", None, law, "set low, high or both")
         agreed = 1.0 if self.is_ratio else 0.0
-        kept = f"[low, high] holds {agreed:g}, the {self.measure} of tokens that both policies agree on"
+        kept = f"low <= {agreed:g} <= high, because {agreed:g} is the {self.measure} of equal policies"
         if self.low is not None and (self.low > agreed or (self.is_ratio and self.low <= 0)):
-            law = kept + (", and a ratio is above 0" if self.is_ratio else "")
-            raise ConfigError("trainer.masks.low", self.low, law, "0.5 would hold" if self.is_ratio else "null")
+            law = kept + ("; a ratio is above 0" if self.is_ratio else "")
+            raise ConfigError("trainer.masks.low", self.low, law, "use 0.5" if self.is_ratio else "use null")
         if self.high is not None and self.high < agreed:
-            raise ConfigError("trainer.masks.high", self.high, kept, "2.0 would hold" if self.is_ratio else "0.1")
+            raise ConfigError("trainer.masks.high", self.high, kept, "use 2.0" if self.is_ratio else "use 0.1")
 
     @property
     def is_ratio(self) -> bool:
@@ -161,8 +161,8 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_ranges()
-        for field, holds, law, would_hold in self._objective_laws():
-            self._require(field, holds, law, would_hold)
+        for field, holds, law, value in self._objective_laws():
+            self._require(field, holds, law, value)
 
     @property
     def needs_proximal(self) -> bool:
@@ -219,53 +219,55 @@ class TrainerSettings:
         for field, names in choices.items():
             value = getattr(self, field)
             if value not in names:
-                raise ConfigError(f"trainer.{field}", value, "it is not a known name", f"one of {', '.join(names)}")
+                raise ConfigError(f"trainer.{field}", value, "is not allowed", f"use one of {', '.join(names)}")
 
     def _check_ranges(self) -> None:
-        self._require("learning_rate", self.learning_rate > 0, "the learning rate is above 0", "1e-6")
-        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "each beta is in [0, 1)", "(0.9, 0.999)")
-        self._require("adam_eps", self.adam_eps > 0, "it keeps the denominator above 0", "1e-8")
-        self._require("weight_decay", self.weight_decay >= 0, "weight decay is not negative", "0")
-        self._require("max_grad_norm", self.max_grad_norm >= 0, "a norm is not negative", "1.0, or 0 for no clipping")
-        self._require("clip_low", 0 < self.clip_low <= 1, "the lower bound 1 - clip_low is in [0, 1)", "0.2")
-        self._require("clip_high", self.clip_high > 0, "the upper bound 1 + clip_high is above 1", "0.28")
-        self._require("correction_cap", self.correction_cap > 0, "an importance weight is above 0", "2.0")
-        self._require("temperature", self.temperature > 0, "greedy samples have no log-probs to learn from", "1.0")
-        self._require("epochs_per_batch", self.epochs_per_batch >= 1, "a batch is trained at least once", "1")
-        self._require("micro_batch_tokens", self.micro_batch_tokens >= 1, "a pass holds at least one token", "16384")
+        self._require("learning_rate", self.learning_rate > 0, "must be above 0", "1e-6")
+        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "must each be in [0, 1)", "(0.9, 0.999)")
+        self._require("adam_eps", self.adam_eps > 0, "must be above 0", "1e-8")
+        self._require("weight_decay", self.weight_decay >= 0, "must not be negative", "0")
+        self._require("max_grad_norm", self.max_grad_norm >= 0, "must not be negative", "1.0, or 0 for no clipping")
+        self._require("clip_low", 0 < self.clip_low <= 1, "must be above 0 and at most 1", "0.2")
+        self._require("clip_high", self.clip_high > 0, "must be above 0", "0.28")
+        self._require("correction_cap", self.correction_cap > 0, "must be above 0", "2.0")
+        self._require(
+            "temperature", self.temperature > 0, "must be above 0: greedy samples have no log-probs to train on", "1.0"
+        )
+        self._require("epochs_per_batch", self.epochs_per_batch >= 1, "must be at least 1", "1")
+        self._require("micro_batch_tokens", self.micro_batch_tokens >= 1, "must be at least 1", "16384")
         for field in ("policy_mini_batch_size", "lr_warmup_steps", "lr_total_steps", "threads", "aggregation_tokens"):
-            self._require(field, getattr(self, field) >= 0, "a count is not negative", "0")
+            self._require(field, getattr(self, field) >= 0, "must not be negative", "0")
         if self.aggregation == "constant":
-            law = "`aggregation: constant` divides by it"
+            law = "must be at least 1: trainer.aggregation constant divides by it"
             self._require("aggregation_tokens", self.aggregation_tokens >= 1, law, "the rollout's max_tokens")
         if self.lr_schedule == "linear":
-            law = "`lr_schedule: linear` ends there, after the warm-up"
+            law = "must be above trainer.lr_warmup_steps: trainer.lr_schedule linear ends there"
             enough = self.lr_total_steps > self.lr_warmup_steps
-            self._require("lr_total_steps", enough, law, f"more than {self.lr_warmup_steps}")
+            self._require("lr_total_steps", enough, law, f"{self.lr_warmup_steps + 1}")
 
     def _objective_laws(self) -> Iterator[tuple[str, bool, str, str]]:
-        """(field, whether it holds, law, what would hold) of losses, corrections, KL terms and shaping."""
-        yield "clip_dual", self.clip_dual > 1, "it bounds ratios above 1 (arXiv 1912.09729)", "3.0"
+        """(field, whether it holds, law, allowed value) of losses, corrections, KL terms and shaping."""
+        yield "clip_dual", self.clip_dual > 1, "must be above 1 (arXiv 1912.09729)", "3.0"
         for field in ("kl_loss_coef", "kl_reward_coef", "overlong_penalty"):
-            yield field, getattr(self, field) >= 0, "it punishes, so it is not negative", "0"
+            yield field, getattr(self, field) >= 0, "must not be negative", "0"
         for field in ("clip_low", "clip_high") if self.loss == "gspo" else ():
-            law = "gspo clips a geometric mean over the sequence, on which bounds of tokens never bind"
-            yield field, getattr(self, field) <= GSPO_WIDEST_CLIP, law, "3e-4 would hold"
-        law = "sequence_tis weighs by proximal / behaviour, and the ratio inside this loss is current / behaviour"
+            law = f"must be at most {GSPO_WIDEST_CLIP:g} with gspo, which clips a geometric mean over the sequence"
+            yield field, getattr(self, field) <= GSPO_WIDEST_CLIP, law, "3e-4"
+        law = "sequence_tis needs the proximal policy: this loss uses the ratio current / behavior"
         fits = self.correction != "sequence_tis" or self.needs_proximal
         yield "correction", fits, law, "trainer.old_policy: proximal, or token_tis"
         measures = [mask.measure for mask in self.masks]
-        yield "masks", len(set(measures)) == len(measures), "a measure is masked twice", "each measure once"
-        law = "without kl_loss_ratio the gradient of k1 is zero on average, whatever the reference (arXiv 2510.01555)"
+        yield "masks", len(set(measures)) == len(measures), "a measure occurs twice", "one mask for each measure"
+        law = "the expected gradient of k1 is zero without trainer.kl_loss_ratio (arXiv 2510.01555)"
         yield "kl_loss", self.kl_loss != "k1" or self.kl_loss_ratio or not self.kl_loss_coef, law, "k2 or k3"
-        law = "no KL term reads the reference model"
+        law = "no KL term uses the reference model"
         yield "reference_path", self.reference_path is None or self.needs_reference, law, "trainer.kl_loss_coef: 0.001"
         for field in ("overlong_cache_tokens", "overlong_max_tokens"):
-            yield field, getattr(self, field) >= 0, "a count is not negative", "0"
-        law = f"it lies within the response budget, trainer.overlong_max_tokens = {self.overlong_max_tokens}"
+            yield field, getattr(self, field) >= 0, "must not be negative", "0"
+        law = f"must be less than trainer.overlong_max_tokens = {self.overlong_max_tokens}"
         fits = not self.overlong_cache_tokens or self.overlong_cache_tokens < self.overlong_max_tokens
-        yield "overlong_cache_tokens", fits, law, f"{max(0, self.overlong_max_tokens // 4)} would hold"
+        yield "overlong_cache_tokens", fits, law, f"{max(0, self.overlong_max_tokens // 4)}"
 
-    def _require(self, field: str, holds: bool, law: str, would_hold: str) -> None:
+    def _require(self, field: str, holds: bool, law: str, value: str) -> None:
         if not holds:
-            raise ConfigError(f"trainer.{field}", getattr(self, field), law, would_hold)
+            raise ConfigError(f"trainer.{field}", getattr(self, field), law, f"for example {value}")

@@ -109,7 +109,7 @@ class ModelTrainer:
         Does nothing where the loss does not read them. Where the scheduler orders no such task, `train` does it.
         """
         if task not in ("old_logprobs", "ref_logprobs"):
-            raise ConfigError("trainer task", task, "this trainer cannot score it", "old_logprobs or ref_logprobs")
+            raise ConfigError("trainer task", task, "this trainer cannot score it", "use old_logprobs or ref_logprobs")
         samples = [sample for group in batch.groups for sample in trainable_samples(group)]
         if task == "old_logprobs" and self.settings.needs_proximal:
             self._proximal = (self._score_key(batch, samples), self.policy.score(samples))

@@ -17,7 +17,7 @@ Example: TypeAlias = tuple[str, str]
 """A prompt and what to say: a worked solution with its end token, or the beginning of one."""
 
 Progress: TypeAlias = Callable[[float, str], None]
-"""Told how much is done, from 0 to 1, and what is going on."""
+"""Called with the progress, from 0 to 1, and a description of the current work."""
 
 PROGRESS_EVERY = 25
 """Steps between reports."""
@@ -45,7 +45,7 @@ class WarmUp:
     learning_rate: float = 6e-3
     rise_steps: int = 50
     whole_every: int = 5
-    """Every so many steps, `whole_examples` of any length take the place of short ones."""
+    """Every so many steps, `whole_examples` of any length replace the short ones."""
     whole_examples: int = 8
 
 

@@ -212,7 +212,7 @@ def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does
     with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*--force-from step-000002"):
         scene.past()
     with pytest.raises(
-        ConfigError, match=r"--force-from = 'step-000003': .*use one of: step-000001, step-000002, initial"
+        ConfigError, match=r"--force-from 'step-000003' .*use one of: step-000001, step-000002, initial"
     ):
         scene.past(force_from="step-000003")
     past = scene.past(force_from="step-000001")

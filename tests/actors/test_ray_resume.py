@@ -165,7 +165,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(tmp_path: Pa
     checkpoints = run_dir / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} >= {"step-000003", "step-000006"}
     newer = (checkpoints / "step-000006" / "steps").stat().st_mtime_ns
-    with pytest.raises(ConfigError, match=r"--force-from = 'step-000004': .*use one of: step-000003, step-000006"):
+    with pytest.raises(ConfigError, match=r"--force-from 'step-000004' .*use one of: step-000003, step-000006"):
         resume(gate, replace(plan, force_from="step-000004"))
     told, status = resume(gate, replace(plan, force_from=str(checkpoints / "step-000003")))
     assert status.outcome == "finished" and "resumed from step-000003" in told

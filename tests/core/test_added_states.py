@@ -237,20 +237,20 @@ def test_a_state_policy_in_error_is_named_and_with_builtin_every_group_enters(ow
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"machine": "step"}, "machine = 'step': only prompt groups"),
-        ({"phase": "ready"}, "law 1 .* a step would train on it unjudged; parked"),
-        ({"phase": "running"}, "law 2 would count a slot nobody uses"),
-        ({"phase": "waiting"}, "law 4 would not count it"),
-        ({"phase": "idle"}, "there is no such phase"),
-        ({"between": ("queued", "generating")}, "lies between a group's last token and the step that takes it"),
+        ({"machine": "step"}, "machine is 'step', but must be group: only prompt groups"),
+        ({"phase": "ready"}, "a train step may take a ready group.*; use parked"),
+        ({"phase": "running"}, "law 2 would count a slot that this one has left"),
+        ({"phase": "waiting"}, "law 4 would not count"),
+        ({"phase": "idle"}, "is not a phase"),
+        ({"between": ("queued", "generating")}, "lies between a group's last token and its train step"),
         ({"state": "Judging!"}, "must be a word"),
-        ({"state": "aborted"}, "the name is taken"),
-        ({"state": "resume"}, "the name is taken"),
-        ({"state": "checking"}, "the name is taken"),
+        ({"state": "aborted"}, "is already a state or trigger"),
+        ({"state": "resume"}, "is already a state or trigger"),
+        ({"state": "checking"}, "is already a state or trigger"),
         ({"policy": object}, "must be a class with a method enters"),
         ({"policy": 7}, "must be a class with a method enters"),
-        ({"concurrency": 0}, "scheduler.states.fresh.concurrency = 0: must be at least 1"),
-        ({"api": 2}, "written for another policy API"),
+        ({"concurrency": 0}, "scheduler.states.fresh.concurrency is 0, but must be at least 1"),
+        ({"api": 2}, "needs a policy API version"),
     ],
 )
 def test_a_state_that_breaks_a_law_is_refused(own: None, wrong: dict[str, Any], says: str) -> None:
@@ -295,7 +295,7 @@ def test_one_table_serves_the_same_states_and_the_plain_one_none() -> None:
 
 def test_a_state_that_nobody_added_is_refused_with_the_nearest_name() -> None:
     figures = {"train_batch_size": 1, "max_staleness_steps": 0, "max_concurrent_groups": 1}
-    with pytest.raises(ConfigError, match="'weihing': no state of that name was added; did you mean 'weighing'"):
+    with pytest.raises(ConfigError, match="'weihing' is not a registered state; did you mean weighing"):
         Scripted(**figures, added_states=(AddedState(name="weihing", concurrency=1),))
     with pytest.raises(ConfigError, match="names a state twice"):
         Limits(**figures, added_states=(CHECKING, CHECKING))  # type: ignore[arg-type]

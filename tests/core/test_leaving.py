@@ -453,7 +453,7 @@ def test_another_policy_decides_from_now_on_and_the_others_keep_what_they_rememb
         ("scheduler.max_concurrent_groups", "1", "from 2 to 4 would hold"),
         ("scheduler.deadline_timeout_s", "inf", "a number of seconds"),
         ("timeouts.group_s", "0", "above 0, or auto, or off"),
-        ("scheduler.policies.filter", "zero-varianc", "did you mean 'zero-variance'"),
+        ("scheduler.policies.filter", "zero-varianc", "did you mean zero-variance"),
         ("scheduler.policies.fliter", "none", "is not a decision"),
         ("scheduler.train_batch_size", "4", "cannot be changed while the run goes on"),
     ],

@@ -363,7 +363,9 @@ def test_a_checkpoint_whose_report_is_lost_with_the_trainer_counts_and_the_next_
     lose(run, "trainer", published=4, saved=(4,))
     (start,) = run.ordered(StartProcess)
     assert (start.steps, start.version, start.redo) == (4, NO_VERSION, ())
-    assert run.state.checkpoints.steps == [2, 4] and run.state.ended.newest == 4 and not run.state.checkpoint_pending
+    assert (
+        run.state.checkpoints.steps == [2, 4] and run.state.checkpoints.newest == 4 and not run.state.checkpoint_pending
+    )
     assert [order.steps for order in run.ordered(DeleteCheckpoint)] == [2], "it counts like any other"
     orders = [type(order) for order in run.orders]
     assert orders.index(StartProcess) < orders.index(DeleteCheckpoint), "which the next life is told"

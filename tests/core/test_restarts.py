@@ -37,7 +37,9 @@ def interrupt(run: Scripted, reason: str = "the scheduler died") -> FinishRun | 
 def resume(run: Scripted, *, again: bool = True, steps: int | None = None) -> None:
     """The run continues in new processes: with everything it had, or from the weights after `steps` train steps."""
     state = run.state
-    consumed = () if steps is None else tuple(group for batch in state.ended.batches(steps) for group in batch.groups)
+    consumed = (
+        () if steps is None else tuple(group for batch in state.checkpoints.batches(steps) for group in batch.groups)
+    )
     run.tell(RunResumed(steps=state.steps_trained if steps is None else steps, replicas=1, consumed=consumed,
                         released=(), kept=steps is None, again=again))  # fmt: skip
     run.publish()

@@ -630,11 +630,11 @@ def test_limits_may_be_set_and_lifted_at_any_time() -> None:
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
-        ({"train_s": 0.0}, "timeouts.train_s = 0.0: .* at most, or auto, or off"),
-        ({"train_s": "never"}, "timeouts.train_s = 'never'"),
-        ({"floor_s": None}, "timeouts.floor_s = None: must be a number of seconds above 0, 1000000 at most;"),
-        ({"max_s": -1.0}, "timeouts.max_s = -1.0"),
-        ({"cut_s": float("nan")}, "timeouts.cut_s = nan"),
+        ({"train_s": 0.0}, "timeouts.train_s is 0.0, .* at most, or auto, or off"),
+        ({"train_s": "never"}, "timeouts.train_s is 'never'"),
+        ({"floor_s": None}, "timeouts.floor_s is not set, but must be a number of seconds above 0, 1000000 at most;"),
+        ({"max_s": -1.0}, "timeouts.max_s is -1.0"),
+        ({"cut_s": float("nan")}, "timeouts.cut_s is nan"),
     ],
 )
 def test_a_limit_out_of_bounds_is_refused(figures: dict[str, Any], says: str) -> None:

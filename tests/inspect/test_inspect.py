@@ -63,7 +63,7 @@ def test_replay_text_of_another_schedule(tmp_path: Path, run: Path, frames: list
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         replay_text(tmp_path / "none")
     with pytest.raises(RecordError, match="holds no schedule record"):
         replay_text(tmp_path)
@@ -91,15 +91,15 @@ def test_the_text_names_event_commands_and_state(run: Path, frames: list[Handled
 
 @pytest.mark.parametrize("n", [-1, 10_000])
 def test_an_event_out_of_range(run: Path, frames: list[Handled], n: int) -> None:
-    with pytest.raises(ConfigError, match=r"--at = .* would hold") as caught:
+    with pytest.raises(ConfigError, match=r"--at is .*; use ") as caught:
         at_text(run, n)
     if n > 0:
-        assert f"the record has {len(frames)} events; 0 to {len(frames) - 1} would hold" in str(caught.value)
+        assert f"the record has {len(frames)} events; use a number from 0 to {len(frames) - 1}" in str(caught.value)
 
 
 @pytest.mark.parametrize("group", [-1, 10_000])
 def test_a_group_out_of_range(run: Path, group: int) -> None:
-    with pytest.raises(ConfigError, match=r"--group = .* would hold"):
+    with pytest.raises(ConfigError, match=r"--group is .*; use "):
         at_text(run, 3, group)
 
 

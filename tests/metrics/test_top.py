@@ -142,7 +142,7 @@ def test_it_follows_a_run_and_leaves_at_a_key(served: Served, terminal: Terminal
     terminal.until(r"step\s+9/\?")
     terminal.type("q")
     code, said = terminal.close()
-    assert code == 0 and "goes on" in said and "Traceback" not in said
+    assert code == 0 and "continues" in said and "Traceback" not in said
     assert termios.tcgetattr(terminal.inner) == terminal.before, "the terminal is as it was"
 
 
@@ -167,26 +167,26 @@ def test_a_run_that_is_killed_is_told(served: Served, open_terminal: Callable[..
     terminal.until("admission")
     served.server.close()
     code, said = terminal.close()
-    assert code == 2 and "nothing answers at 127.0.0.1" in said and "Traceback" not in said
+    assert code == 2 and "does not answer at 127.0.0.1" in said and "Traceback" not in said
 
 
 def test_a_run_whose_scheduler_starts_again_is_followed_to_its_new_address(served: Served, terminal: Terminal) -> None:
     terminal.until("admission")
     served.server.close()
-    terminal.until("nothing answers at")
+    terminal.until("no answer from")
     served.steps(7)
     served.server = MetricsServer(registry(served.world.metrics), describe=served.describe)
     announce([served.directory / FILE], served.server.address, served.directory.name)
     terminal.until(r"step\s+7/\?")
     terminal.type("q")
     code, said = terminal.close()
-    assert code == 0 and "goes on" in said
+    assert code == 0 and "continues" in said
 
 
 def test_a_run_that_does_not_answer_can_be_left(served: Served, terminal: Terminal) -> None:
     terminal.until("admission")
     served.server.close()
-    terminal.until("nothing answers at")
+    terminal.until("no answer from")
     terminal.type("q")
     assert terminal.close()[0] == 0
 
@@ -306,12 +306,12 @@ def test_the_status_survives_the_way(served: Served) -> None:
 def complaint(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["top", str(directory)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("engine: RUN = ") and said.count("\n") == 1, said
+    assert said.startswith("engine: RUN ") and said.count("\n") == 1, said
     return said
 
 
 def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such run" in complaint(tmp_path / "none", capsys)
+    assert "does not exist" in complaint(tmp_path / "none", capsys)
 
 
 def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,23 +323,23 @@ def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_an_endpoint_file_that_says_nothing(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schedule").mkdir()
     (tmp_path / FILE).write_text(text, encoding="latin-1")
-    assert "cannot be read" in complaint(tmp_path, capsys)
+    assert "has an unreadable endpoint.json" in complaint(tmp_path, capsys)
 
 
 def test_an_endpoint_that_is_gone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.server.close()
-    assert "nothing answers at 127.0.0.1" in complaint(served.directory, capsys)
+    assert "does not answer at 127.0.0.1" in complaint(served.directory, capsys)
 
 
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no run of this version"),
-        (b"HTTP/1.0 404 Not Found\r\n\r\n", "is no run of this version: HTTP Error 404"),
-        (b"HTTP/1.0 500 Internal Server Error\r\n\r\n", "is no run of this version: HTTP Error 500"),
-        (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{", "is no run of this version"),
-        (b"HTTP/1.0 200 OK\r\n\r\n[1]", "is no run of this version"),
-        (b"", "nothing answers at 127.0.0.1"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is not from a run of this engine version"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\n", "is not from a run of this engine version: HTTP Error 404"),
+        (b"HTTP/1.0 500 Internal Server Error\r\n\r\n", "is not from a run of this engine version: HTTP Error 500"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{", "is not from a run of this engine version"),
+        (b"HTTP/1.0 200 OK\r\n\r\n[1]", "is not from a run of this engine version"),
+        (b"", "does not answer at 127.0.0.1"),
     ],
     ids=["no http", "not found", "broken", "half of it", "a list", "nothing"],
 )
@@ -379,6 +379,6 @@ def test_something_else_answers(served: Served, capsys: pytest.CaptureFixture[st
     other = MetricsServer(CollectorRegistry(), describe=lambda: {"hello": "there"})
     try:
         announce([served.directory / FILE], other.address, "other")
-        assert "is no run of this version" in complaint(served.directory, capsys)
+        assert "is not from a run of this engine version" in complaint(served.directory, capsys)
     finally:
         other.close()

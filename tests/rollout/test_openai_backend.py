@@ -191,7 +191,7 @@ def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], se
         ({"processed": True}, "processed_logprobs"),
         ({"tokens": True}, "another tokenizer"),
         ({"installs": True}, "cannot be given new weights"),
-        ({}, "abort or wait would hold"),
+        ({}, "use abort or wait"),
     ],
 )
 def test_a_server_that_lacks_something_is_refused(lacks: dict[str, bool], says: str, tmp_path: Path) -> None:

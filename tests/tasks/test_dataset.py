@@ -73,20 +73,20 @@ def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
     jsonl(tmp_path, {"prompt": "a"}, name="train.jsonl")
     error = refused(tmp_path / "trian.jsonl", config_field="data.validation_path")
     assert error.details["field"] == "data.validation_path"
-    assert error.details["law"] == "no such file" and "train.jsonl" in error.details["would_hold"]
-    assert "no directory" in refused(tmp_path / "nowhere" / "x.jsonl").details["would_hold"]
+    assert error.details["law"] == "does not exist" and "train.jsonl" in error.details["fix"]
+    assert "no directory" in refused(tmp_path / "nowhere" / "x.jsonl").details["fix"]
     assert "is not a file" in str(refused(tmp_path))
     (tmp_path / "rows.csv").write_text("prompt\n")
-    assert "unknown format '.csv'" in str(refused(tmp_path / "rows.csv"))
+    assert "unknown suffix '.csv'" in str(refused(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([], "holds no rows"),
-        (["", "  "], "holds no rows"),
+        ([], "has no rows"),
+        (["", "  "], "has no rows"),
         ([{"prompt": "a"}, "", '{"prompt": "b"'], "line 3 is not valid JSON"),
-        (['[{"prompt": "a"}]'], "line 1 holds a JSON list"),
+        (['[{"prompt": "a"}]'], "line 1 is a JSON list"),
         ([{"prompt": "a"}, {"promt": "b"}], "line 2 has neither 'prompt' nor 'messages'"),
         ([{"prompt": None}], "line 1: 'prompt' is NoneType None"),
         ([{"prompt": ""}], "line 1: 'prompt' is empty"),
@@ -100,8 +100,8 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, rows: list[Any], said: str
 
 
 def test_a_missing_prompt_column_suggests_one(tmp_path: Path) -> None:
-    hint = refused(jsonl(tmp_path, {"promt": "a", "answer": 1})).details["would_hold"]
-    assert "'promt', 'answer'" in hint and "did you mean 'promt'" in hint
+    hint = refused(jsonl(tmp_path, {"promt": "a", "answer": 1})).details["fix"]
+    assert "'promt', 'answer'" in hint and "did you mean promt" in hint
 
 
 def test_bad_text_and_bad_parquet_are_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_rewards_in_the_working_directory_are_found(working_directory: Path) -> 
         ("engine.tasks.nowhere:good", "no module named 'engine.tasks.nowhere'"),
         ("needs_more:good", "itself imports 'not_there_at_all'"),
         ("broken:good", "ZeroDivisionError"),
-        ("my_rewards:goood", "did you mean 'good'"),
+        ("my_rewards:goood", "did you mean good"),
         ("my_rewards:limit", "cannot be called"),
         ("my_rewards:Judge", "is a class"),
         ("my_rewards:one", "cannot be called with (prompt, trajectory)"),

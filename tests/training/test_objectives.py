@@ -372,7 +372,7 @@ def test_objectives_that_cannot_work_are_refused_by_field(field: str, values: di
     with pytest.raises(ConfigError) as refused:
         TrainerSettings(**values)  # type: ignore[arg-type]
     assert refused.value.details["field"] == f"trainer.{field}"
-    assert refused.value.details["would_hold"]
+    assert refused.value.details["fix"]
 
 
 @pytest.mark.parametrize(
