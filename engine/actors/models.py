@@ -156,7 +156,7 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
         return Inputs(ready.model_path, ready.training_path, ready.validation_path, ready.reward, "prompt")
     path, data, reward = config.model.path, config.data, config.reward
     if path is None or data.path is None:
-        raise ConfigError("model.path", path, "model and data are needed", "give them, or model.make")
+        raise ConfigError("model.path", path, "model.path and data.path are required", "set them, or use model.make")
     model = _absolute(path)
     held_out = None if data.validation_path is None else str(Path(data.validation_path).expanduser().resolve())
     training = str(Path(data.path).expanduser().resolve())
@@ -334,8 +334,8 @@ def stop_ids_of(tokenizer: Any, model: str, stop: list[str]) -> tuple[int, ...]:
     for text in stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            law = f"{text!r} is {len(ids)} tokens to this model's tokenizer"
-            raise ConfigError("rollout.stop", stop, law, "strings that are one token each")
+            law = f"must be single tokens, and this model's tokenizer splits {text!r} into {len(ids)}"
+            raise ConfigError("rollout.stop", stop, law, "use strings of one token each")
         found += ids
     if not found:
         law = "neither the tokenizer nor the model names a token that ends a response"

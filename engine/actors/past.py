@@ -129,8 +129,10 @@ def _taken_up(
     steps, checkpoint = _chosen(plan, saved, recovered)
     if checkpoint is not None:
         if plan.restore_trainer is None:
-            law = "is there, and this plan cannot bring a trainer to it"
-            raise ConfigError("Plan.restore_trainer", None, f"{checkpoint.name} {law}", "a function that does")
+            law = "cannot be loaded by this plan"
+            raise ConfigError(
+                "Plan.restore_trainer", None, f"{checkpoint.name} {law}", "set a function that restores the trainer"
+            )
         try:
             verify_checkpoint(checkpoint)
         except OSError as error:
@@ -180,7 +182,7 @@ def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) 
         if path.name == name:
             return steps, path
     there = ", ".join([*(path.name for _, path in usable), INITIAL])
-    law = "is no complete checkpoint of this run's present line of weights"
+    law = "is not a complete checkpoint of this run's current branch"
     raise ConfigError("--force-from", plan.force_from, law, f"use one of: {there}")
 
 

@@ -126,11 +126,11 @@ def with_gpus(plan: Plan) -> Plan:
     needed, who = gpus_of_their_own(replicas, int(several or 1), scorers)
     if store and gpus < needed:
         law = f"{who}; there are {gpus:g}"
-        raise ConfigError("rollout.transport_backend", "nccl", law, "gloo would hold")
+        raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
     lacking = shortfall(plan, replicas) if several else ""
     if lacking:
         room = _room(plan, nodes)
-        fix = f"{room} would hold" if room else "fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"
+        fix = f"use {room}" if room else "fewer GPUs for a replica (tensor_parallel_size, rollout.gpus)"
         raise ConfigError("rollout.replicas", replicas, lacking, fix)
     gpus -= store
     if several and not plan.trainer_gpus:

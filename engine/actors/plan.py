@@ -165,17 +165,17 @@ class Plan:
         validation, given = self.limits.validation, len(self.held_out)
         if validation is not None and validation.rows != given:
             law = f"there are {given} held-out prompts to measure"
-            raise ConfigError("limits.validation.rows", validation.rows, law, f"{given} would hold" if given else "")
+            raise ConfigError("limits.validation.rows", validation.rows, law, f"use {given}" if given else "")
         if validation is not None and validation.own_from not in (None, self.replicas):
             law = f"replicas of validation's own come behind the {self.replicas} that generate"
-            raise ConfigError("limits.validation.own_from", validation.own_from, law, f"{self.replicas} would hold")
+            raise ConfigError("limits.validation.own_from", validation.own_from, law, f"use {self.replicas}")
 
     def require_scorers(self) -> None:
         """Raises: `ConfigError` where scoring tasks stand apart from the trainer and nothing can score there."""
         tasks = [task for apart in self.limits.scorers() for task in apart]
         if tasks and self.make_scorer is None:
             law = f"{', '.join(tasks)} have a pool without train, and nothing there can score"
-            raise ConfigError("Plan.make_scorer", None, law, "a function that makes a roles.Scorer")
+            raise ConfigError("Plan.make_scorer", None, law, "set a function that makes a roles.Scorer")
 
     @property
     def hands_over(self) -> bool:

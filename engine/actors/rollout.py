@@ -99,8 +99,8 @@ class RolloutActor:
         if self._plan.limits.validation is None:
             return None
         if evaluator is None:
-            law = "held-out prompts are to be measured, and the plan's rollouts have no evaluator"
-            raise ConfigError("limits.validation", f"{len(prompts)} rows", law, "give one, or None")
+            law = "validation needs an evaluator, and the plan's rollouts have none"
+            raise ConfigError("limits.validation", f"{len(prompts)} rows", law, "add one, or use None")
         return HeldOut(prompts=prompts, evaluator=evaluator)
 
     async def join(self) -> None:

@@ -101,23 +101,23 @@ def verify_checkpoint(directory: Path) -> None:
             lines = file.read().decode().splitlines()
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, RunDamaged) as error:
         law = f"its {SUMS} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one") from None
+        raise ConfigError("checkpoint", str(directory), law, "use another checkpoint") from None
     unknown = {path for path in directory.rglob("*") if path.is_file()} - {directory / SUMS}
     for line in lines:
         digest, _, name = line.partition("  ")
         path = directory / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             law = f"its {SUMS} names {name!r}, which lies elsewhere"
-            raise ConfigError("checkpoint", str(directory), law, "another checkpoint, without this one")
+            raise ConfigError("checkpoint", str(directory), law, "use another checkpoint")
         if not path.is_file():
-            raise ConfigError("checkpoint", str(path), "is missing", "another checkpoint, without this one")
+            raise ConfigError("checkpoint", str(path), "is missing", "use another checkpoint")
         if _digest(path) != digest:
             law = f"is not what was written: its SHA-256 is not that in {SUMS}"
-            raise ConfigError("checkpoint", str(path), law, "another checkpoint, without this one")
+            raise ConfigError("checkpoint", str(path), law, "use another checkpoint")
         unknown.discard(path)
     if unknown:
         law = f"is not what was written: {SUMS} does not name it"
-        raise ConfigError("checkpoint", str(min(unknown)), law, "another checkpoint, without this one")
+        raise ConfigError("checkpoint", str(min(unknown)), law, "use another checkpoint")
 
 
 def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:

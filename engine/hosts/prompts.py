@@ -103,6 +103,6 @@ def listed(items: Sequence[Prompt | str], epochs: int = 1) -> CountedPrompts:
     if not items:
         raise ConfigError("prompts", "[]", "there must be at least one prompt", "give a prompt")
     if epochs < 1:
-        raise ConfigError("epochs", epochs, "at least one pass over the prompts", "1")
+        raise ConfigError("epochs", epochs, "must be at least 1", "use 1")
     rows = as_prompts(items)
     return CountedPrompts(epochs * len(rows), lambda group: rows[group % len(rows)])

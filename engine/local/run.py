@@ -188,7 +188,7 @@ class Books:
 def _scorers(limits: Limits, make: Callable[[tuple[str, ...]], Scorer] | None) -> dict[tuple[str, ...], Scorer]:
     if limits.scorers() and make is None:
         law = f"{', '.join(limits.scorers()[0])} have a pool without train, and nothing there can score"
-        raise ConfigError("make_scorer", None, law, "a function that makes a roles.Scorer")
+        raise ConfigError("make_scorer", None, law, "pass a function that makes a roles.Scorer")
     return {tasks: make(tasks) for tasks in limits.scorers() if make is not None}
 
 
@@ -201,7 +201,7 @@ def _lives(
             raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
         return None, generators
     if replicas < 1:
-        raise ConfigError("replicas", replicas, "must be at least 1", "1 would hold")
+        raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
     return generators, [generators(replica) for replica in range(replicas)]
 
 
@@ -218,7 +218,7 @@ def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: in
         return dataclasses.replace(limits, validation=ValidationLimits(rows=given, rows_per_slot=samples))
     if limits.validation.rows != given:
         law = f"there are {given} held_out prompts to measure"
-        raise ConfigError("limits.validation.rows", limits.validation.rows, law, f"{given} would hold" if given else "")
+        raise ConfigError("limits.validation.rows", limits.validation.rows, law, f"use {given}" if given else "")
     return limits
 
 
@@ -227,14 +227,12 @@ def _require_numbers(limits: Limits, generators: int) -> None:
     limits.require_replicas(generators - len(own))
     if own and (own.start < 1 or own.stop != generators):
         law = f"the last {len(own)} of {generators} generators validate"
-        raise ConfigError("limits.validation.own_from", own.start, law, f"{generators - len(own)} would hold")
+        raise ConfigError("limits.validation.own_from", own.start, law, f"use {generators - len(own)}")
 
 
 def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None) -> None:
     for name, value in (("samples", samples), ("slots", slots)):
         if value < 1:
-            raise ConfigError(name, value, "must be at least 1", "1 would hold")
+            raise ConfigError(name, value, "must be at least 1", "use 1")
     if limits.checkpoint_every and run_dir is None:
-        raise ConfigError(
-            "limits.checkpoint_every", limits.checkpoint_every, "checkpoints need a run_dir", "0 would hold"
-        )
+        raise ConfigError("limits.checkpoint_every", limits.checkpoint_every, "checkpoints need a run_dir", "use 0")

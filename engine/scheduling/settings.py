@@ -84,8 +84,8 @@ def require_time_for_rewards(timeouts: Timeouts, reward_timeout_s: float) -> Non
     """Raises: `ConfigError` where an attempt may take no longer than one call of the reward may."""
     limit_s = timeouts.group_s
     if isinstance(limit_s, int | float) and limit_s <= reward_timeout_s:
-        law = f"an attempt's rewards alone may take reward.timeout_s = {reward_timeout_s:g}"
-        raise ConfigError("timeouts.group_s", limit_s, law, f"more than {reward_timeout_s:g}")
+        law = f"must be longer than reward.timeout_s = {reward_timeout_s:g}"
+        raise ConfigError("timeouts.group_s", limit_s, law, f"use more than {reward_timeout_s:g}")
 
 
 def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet:
@@ -106,5 +106,5 @@ def check_setting(limits: Limits, policies: PolicySet, setting: str, value: str)
     elif setting.startswith(POLICIES):
         changed_policies(policies, setting, value)
     else:
-        law = "cannot be changed while the run goes on"
-        raise ConfigError(setting, value, law, f"to be changed are {', '.join(live_settings())}")
+        law = "cannot be changed while the run is running"
+        raise ConfigError(setting, value, law, f"use one of {', '.join(live_settings())}")

@@ -50,12 +50,12 @@ class ValidationLimits:
     def __post_init__(self) -> None:
         for field in ("rows", "rows_per_slot", "replicas"):
             if type(getattr(self, field)) is not int or getattr(self, field) < 1:
-                raise ConfigError(f"validation.{field}", getattr(self, field), "must be at least 1", "1 would hold")
+                raise ConfigError(f"validation.{field}", getattr(self, field), "must be at least 1", "use 1")
         if type(self.every) is not int or self.every < 0:
-            raise ConfigError("validation.every", self.every, "must not be negative", "0 would hold")
+            raise ConfigError("validation.every", self.every, "must not be negative", "use 0")
         if self.conflict not in CONFLICTS:
-            fix = f"one of {', '.join(CONFLICTS)}"
-            raise ConfigError("validation.conflict", self.conflict, "is no answer to a conflict", fix)
+            fix = f"use one of {', '.join(CONFLICTS)}"
+            raise ConfigError("validation.conflict", self.conflict, "is not allowed", fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class AddedState:
     def __post_init__(self) -> None:
         if type(self.concurrency) is not int or self.concurrency < 1:
             field = f"scheduler.states.{self.name}.concurrency"
-            raise ConfigError(field, self.concurrency, "must be at least 1", "1 would hold")
+            raise ConfigError(field, self.concurrency, "must be at least 1", "use 1")
 
 
 ROUNDING = 1e-9
@@ -228,19 +228,20 @@ class Limits:
                 "scheduler.max_staleness_steps",
                 s,
                 f"S >= sync_every - 1, else no version can come in time (sync_every = {k})",
-                f"{k - 1} would hold",
+                f"use {k - 1}",
             )
         self._check_ahead()
         most = self.ahead + self.surplus
         if not b <= k_max <= most:
-            law = f"B <= K <= B * (S + 1) with B = {b}, S = {s}"
+            law = f"must be from {b} to {most} (B <= K <= B * (S + 1) with B = {b}, S = {s})"
             if most != b * (s + 1):
-                law = f"B <= K <= (1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus} with B = {b}"
-            hint = f"any value from {b} to {most} would hold"
+                bound = f"(1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus}"
+                law = f"must be from {b} to {most} (B <= K <= {bound} with B = {b})"
+            hint = f"use a value from {b} to {most}"
             raise ConfigError("scheduler.max_concurrent_groups", k_max, law, hint)
         if self.sync_mode not in SYNC_MODES:
             raise ConfigError(
-                "rollout.sync_mode", self.sync_mode, "is not a sync mode", f"one of {', '.join(SYNC_MODES)}"
+                "rollout.sync_mode", self.sync_mode, "is not a sync mode", f"use one of {', '.join(SYNC_MODES)}"
             )
 
         self._check_live()
@@ -251,7 +252,7 @@ class Limits:
         standing = [id for pool in self.pools if "rollout" in pool.tasks for id in pool.replicas]
         if standing and sorted(standing) != list(range(replicas)):
             law = f"the {replicas} replicas that generate are numbered from 0, and each stands in one pool"
-            raise ConfigError("pools", standing, law, f"{list(range(replicas))} in all would hold")
+            raise ConfigError("pools", standing, law, f"use {list(range(replicas))} in all")
 
     def _require_lawful_pools(self) -> None:
         for index, pool in enumerate(self.pools):
@@ -273,13 +274,13 @@ class Limits:
         if self.pools and training is None:
             raise ConfigError("pools", [list(pool.tasks) for pool in self.pools], "nothing trains", "add train to one")
         if self.train_after_sync and training is not None and training.shared:
-            law = "where training shares its pool with replicas they sleep until it is done: it would wait for ever"
-            raise ConfigError("scheduler.train_after_sync", True, law, "false would hold")
+            law = "training shares its pool with replicas, which sleep until it is done: the run would hang"
+            raise ConfigError("scheduler.train_after_sync", True, law, "use false")
 
     def _check_live(self) -> None:
         if self.keeps_batches and not self.checkpoint_every:
-            law = "no checkpoint would ever contain what is kept"
-            raise ConfigError("limits.keeps_batches", True, law, "a checkpoint_every above 0 would hold")
+            law = "the kept batches need checkpoints"
+            raise ConfigError("limits.keeps_batches", True, law, "use a checkpoint_every above 0")
 
     def _check_ahead(self) -> None:
         """What may be held beyond one batch: as fractions of it, both finite."""
@@ -289,7 +290,7 @@ class Limits:
             if (value is not None or field == "over_sample") and (
                 type(value) not in (int, float) or not isfinite(value) or value < 0
             ):
-                fix = f"{s if field == 'async_ratio' else 0.0} would hold"
+                fix = f"use {s if field == 'async_ratio' else 0.0}"
                 raise ConfigError(f"scheduler.{field}", value, "must be a number of batches, not negative", fix)
         ratio = self.async_ratio
         if ratio is not None and not k - 1 <= ratio <= s:
@@ -297,7 +298,7 @@ class Limits:
                 f"sync_every - 1 <= async_ratio <= S with sync_every = {k}, S = {s}: with less no version can come in "
                 "time, and more would be staler than allowed"
             )
-            raise ConfigError("scheduler.async_ratio", ratio, law, f"any value from {k - 1} to {s} would hold")
+            raise ConfigError("scheduler.async_ratio", ratio, law, f"use a value from {k - 1} to {s}")
         names = [state.name for state in self.added_states]
         if len(set(names)) < len(names):
             raise ConfigError("scheduler.states", names, "names a state twice", "name each once")
