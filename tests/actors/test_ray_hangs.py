@@ -46,7 +46,7 @@ def write_all_stacks(run: RunHandle, run_dir: Path) -> None:
     assert {source for source, _ in living} == {"rollout-0", "rollout-1", "trainer", "trajectories", "weights"}
     for (source, _), actor in living.items():
         file = stacks_file(run_dir, source)
-        assert dump_stacks(ray.get(actor.beat.remote()), file) == f"its stacks are in {file}"
+        assert dump_stacks(ray.get(actor.beat.remote()).pid, file) == f"its stacks are in {file}"
         assert "most recent call first" in file.read_text()
 
 
