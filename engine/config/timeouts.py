@@ -38,7 +38,7 @@ class TimeoutsSection(Section):
         FLOOR_S,
         description=f"Smallest auto limit; {SLOW_FLOOR_S:g} for start, publish, checkpoint, rows unless it is lowered.",
     )
-    cut_s: Seconds = Field(60.0, description="Seconds a replica may take to cut a group or validation rows short, and any process to say what it waits for.")
+    cut_s: Seconds = Field(60.0, description="Seconds to cut a group or rows short, or to answer a probe.")
     max_s: Seconds | None = Field(None, description="Most seconds any order may take in all; null: any.")
 
     @field_validator("*", mode="before")
