@@ -9,6 +9,7 @@ from engine.events import (
     BatchScored,
     ProcessLost,
     ProcessProbed,
+    ProcessUp,
     SchedulerRecovered,
     SettingChanged,
 )
@@ -96,6 +97,7 @@ def test_the_innermost_process_that_does_not_answer_is_stopped(hung: str) -> Non
     again = run.state.orders.find("score", (0, "old_logprobs"))
     assert again is not None and again.command.attempt == 1, "the scorer is not to blame"
     assert run.state.clocks.limit(again) == 100.0
+    assert run.state.clocks.looks[again.number] == pytest.approx(run.clock + 100.0, abs=2.0), "it has its full time"
 
 
 def test_the_one_that_waits_for_an_idle_process_is_to_blame() -> None:
@@ -148,6 +150,14 @@ def test_a_process_that_is_lost_before_it_answers_is_not_stopped_again() -> None
     run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason="killed"))
     assert not run.state.orders.open("probe")
     assert limit_left(run) == pytest.approx(100.0, abs=1.0)
+
+
+def test_the_next_life_of_a_probed_process_is_not_stopped_for_the_silence_of_the_last() -> None:
+    run = late_scorer()
+    answers(run, "trainer")
+    run.tell(ProcessUp(kind="trainer", index=0, incarnation=2))
+    wait(run, run.clock + 8.0)
+    assert not stopped(run) and not run.state.orders.open("probe")
 
 
 def test_an_answer_after_the_overdue_order_has_ended_is_without_effect() -> None:
