@@ -322,12 +322,29 @@ class StartProcess(Command):
     """Wait so long first: the life before could not be started."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeProcess(Command):
+    """Ask a process whether it hangs, and what it waits for → `ProcessProbed`. Given when an order is overdue."""
+
+    tag: ClassVar[int] = 51
+    kind: str
+    index: int
+    incarnation: Incarnation
+    order: int
+    """The number of the overdue order."""
+    reason: str
+    """What is said of the overdue order if a process is stopped for it."""
+    chain: str
+    """The names of the processes from the owner of the overdue order to this one, separated by commas: each waits for
+    the next."""
+
+
 COMMANDS: dict[int, type[Command]] = {
     cls.tag: cls
     for cls in (
         DrawPrompts, StartGroup, ResumeGroup, AbortGroup, TruncateGroup, DiscardGroups, StageWeights, PauseReplica,
         InstallWeights, ResumeReplica, StopProcess, RetireWeights, ScoreBatch, TrainStep, PublishWeights,
         SaveCheckpoint, SetTimer, CancelTimer, FinishRun, MeasureRows, StopMeasuring, EnterState,
-        ParkGroup, StartProcess, DeleteCheckpoint,
+        ParkGroup, StartProcess, DeleteCheckpoint, ProbeProcess,
     )
 }  # fmt: skip

@@ -439,6 +439,19 @@ class CheckpointDamaged(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessProbed(Event):
+    """The answer to a `ProbeProcess`: the process does not hang, but its computation may."""
+
+    tag: ClassVar[int] = 51
+    kind: str
+    index: int
+    incarnation: Incarnation
+    order: int
+    waits_for: str = ""
+    """The name of the process on which it has waited longest, such as `weights store`; empty: on none."""
+
+
 EVENTS: dict[int, type[Event]] = {
     cls.tag: cls
     for cls in (
@@ -447,6 +460,6 @@ EVENTS: dict[int, type[Event]] = {
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
         ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
-        RunInterrupted,
+        RunInterrupted, ProcessProbed,
     )
 }  # fmt: skip

@@ -24,6 +24,7 @@ from engine.events import (
     OrderDone,
     PrefixStored,
     ProcessLost,
+    ProcessProbed,
     ProcessUp,
     ProcessWaits,
     PromptsDrawn,
@@ -123,7 +124,8 @@ class Scheduler:
             StateLeft: self.processes.on_state_left,
             StateFailed: self.rollout.on_state_failed,
             ProcessUp: self.processes.on_up,
-            ProcessLost: self.processes.on_lost,
+            ProcessLost: self._on_process_lost,
+            ProcessProbed: self.time_limits.on_probed,
             ProcessWaits: self.processes.on_waits,
             WeightsStaged: self.sync.on_weights_staged,
             ReplicaPaused: self.sync.on_replica_paused,
@@ -229,6 +231,11 @@ class Scheduler:
     def _on_run_interrupted(self, event: RunInterrupted) -> None:
         self.state.outcome = None  # it was to begin again, and that failed
         self._orders.end_run("stopped", event.reason[:REASON_LENGTH], again=True)
+
+    def _on_process_lost(self, event: ProcessLost) -> None:
+        probes = self.state.orders.matched
+        self.processes.on_lost(event)
+        self.time_limits.on_lost(probes)
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._orders.end_run("stopped", event.reason)

@@ -6,7 +6,6 @@ and are asked for samples in turn; the scheduler says which groups nobody wants 
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from ray.exceptions import RayError
 from engine.actors.failures import raised
 from engine.actors.lasting import end_when_orphaned
 from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.sign import Watched
 from engine.errors import EngineError
 from engine.gateway.agents import Agents
 from engine.gateway.server import GatewayServer
@@ -27,7 +27,7 @@ from engine.trajectory import Prompt
 log = logging.getLogger(__name__)
 
 
-class GatewayActor:
+class GatewayActor(Watched):
     """`open`, then `open_group` and `cut` from the replicas and `discard` from the scheduler, until `close`."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
@@ -59,10 +59,6 @@ class GatewayActor:
 
     async def discard(self, groups: Sequence[GroupId]) -> None:
         self._agents.discard(groups)
-
-    async def beat(self) -> int:
-        """The process id: a sign of life, answered at once by an event loop that is free."""
-        return os.getpid()
 
     async def alive(self) -> None:
         """Never answered: that the actor dies is known by this call."""

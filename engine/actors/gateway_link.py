@@ -7,9 +7,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from engine.actors.failures import named
+from engine.actors.sign import awaited
 from engine.ids import GroupId
 from engine.rollout.agent import GroupOutcome, OpenGroup
+from engine.states.process import GATEWAY
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class GatewayLink:
 
 
 async def _answered(call: Any) -> Any:
-    with named():
+    with awaited(GATEWAY):
         try:
             return await call
         except RayActorError:

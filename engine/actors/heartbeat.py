@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
 from engine.actors.plan import Plan
+from engine.actors.sign import Sign
 
-UNKNOWN = -1
 PATIENCE_S = 30.0
 """For an answer, where no heartbeat says otherwise."""
 
@@ -27,8 +27,8 @@ class Ended:
     reason: str
     told: bool = False
     """The actor says so itself."""
-    silent: int | None = None
-    """Its process id, or `UNKNOWN`, if it gives no sign of life but may still run."""
+    silent: bool = False
+    """It gives no sign of life, but may still run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +46,21 @@ class Pulse:
     async def lost(self, actor: Any) -> "Ended":
         """Returns when the actor is lost."""
         ended = asyncio.ensure_future(_ended(actor))
-        pid: int | None = None
         try:
             while self.every_s:
-                beat = asyncio.ensure_future(_beat(actor))
+                beat = asyncio.ensure_future(sign_of(actor))
                 await asyncio.wait([beat, ended], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if beat.done():
-                    pid = beat.result() or pid
                     await asyncio.wait([ended], timeout=self.every_s)
                 else:
                     beat.cancel()
                 if ended.done():
                     break
                 if not beat.done():
-                    return Ended(f"no sign of life for {self.limit_s:g} s", silent=pid or UNKNOWN)
+                    return Ended(f"no sign of life for {self.limit_s:g} s", silent=True)
             return await ended
         finally:
             ended.cancel()
-
-    async def pid(self, actor: Any) -> int:
-        """The process id of an actor, or `UNKNOWN` if it gives no sign of life."""
-        try:
-            return await asyncio.wait_for(_beat(actor), self.patience_s) or UNKNOWN
-        except TimeoutError:
-            return UNKNOWN
 
     @property
     def limit_s(self) -> float:
@@ -81,11 +72,11 @@ class Pulse:
         return self.limit_s or PATIENCE_S
 
 
-async def _beat(actor: Any) -> int | None:
-    """The process id of the actor."""
-    with contextlib.suppress(RayError):  # it is dead then, which `_ended` tells
-        pid: int = await actor.beat.remote()
-        return pid
+async def sign_of(actor: Any) -> Sign | None:
+    """Returns when the actor gives a sign of life; None: it is dead."""
+    with contextlib.suppress(RayError):
+        sign: Sign = await actor.beat.remote()
+        return sign
     return None
 
 

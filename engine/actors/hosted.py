@@ -5,7 +5,6 @@ blocks belongs on a thread.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,12 @@ import ray
 from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Outbox
 from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.sign import Watched
 from engine.actors.wire import InOrder, unpack_orders
 from engine.ids import Incarnation
 
 
-class HostedActor:
+class HostedActor(Watched):
     """`open`, then `carry_out`: orders that come earlier wait. `alive` is answered only when it cannot go on.
 
     `open` is the subclass's own: it calls `_begin`, and `_take_orders` once it has a host. It is called through
@@ -51,10 +51,6 @@ class HostedActor:
         """The scheduler is another process now. Orders of the one before are refused."""
         if self._orders.begin(epoch):
             self._early.clear()
-
-    async def beat(self) -> int:
-        """The process id: a sign of life, answered at once by an event loop that is free."""
-        return os.getpid()
 
     @ray.method(num_returns=0)
     async def carry_out(self, epoch: int, sequence: int, orders: bytes) -> None:

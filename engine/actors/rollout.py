@@ -4,7 +4,6 @@ Started, watched and ended by `supervisor.py`. Its event loop carries messages; 
 """
 
 import asyncio
-import os
 from typing import Any
 
 import ray
@@ -14,6 +13,7 @@ from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Outbox
 from engine.actors.plan import Rollout
 from engine.actors.process import PackedPlan, prepare_process
+from engine.actors.sign import Watched
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import ConfigError, EngineError
@@ -25,7 +25,7 @@ from engine.rollout.agent import AgentCall, AgentGenerator
 from engine.rollout.backend import SampleResult
 
 
-class RolloutActor:
+class RolloutActor(Watched):
     """`bring_up`, then `join`; from then on `carry_out`. `alive` is answered only when the replica cannot go on."""
 
     def __init__(
@@ -61,10 +61,6 @@ class RolloutActor:
     async def attach(self, epoch: int) -> None:
         """The scheduler is another process now. Orders of the one before are refused."""
         self._orders.begin(epoch)
-
-    async def beat(self) -> int:
-        """The process id: a sign of life, answered at once by an event loop that is free."""
-        return os.getpid()
 
     async def _open(self) -> None:
         plan, source = self._plan, f"rollout-{self._replica}"

@@ -7,13 +7,14 @@ Models are loaded and run on threads.
 import asyncio
 from typing import Any
 
-from engine.actors.failures import named
 from engine.actors.hosted import HostedActor
 from engine.actors.process import PackedPlan
+from engine.actors.sign import awaited
 from engine.actors.stores import RemoteTrajectories, RemoteWeights
 from engine.hosts.scorer import ScorerHost
 from engine.hosts.threads import contained
 from engine.ids import Incarnation, StepId
+from engine.states.process import TRAINER
 
 
 class ScorerActor(HostedActor):
@@ -44,5 +45,5 @@ class ScorerActor(HostedActor):
         self._take_orders(host.carry_out)
 
     async def _ask(self, steps: StepId) -> None:
-        with named():
+        with awaited(TRAINER):
             await self._scheduler.hand_over.remote(steps)

@@ -13,11 +13,12 @@ from typing import Any
 
 import ray
 
-from engine.actors.failures import named
+from engine.actors.sign import awaited
 from engine.errors import EngineError
 from engine.hosts.reasons import reason_of
 from engine.ids import ReplicaId, Version
 from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Turn
+from engine.states.process import WEIGHTS_STORE
 
 GIVEN_UP = "the group was given up"
 
@@ -55,7 +56,7 @@ class SentByStore:
     reader: ReplicaId
 
     async def exchange(self, turn: Turn) -> Call | None:
-        with named():
+        with awaited(WEIGHTS_STORE):
             call: Call | None = await self.store.turn.remote(self.reader, self.wire, turn)
         return call
 

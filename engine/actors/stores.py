@@ -7,7 +7,6 @@ memory. Either way they outlive the trainer.
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any, TypeVar
 
 import ray
 
-from engine.actors.failures import named
 from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Batcher
 from engine.actors.process import PackedPlan
 from engine.actors.senders import Senders, Wire
+from engine.actors.sign import Watched, awaited
 from engine.actors.transports import Transport
 from engine.hosts.durable import DurableStore, StorePolicy
 from engine.hosts.packed import pack_group, unpack_group
@@ -29,6 +28,7 @@ from engine.hosts.trajectories import StoreStats, TrajectoryStore
 from engine.hosts.weights import Trained, WeightsStore
 from engine.ids import GroupId, ReplicaId, StepId, Version
 from engine.rollout.sent_weights import Call, Turn
+from engine.states.process import TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ Packed = tuple[GroupId, int, bytes]
 """(group, attempt, packed group)"""
 
 
-class TrajectoryStoreActor:
+class TrajectoryStoreActor(Watched):
     """A trajectory store in a process of its own: on disk where it is told where, else in memory.
 
     One thread does what it is asked, in order: a slow disk does not keep the event loop from giving signs of life."""
@@ -60,10 +60,6 @@ class TrajectoryStoreActor:
         self._store: TrajectoryStore[bytes] | DurableStore = (
             TrajectoryStore() if directory is None else DurableStore(directory, policy, fresh=fresh)
         )
-
-    async def beat(self) -> int:
-        """The process id: a sign of life, answered at once by an event loop that is free."""
-        return os.getpid()
 
     async def alive(self) -> str:
         """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
@@ -131,40 +127,40 @@ class RemoteTrajectories:
         self._puts: Batcher[Packed] = Batcher(lambda groups: store.put.remote(list(groups)))
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             await self._puts.put((group.group, attempt, pack_group(group)))
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             await self._store.replace.remote(group.group, attempt, pack_group(group))
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             packed = await self._store.partial.remote(group)
         return None if packed is None else unpack_group(packed)
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             packed = await self._store.get.remote(list(groups))
         return await asyncio.to_thread(lambda: [unpack_group(one) for one in packed])
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
     ) -> None:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             await self._store.put_scores.remote(step, task, list(groups), [pack_scores(rows) for rows in scores])
 
     async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             packed = await self._store.scores.remote(step, task, list(groups))
         return [unpack_scores(data) for data in packed]
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
-        with named():
+        with awaited(TRAJECTORY_STORE):
             await self._store.discard.remote(list(groups), attempt)
 
 
-class WeightsStoreActor:
+class WeightsStoreActor(Watched):
     """Holds published versions for the replicas."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
@@ -174,17 +170,15 @@ class WeightsStoreActor:
         self._transport = transport
         self._senders = Senders()
 
-    async def beat(self) -> int:
-        """The process id: a sign of life, answered at once by an event loop that is free."""
-        return os.getpid()
-
     async def alive(self) -> None:
         """Never answered: that the actor dies is known by this call."""
         await asyncio.Event().wait()
 
     async def pull(self, version: Version | Trained, publisher: Any) -> None:
         """Have the weights of a version from the trainer; returns once they no longer need it."""
-        self._store.put(version, await self._transport.keep(publisher.give.remote(version)))
+        with awaited(TRAINER):
+            weights = await self._transport.keep(publisher.give.remote(version))
+        self._store.put(version, weights)
 
     async def get(self, version: Version | Trained, reader: ReplicaId | None) -> Any:
         """What `Transport.take` makes weights of, for a replica or for a trainer."""
@@ -215,7 +209,7 @@ class RemoteWeights:
     async def put(self, version: Version | Trained, weights: Any) -> None:
         self._outgoing[version] = await asyncio.to_thread(self._transport.pack, weights)
         try:
-            with named():
+            with awaited(WEIGHTS_STORE):
                 await self._store.pull.remote(version, ray.get_runtime_context().current_actor)
         finally:
             del self._outgoing[version]
@@ -225,5 +219,5 @@ class RemoteWeights:
         return self._transport.hand_out(self._outgoing[version])
 
     async def get(self, version: Version | Trained) -> Any:
-        with named():
+        with awaited(WEIGHTS_STORE):
             return await self._transport.take(self._store.get.remote(version, self._reader))

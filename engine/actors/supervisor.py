@@ -15,15 +15,15 @@ from ray.exceptions import RayError
 
 from engine.actors.births import KEPT, Births, Given, source_of
 from engine.actors.failures import failure_reason, raised
-from engine.actors.heartbeat import UNKNOWN, Ended, Pulse
+from engine.actors.heartbeat import Ended, Pulse, sign_of
 from engine.actors.lasting import Living
 from engine.actors.placement import Place, found_place, room_now, shortfall
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.stacks import dump_stacks, stacks_file, writes_to
 from engine.actors.wire import Order, pack_orders
-from engine.commands import StartProcess, StopProcess
+from engine.commands import ProbeProcess, StartProcess, StopProcess
 from engine.errors import EngineError
-from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessUp, ProcessWaits
+from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.hosts.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
 from engine.hosts.reasons import clean
 from engine.ids import NO_VERSION, Incarnation, StepId
@@ -43,7 +43,9 @@ Key = tuple[str, int]
 class Life:
     """One life of a process: its actor, and the orders that wait for the end of the drain."""
 
-    __slots__ = ("_place", "actor", "incarnation", "index", "kind", "opening", "orders", "sequence", "up", "watched")
+    __slots__ = (
+        "_place", "actor", "incarnation", "index", "kind", "opening", "orders", "pid", "sequence", "up", "watched",
+    )  # fmt: skip
 
     def __init__(self, key: Key, incarnation: Incarnation, actor: Any, place: Place | None = None) -> None:
         self.kind, self.index = key
@@ -54,6 +56,8 @@ class Life:
         self.sequence = 0
         self.opening: asyncio.Future[None] | None = None
         """The answer to `bring_up`, if the launch has asked."""
+        self.pid = 0
+        """Of its process; 0: it has not given a sign of life yet."""
         self.up = False
         self.watched = False
         """It is being brought up or watched."""
@@ -260,12 +264,25 @@ class Supervisor:
 
     async def _end(self, life: Life, command: StopProcess) -> None:
         """End a life of which more is to be known: the stacks of one that hangs, what a trainer leaves behind."""
-        stacks = ""
-        if command.hung:
-            stacks = await self._stacks(life, await self._pulse.pid(life.actor))
+        stacks = await self._stacks(life) if command.hung else ""
         if self._is_there(life):
             self._forget(life)
             await self._report((life.kind, life.index), life.incarnation, Ended(f"{command.reason}{stacks}"))
+
+    def probe(self, command: ProbeProcess) -> None:
+        """Report what a life says that it waits for. Nothing is reported of one that says nothing."""
+        life = self._lives.get((command.kind, command.index))
+        if life is not None and life.incarnation == command.incarnation:
+            self._spawn(self._probe(life, command.order))
+
+    async def _probe(self, life: Life, order: int) -> None:
+        sign = await sign_of(life.actor)
+        if sign is not None and self._is_there(life):
+            life.pid = sign.pid
+            self._deliver(
+                ProcessProbed(kind=life.kind, index=life.index, incarnation=life.incarnation, order=order,
+                              waits_for=sign.waits_for)
+            )  # fmt: skip
 
     async def _bring_up(self, life: Life, command: StartProcess) -> None:
         key = (life.kind, life.index)
@@ -341,20 +358,25 @@ class Supervisor:
     def _watch(self, life: Life) -> None:
         life.watched = life.up = True
         self._spawn(self._watch_until_lost(life))
+        self._spawn(self._learn_pid(life))
+
+    async def _learn_pid(self, life: Life) -> None:
+        sign = await sign_of(life.actor)
+        life.pid = 0 if sign is None else sign.pid
 
     async def _watch_until_lost(self, life: Life) -> None:
         key = (life.kind, life.index)
         ended = await (self._patient if life.kind in KEPT else self._pulse).lost(life.actor)
-        if ended.silent is not None and self._is_there(life):
-            ended = Ended(f"{ended.reason}{await self._stacks(life, ended.silent)}")
+        if ended.silent and self._is_there(life):
+            ended = Ended(f"{ended.reason}{await self._stacks(life)}")
         if self._is_there(life):
             self._forget(life)
             await self._report(key, life.incarnation, ended)
 
-    async def _stacks(self, life: Life, pid: int) -> str:
-        """Where a silent process has written its stacks, if it is on this node."""
-        run_dir = self._plan.run_dir
-        if run_dir is None or pid == UNKNOWN:
+    async def _stacks(self, life: Life) -> str:
+        """Where a process that hangs has written its stacks, if it is on this node."""
+        run_dir, pid = self._plan.run_dir, life.pid
+        if run_dir is None or not pid:
             return ""
         file = stacks_file(run_dir, source_of(life.kind, life.index))
         if not await asyncio.to_thread(writes_to, pid, file):

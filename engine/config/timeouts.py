@@ -38,7 +38,7 @@ class TimeoutsSection(Section):
         FLOOR_S,
         description=f"Smallest auto limit; {SLOW_FLOOR_S:g} for start, publish, checkpoint, rows unless it is lowered.",
     )
-    cut_s: Seconds = Field(60.0, description="Maximum seconds for a replica to park a group or stop validation rows.")
+    cut_s: Seconds = Field(60.0, description="Maximum seconds to park a group, stop rows, or answer a probe.")
     max_s: Seconds | None = Field(None, description="Maximum total seconds of any order; null: no limit.")
 
     @field_validator("*", mode="before")

@@ -30,6 +30,7 @@ class OneByOne(Generic[Orders]):
         """Keys of the newest orders; a dict for its order."""
         self._orders: asyncio.Queue[Orders] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
+        self._abandoned = False
 
     def _key(self, command: Orders) -> tuple[object, ...]:
         raise NotImplementedError
@@ -50,12 +51,16 @@ class OneByOne(Generic[Orders]):
         if self._worker is None:
             self._worker = asyncio.get_running_loop().create_task(self._work())
 
+    def abandon(self) -> None:
+        """The call that runs hangs: `close` does not wait for it. A thread cannot be killed."""
+        self._abandoned = True
+
     async def close(self) -> None:
         """End when the call that runs has returned; nothing queued is begun, nothing is reported any more."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._thread.shutdown, wait=not self._abandoned, cancel_futures=True)
 
     async def _work(self) -> None:
         while True:

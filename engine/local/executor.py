@@ -7,6 +7,7 @@ once.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from engine.commands import (
@@ -17,6 +18,7 @@ from engine.commands import (
     DrawPrompts,
     EnterState,
     FinishRun,
+    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     RetireWeights,
@@ -30,7 +32,7 @@ from engine.commands import (
 )
 from engine.driver import Driver
 from engine.errors import EngineError
-from engine.events import Event, GroupFailed, OrderDone, ProcessLost, PromptsDrawn
+from engine.events import Event, GroupFailed, OrderDone, ProcessLost, ProcessProbed, PromptsDrawn
 from engine.hosts.added import AddedStatesHost, Work
 from engine.hosts.clock import Timers
 from engine.hosts.measuring import HeldOut
@@ -40,11 +42,12 @@ from engine.hosts.replica import ReplicaHost
 from engine.hosts.scorer import OF_TRAINED_WEIGHTS, ScorerHost
 from engine.hosts.threads import contained
 from engine.hosts.trainer import Report, TrainerHost
-from engine.ids import Incarnation, ReplicaId
+from engine.hosts.waits import Waits
+from engine.ids import Incarnation, ReplicaId, StepId
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.roles import Generator, Scorer, Trainer
 from engine.states.limits import REWARDING
-from engine.states.process import REPLICA
+from engine.states.process import REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -98,15 +101,16 @@ class LocalExecutor:
         """Lives that are to begin later."""
         self._closing: set[asyncio.Task[None]] = set()
         self._timers = Timers(self.deliver)
+        self._waits = {index: Waits() for index in range(len(scorers or {}))}
         self._scorers = {
             tasks: ScorerHost(
                 scorer=scorer,
                 trajectories=self.trajectories,
                 weights=self.weights,
                 emit=self.deliver,
-                ask=lambda steps: self._trainer.hand_over_again(steps),
+                ask=partial(self._ask_trainer, self._waits[index]),
             )
-            for tasks, scorer in (scorers or {}).items()
+            for index, (tasks, scorer) in enumerate((scorers or {}).items())
         }
         self._works = works or {}
         self._added = AddedStatesHost(
@@ -179,12 +183,40 @@ class LocalExecutor:
         elif isinstance(command, StartProcess):
             self._start_replica(command)
         elif isinstance(command, StopProcess):
-            self._lose_replica(command.index, command.incarnation, command.reason)
+            self._stop(command)
+        elif isinstance(command, ProbeProcess):
+            self._answer(command)
         elif isinstance(command, FinishRun):
             if not self.over.done():
                 self.over.set_result(command)
         else:
             self._order_replica(command)
+
+    def _stop(self, command: StopProcess) -> None:
+        """End a life. Only a replica has another one here; of anything else, the call that hangs is abandoned."""
+        if command.kind == REPLICA:
+            self._lose_replica(command.index, command.incarnation, command.reason)
+            return
+        if command.kind == TRAINER:
+            self._trainer.abandon()
+        elif command.kind == SCORER:
+            [*self._scorers.values()][command.index].abandon()
+        self.deliver(
+            ProcessLost(kind=command.kind, index=command.index, incarnation=command.incarnation,
+                        reason=command.reason, final=True)
+        )  # fmt: skip
+
+    def _answer(self, probe: ProbeProcess) -> None:
+        """Nothing here can be silent: this is the event loop of all. Only scorers wait for anybody: the trainer."""
+        waits = self._waits.get(probe.index) if probe.kind == SCORER else None
+        self.deliver(
+            ProcessProbed(kind=probe.kind, index=probe.index, incarnation=probe.incarnation, order=probe.order,
+                          waits_for="" if waits is None else waits.oldest)
+        )  # fmt: skip
+
+    async def _ask_trainer(self, waits: Waits, steps: StepId) -> None:
+        with waits.on(TRAINER):
+            await self._trainer.hand_over_again(steps)
 
     def _order_replica(self, command: Command, prompt: Prompt | None = None) -> None:
         """Hand a command to the replica that it is for. A replica that is not there any more needs none."""

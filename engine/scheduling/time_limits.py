@@ -1,28 +1,32 @@
-"""What follows when an order exceeds its time limit: it is cut short, or its process is stopped.
+"""What follows when an order exceeds its time limit: it is cut short, or the process to blame is stopped.
 
 Called by `scheduler.py`, if any order has a limit (`Limits.timeouts`). `Clocks` says which orders are overdue. This
 module keeps one timer, for the order that may be due first. It must never act on work that is within its limit.
+
+The owner of an overdue order may only wait for another process that hangs. So the owner is probed, then what it waits
+for, and so on. The open `ProbeProcess` holds all that is known: the overdue order, and who was probed before.
 """
 
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from engine.commands import CancelTimer, ParkGroup, SetTimer
-from engine.events import SchedulerRecovered, StateFailed, TimerFired, stamp
+from engine.commands import CancelTimer, ParkGroup, ProbeProcess, SetTimer
+from engine.events import ProcessProbed, SchedulerRecovered, StateFailed, TimerFired, stamp
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
 from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.validation import ValidationScheduling
 from engine.states.clocks import SLACK_S, Clocks
-from engine.states.orders import KINDS_OF_SUBJECTS, Order, Owner
-from engine.states.process import REPLICA
+from engine.states.orders import KINDS_OF_SUBJECTS, Order
+from engine.states.process import REPLICA, Process
 from engine.states.state import State
 from engine.states.timeouts import AUTO, CUT
 from engine.states.waiting import described
 
 LATE_S = 60.0
 """If the timer fires this much too late, the scheduler's own process stood still, and answers may be on their way."""
+COMMA = ", "
 
 
 @dataclass(eq=False)
@@ -68,7 +72,7 @@ class TimeLimits:
             clocks.restart_all()
             return
         for order in clocks.overdue():
-            if state.orders.is_open(order) and state.outcome is None:  # it may have ended with one before it
+            if state.orders.is_open(order.number) and state.outcome is None:  # it may have ended with one before it
                 self._act_on(order)
 
     def on_recovered(self, event: SchedulerRecovered) -> None:
@@ -82,7 +86,9 @@ class TimeLimits:
         reason, limit_s = self._reason(order), self.clocks.limit(order)
         if KINDS_OF_SUBJECTS[order.subject] != CUT:
             self.clocks.double(order)
-        if order.subject in ("group", "truncate"):
+        if order.subject == "probe":
+            self._on_silence(order)
+        elif order.subject in ("group", "truncate"):
             self._park(order, f"an attempt exceeded its time limit of {limit_s:g} s (timeouts.group_s)")
         elif order.subject == "rows":
             self.validation.cut(order, reason)
@@ -91,20 +97,7 @@ class TimeLimits:
         elif order.subject == "stop":
             self.orders.end_run("stopped", reason, again=True)
         else:
-            self.stop_owner(order.owner, reason)
-
-    def stop_owner(self, owner: Owner, reason: str) -> None:
-        """Stop a process that does not execute its order; `processes.py` says what follows. The one place that does so
-        for a time limit."""
-        process = self.state.process_of(owner)
-        if process is None:  # the data source
-            self.orders.end_run("stopped", reason)
-            return
-        if process.kind == REPLICA:
-            replica = self.state.fleet.replicas[process.index]
-            if replica.state != "down":
-                self.rollout.lose_replica(replica, reason)
-        self.lifetimes.stop(process, reason, hung=True)
+            self._blame(order, reason)
 
     def _park(self, order: Order, reason: str) -> None:
         state = self.state
@@ -127,6 +120,94 @@ class TimeLimits:
         )  # fmt: skip
         stamp(failed, self.orders.cause, self.state.now)
         self.rollout.on_state_failed(failed)
+
+    # whom to blame
+
+    def _blame(self, order: Order, reason: str) -> None:
+        """Probe the owner of an overdue order, unless that is under way for another of its orders."""
+        owner = self.state.process_of(order.owner)
+        probes: list[Any] = [one.command for one in self.state.orders.open("probe").values()]
+        if owner is None:  # the data source
+            self.orders.end_run("stopped", reason)
+        elif any(probe.chain.split(COMMA)[0] == owner.id for probe in probes):
+            self.clocks.restart(order)
+        else:
+            self._probe(owner, order, reason[:REASON_LENGTH], owner.id)
+
+    def _probe(self, process: Process, order: Order, reason: str, *chain: str) -> None:
+        self.orders.add(
+            ProbeProcess(kind=process.kind, index=process.index, incarnation=process.incarnation, order=order.number,
+                         reason=reason, chain=COMMA.join(chain), cause=self.orders.cause)
+        )  # fmt: skip
+
+    def on_probed(self, event: ProcessProbed) -> None:
+        """Follow the chain of processes that wait for one another. At its end, a process that works has limits of its
+        own; if it is idle, the one that waits for it is to blame. In a circle, the owner of the overdue order is."""
+        state = self.state
+        probe: Any = state.orders.matched[0].command
+        order = self._overdue(probe)
+        if order is None:
+            return
+        chain, reason = probe.chain.split(COMMA), probe.reason
+        awaited = state.processes.get(event.waits_for)
+        if awaited is not None and awaited.id not in chain:
+            if awaited.state == "up":
+                self._probe(awaited, order, reason, *chain, awaited.id)
+            else:
+                self.clocks.restart(order)
+        elif awaited is not None or len(chain) == 1:
+            self._stop(chain[0], reason, order)
+        elif self._works(state.processes[chain[-1]]):
+            self.clocks.restart(order)
+        else:
+            self._stop(chain[-2], f"{chain[-2]} waits for the idle {chain[-1]}; {reason}", order)
+
+    def _on_silence(self, order: Order) -> None:
+        """A process that does not answer a probe hangs."""
+        probe: Any = order.command
+        self.state.orders.withdraw("probe", order.id)
+        process, overdue = self.state.find_process(probe.kind, probe.index), self._overdue(probe)
+        chain = probe.chain.split(COMMA)
+        if overdue is None or process is None:
+            return
+        if process.incarnation != probe.incarnation:
+            self.clocks.restart(overdue)
+        elif len(chain) == 1:
+            self._stop(process.id, f"{probe.reason}; it does not answer", overdue)
+        else:
+            reason = f"the {process.id} does not answer, and {chain[-2]} waits for it; {probe.reason}"
+            self._stop(process.id, reason, overdue)
+
+    def on_lost(self, answered: tuple[Order, ...]) -> None:
+        """A process was lost before it answered the probes among these orders."""
+        for order in answered:
+            if order.subject == "probe" and (overdue := self._overdue(order.command)) is not None:
+                self.clocks.restart(overdue)
+
+    def _overdue(self, probe: Any) -> Order | None:
+        """The order for which a process is probed, if it is still open and has a limit."""
+        orders = self.state.orders
+        order = orders.numbered(probe.order) if orders.is_open(probe.order) else None
+        return order if order is not None and order.subject in self.clocks.least else None
+
+    def _works(self, process: Process) -> bool:
+        """Whether it has an order with a limit."""
+        owned = (order for owner in self.state.owners_of(process) for order in self.state.orders.owned(owner))
+        return any(order.subject in self.clocks.least and order.subject != "probe" for order in owned)
+
+    def _stop(self, name: str, reason: str, order: Order) -> None:
+        """Stop a process that is to blame for an overdue order; `processes.py` says what follows. The one place that
+        does so for a time limit."""
+        owner = self.state.process_of(order.owner)
+        process = self.state.processes.get(name, owner)
+        assert process is not None
+        if process.kind == REPLICA:
+            replica = self.state.fleet.replicas[process.index]
+            if replica.state != "down":
+                self.rollout.lose_replica(replica, reason)
+        self.lifetimes.stop(process, reason, hung=True)
+        if process is not owner:
+            self.clocks.restart(order)
 
     def _reason(self, order: Order) -> str:
         """One sentence: who, for how long, at what, and the limit."""

@@ -19,6 +19,7 @@ from engine.commands import (
     EnterState,
     FinishRun,
     MeasureRows,
+    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     RetireWeights,
@@ -32,7 +33,7 @@ from engine.commands import (
 )
 from engine.driver import Driver
 from engine.errors import EngineError
-from engine.events import Event, OrderDone, ProcessLost, ProcessUp, PromptsDrawn, RunStarted, TimerFired
+from engine.events import Event, OrderDone, ProcessLost, ProcessProbed, ProcessUp, PromptsDrawn, RunStarted, TimerFired
 from engine.ids import GroupId, ReplicaId
 from engine.policies import DEFAULTS, PolicySet
 from engine.ports import Recorder
@@ -234,6 +235,8 @@ class World:
                     self._train(command)
                 case StopProcess():
                     self._stop(command)
+                case ProbeProcess():
+                    self._probe(command)
                 case StartProcess():
                     self._start(command)
                 case DiscardGroups():
@@ -357,6 +360,16 @@ class World:
 
     def _stop(self, command: StopProcess) -> None:
         self._lose(command.kind, command.index, command.incarnation, command.reason)
+
+    def _probe(self, command: ProbeProcess) -> None:
+        """A life that is up and does not hang answers. Whatever it is overdue with, it waits for nobody."""
+        kind, index, life = command.kind, command.index, command.incarnation
+        hung = kind == REPLICA and (index not in self.replicas or self.replicas[index].hung)
+        worker = self._worker(kind, index)
+        hung |= (kind, index) in self._down or (worker is not None and worker.hung)
+        if not hung and self._begun.get((kind, index), 1) == life and (kind, index, life) not in self._ended:
+            answer = ProcessProbed(kind=kind, index=index, incarnation=life, order=command.order)
+            self._after(self.setting.latency_s, lambda: self.driver.deliver(answer))
 
     def _lose(self, kind: str, index: int, life: int, reason: str = "fault") -> None:
         """End a life, once. What it sent before still arrives, perhaps later."""

@@ -38,8 +38,8 @@ SLACK_S = 0.001
 """An order this close to its limit has reached it: clocks and sums of floats are no more exact than that."""
 STALLED, PAST = -1.0, -2.0
 """In `looks`: the order stands still, so nothing is due; the order exceeded its limit, and that was acted on."""
-WHATEVER_STATE = frozenset(("start", "stop", "sync", "resume"))
-"""Subjects whose clock does not stand still with their replica: these orders change its state."""
+WHATEVER_STATE = frozenset(("start", "stop", "sync", "resume", "probe"))
+"""Subjects whose clock does not stand still with their process: most of these orders change its state."""
 BITS = {kind: 1 << index for index, kind in enumerate((*KINDS, CUT))}
 MOST_DOUBLED = 1 << 20
 KeyId = int | tuple[int | str, ...] | None
@@ -262,6 +262,11 @@ class Clocks(Record):
                 self.process_changed(process)
         self.restart_all()
         self.sooner = True
+
+    def restart(self, order: Order) -> None:
+        """An overdue order is not to blame: it gets its full time from now on."""
+        self._restart(order)
+        self._look_at(order, self._state.now + self.limit(order))
 
     def restart_all(self) -> None:
         """Every open order gets its full time from now on."""

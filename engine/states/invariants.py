@@ -178,7 +178,7 @@ def check_orders(state: State) -> None:
     for order in orders.all():
         lost = (
             isinstance(order.owner, int)
-            and order.subject not in ("start", "stop")
+            and order.subject not in ("start", "stop", "probe")
             and (
                 replicas[order.owner].state == "down"
                 or replicas[order.owner].incarnation != getattr(order.command, "incarnation", None)

@@ -235,8 +235,8 @@ class Limits:
         if not b <= k_max <= most:
             law = f"must be from {b} to {most} (B <= K <= B * (S + 1) with B = {b}, S = {s})"
             if most != b * (s + 1):
-                bound = f"(1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus}"
-                law = f"must be from {b} to {most} (B <= K <= {bound} with B = {b})"
+                places = f"(1 + async_ratio) * B + over_sample * B = {self.ahead} + {self.surplus}"
+                law = f"must be from {b} to {most} (B <= K <= {places} with B = {b})"
             hint = f"use a value from {b} to {most}"
             raise ConfigError("scheduler.max_concurrent_groups", k_max, law, hint)
         if self.sync_mode not in SYNC_MODES:

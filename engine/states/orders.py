@@ -26,6 +26,7 @@ from engine.commands import (
     MeasureRows,
     ParkGroup,
     PauseReplica,
+    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     ResumeReplica,
@@ -53,6 +54,7 @@ from engine.events import (
     OrderDone,
     PrefixStored,
     ProcessLost,
+    ProcessProbed,
     ProcessUp,
     ProcessWaits,
     PromptsDrawn,
@@ -157,6 +159,8 @@ RELATIONS: dict[type[Command], Relation] = {
                            answers=(ProcessUp, ProcessLost), reports=(ProcessWaits,)),
     StopProcess: Relation(subject="stop", id=_PROCESS, owner="kind", echo=("incarnation",), limit="start",
                           answers=(ProcessLost,)),
+    ProbeProcess: Relation(subject="probe", id=("order",), owner="kind", echo=("incarnation", *_PROCESS), limit="cut",
+                           answers=(ProcessProbed, ProcessLost)),
     RetireWeights: _acknowledged("retire", ("version",), WEIGHTS_STORE, "store"),
     ScoreBatch: Relation(subject="score", id=("step", "task"), owner="task", echo=("attempt",),
                          answers=(BatchScored, StepFailed), limit="score"),
@@ -272,8 +276,8 @@ class OrderBook:
         """The open order with that number."""
         return self.by_number[number]
 
-    def is_open(self, order: Order) -> bool:
-        return order.number in self.by_number
+    def is_open(self, number: int) -> bool:
+        return number in self.by_number
 
     def held(self, owner: Owner) -> int:
         """The number of open orders of a process."""
@@ -290,7 +294,7 @@ class OrderBook:
             command = order.command
             if isinstance(command, SetTimer):
                 command = replace(command, delay_s=max(0.0, order.at + command.delay_s - now))
-            if self.is_open(order):
+            if self.is_open(order.number):
                 yield command
 
     def digest_from_scratch(self) -> int:

@@ -13,10 +13,11 @@ from engine.errors import ConfigError
 KINDS = (
     "draw", "start", "group", "rows", "stage", "sync", "resume", "score", "train", "publish", "checkpoint", "store",
 )  # fmt: skip
-"""Kinds of orders that have a limit of their own. `CUT` is that of orders that cut another one short."""
+"""Kinds of orders that have a limit of their own. `CUT` is that of orders that are executed at once: cutting
+another one short, and probes. It has a limit if any kind has one."""
 CUT = "cut"
 CUT_SHORT = ("group", "rows")
-"""Kinds that are cut short when they exceed their limit. A cut has a limit if one of these has one."""
+"""Kinds that are cut short when they exceed their limit. For the others, a process is stopped."""
 SLOW = ("start", "publish", "checkpoint", "rows")
 """Kinds with the longer floor."""
 
@@ -64,7 +65,7 @@ class Timeouts:
     floor_s: float = FLOOR_S
     """The smallest `auto` limit. Orders of `SLOW` have at least `SLOW_FLOOR_S`, unless this is below its default."""
     cut_s: float = 60.0
-    """How long a replica may take to cut a group or validation rows short."""
+    """How long a replica may take to cut a group or validation rows short, and any process to answer a probe."""
     max_s: float | None = None
     """The most that any order may take in all, whatever its progress."""
     host_limits: tuple[tuple[str, float], ...] = ()
@@ -99,7 +100,7 @@ class Timeouts:
     def given(self, kind: str) -> Limit:
         """The limit of a kind as it was set."""
         if kind == CUT:
-            return None if all(self.given(cut) is None for cut in CUT_SHORT) else self.cut_s
+            return None if all(self.given(other) is None for other in KINDS) else self.cut_s
         limit: Limit = getattr(self, f"{kind}_s")
         return limit
 

@@ -22,9 +22,10 @@ from engine.actors.births import source_of
 from engine.actors.lasting import Living
 from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
+from engine.actors.sign import Sign
 from engine.actors.supervisor import Supervisor
 from engine.actors.wire import unpack_orders
-from engine.commands import Command, StartProcess, StopProcess
+from engine.commands import Command, ProbeProcess, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
 from engine.scheduler import Scheduler
 
@@ -34,15 +35,16 @@ ACTORS = {"RolloutActor", "TrainerActor", "ScorerActor", "AddedStatesActor"}
 class Handle:
     """An actor. Nothing answers before the test lets it; a handle that is killed answers by a failure."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pid: int | None = None) -> None:
         self.name = name
         self.opens, self.over, self.asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.failure: Exception | None = None
         """What opening it raises."""
         self.end: str | Exception = RayError("it died")
         """What its end says once it is `over`."""
-        self.pid: int | None = None
+        self.pid = pid
         """None: it is silent."""
+        self.waits_for = ""
         self.opened_with: list[tuple[Any, ...]] = []
         self.orders: list[Command] = []
         self.joins = self.watchers = self.beats = self.closes = self.handed_over = 0
@@ -77,11 +79,11 @@ class Handle:
             raise self.end
         return self.end
 
-    async def _beat(self) -> int:
+    async def _beat(self) -> Sign:
         self.beats += 1
         while self.pid is None:
             await asyncio.Event().wait()
-        return self.pid
+        return Sign(self.pid, self.waits_for)
 
     async def _close(self) -> None:
         self.closes += 1
@@ -100,6 +102,8 @@ class RayOfHandles:
         self.refuses = ""
         self.up_at_once = True
         self.gpus = 64.0
+        self.pid: int | None = None
+        """Of actors made from now on."""
         patch.setattr(ray, "remote", self._remote)
         patch.setattr(ray, "kill", self._kill)
         patch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": self.gpus}}])
@@ -120,7 +124,7 @@ class RayOfHandles:
         return self.add(name)
 
     def add(self, name: str) -> Handle:
-        handle = self.handles[name] = Handle(name)
+        handle = self.handles[name] = Handle(name, self.pid)
         if self.up_at_once:
             handle.opens.set()
         return handle
@@ -159,6 +163,7 @@ class Scene:
             stamp(event, number, 0.0)
             self.scheduler.handle(event)
         self.events: list[Event] = []
+        self._told = asyncio.Event()
         self.stores = [Handle("trajectories"), Handle("weights"), Handle("gateway")]
         self.newest: Callable[[], Awaitable[int]] = lambda: asyncio.sleep(0, 0)
         self.stores[1].newest = SimpleNamespace(remote=lambda: self.newest())  # type: ignore[attr-defined]
@@ -168,18 +173,38 @@ class Scene:
             actors = {(name.split("/")[0], int(name.split("/")[1])): cluster.add(name) for name in living}
             taken = Living(actors=actors, epoch=100, silent=dict.fromkeys(silent, "it is silent"))
         self.supervisor = Supervisor(
-            self.plan, given, self.scheduler.state, self.events.append, pytest.fail,  # type: ignore[arg-type]
+            self.plan, given, self.scheduler.state, self._deliver, pytest.fail,  # type: ignore[arg-type]
             self.stores[2] if gateway else None, taken,
         )  # fmt: skip
 
     def handle(self, name: str) -> Handle:
         return self.cluster.handles[name]
 
+    def _deliver(self, event: Event) -> None:
+        self.events.append(event)
+        self._told.set()
+
+    async def hears(self, kind: type[Event], count: int = 1) -> None:
+        """Until so many events of a kind have come."""
+        while sum(isinstance(event, kind) for event in self.events) < count:
+            self._told.clear()
+            await self._told.wait()
+
+    async def begin(self, kind: str, index: int, incarnation: int) -> Handle:
+        """Start a life, and let it come as far as it can."""
+        self.start(kind, index, incarnation)
+        await settled()
+        return self.handle(f"{source_of(kind, index)}/{incarnation}")
+
     def start(self, kind: str, index: int, incarnation: int, **beginning: Any) -> None:
         self.supervisor.start(StartProcess(kind=kind, index=index, incarnation=incarnation, cause=0, **beginning))
 
     def stop(self, kind: str, index: int, incarnation: int) -> None:
         self.supervisor.stop(StopProcess(kind=kind, index=index, incarnation=incarnation, reason="enough", cause=0))
+
+    def probe(self, kind: str, index: int, incarnation: int) -> None:
+        life = {"kind": kind, "index": index, "incarnation": incarnation}
+        self.supervisor.probe(ProbeProcess(**life, order=5, reason="it is late", chain="", cause=0))
 
     def take_over(self) -> None:
         """As the scheduler actor does it."""

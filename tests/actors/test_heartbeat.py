@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from engine.actors.heartbeat import PATIENCE_S, UNKNOWN, Ended, Pulse
+from engine.actors.heartbeat import PATIENCE_S, Ended, Pulse
+from engine.actors.sign import Sign
 
 
 class Patient:
@@ -26,7 +27,7 @@ class Patient:
             raise self.end
         return self.end
 
-    async def _beat(self) -> int:
+    async def _beat(self) -> Sign:
         self.beats -= 1
         if self.beats < 0:
             if self.end is None:
@@ -34,17 +35,14 @@ class Patient:
             self.over.set()
             if isinstance(self.end, Exception):
                 raise RayError("it died")
-        return PID
-
-
-PID = 4711
+        return Sign(4711)
 
 
 @pytest.mark.parametrize(
     ("beats", "end", "ended"),
     [
-        (3, None, Ended("no sign of life for 0.03 s", silent=PID)),
-        (0, None, Ended("no sign of life for 0.03 s", silent=UNKNOWN)),
+        (3, None, Ended("no sign of life for 0.03 s", silent=True)),
+        (0, None, Ended("no sign of life for 0.03 s", silent=True)),
         (3, "its engine died", Ended("its engine died", told=True)),
         (3, RayError("gone"), Ended("RayError: gone")),
     ],

@@ -1,4 +1,4 @@
-"""A scheduler whose process hangs: the launcher kills it, and Ray restarts it."""
+"""Processes that hang: their run recovers within its limits, and the stacks of endless loops are in `logs/`."""
 
 import os
 import signal
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 from group_gate import Gate
-from ray_plans import check_record, events_of, paced, plan
+from ray_plans import Counter as CountingTrainer
+from ray_plans import check_record, events_of, paced, plan, restore_counter
 from test_ray_lives import processes, trained, until_step
 from test_ray_runs import wait_for_no_actors
 
@@ -20,6 +21,9 @@ from engine.actors.run import RunHandle, start
 from engine.actors.stacks import dump_stacks, stacks_file
 from engine.events import ProcessLost, RunResumed, SchedulerRecovered, StepFailed
 from engine.hosts.prompts import Prompts, listed
+from engine.roles import Batch
+from engine.states.limits import Limits, Pool
+from engine.states.timeouts import KINDS, Timeouts
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(120)]
 
@@ -46,7 +50,7 @@ def write_all_stacks(run: RunHandle, run_dir: Path) -> None:
     assert {source for source, _ in living} == {"rollout-0", "rollout-1", "trainer", "trajectories", "weights"}
     for (source, _), actor in living.items():
         file = stacks_file(run_dir, source)
-        assert dump_stacks(ray.get(actor.beat.remote()), file) == f"its stacks are in {file}"
+        assert dump_stacks(ray.get(actor.beat.remote()).pid, file) == f"its stacks are in {file}"
         assert "most recent call first" in file.read_text()
 
 
@@ -82,3 +86,94 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
     if how == "stopped":
         check_record(run_dir)
     wait_for_no_actors()
+
+
+def test_a_weights_store_that_hangs_is_found_by_the_limit_of_an_order_that_waits_for_it(tmp_path: Path) -> None:
+    """Without heartbeats. The trainer and the replicas that wait for the store are not stopped."""
+    said: list[str] = []
+    source = listed([f"question {n}" for n in range(PROMPTS)])
+    timeouts = Timeouts.every(None, sync_s=3.0, publish_s=3.0, cut_s=1.0)
+    limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, timeouts=timeouts)
+    own = plan(tmp_path, paced, make_prompts=lambda: source, limits=limits, heartbeat_s=0.0)
+    with start(own) as run:
+        run.note = said.append
+        until_step(run, 1)
+        (stopped,) = processes("WeightsStoreAct")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", PROMPTS // 4)
+    (line,) = said
+    assert line.startswith("the weights store is lost: ") and "; it wrote no stacks: state T (stopped)" in line
+    assert "the weights store does not answer, and " in line and "the run begins again from its record" in line
+    (lost,) = events_of(tmp_path, ProcessLost)
+    assert lost.kind == "weights store"
+    assert check_record(tmp_path).state.ledger.consumed == PROMPTS
+    wait_for_no_actors()
+
+
+class LoopsOnce(CountingTrainer):
+    """In its third step, on the thread that computes: its event loop stays free."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.own_marker = marker
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        if batch.step == 3 and not self.own_marker.exists():
+            self.own_marker.write_text("looped")
+            loop()
+        return super().train(batch)
+
+
+def loop(actor: object = None) -> None:
+    while True:
+        pass
+
+
+def until_lost(run_dir: Path, run: RunHandle, kind: str) -> None:
+    """Read the record after every update until it tells of a loss."""
+    for _ in run.updates():
+        if any(lost.kind == kind for lost in events_of(run_dir, ProcessLost)):
+            return
+    pytest.fail(f"the {kind} was never stopped")
+
+
+def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: Path) -> None:
+    """Without heartbeats: only limits find a process that hangs. A replica and a scorer loop on their event loops, the
+    trainer on the thread that computes."""
+    steps = 40
+    limits = Limits(
+        train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=steps,
+        scoring_tasks=("old_logprobs",), infrastructure_attempts=20,
+        timeouts=Timeouts(**dict.fromkeys((f"{kind}_s" for kind in KINDS if kind != "start"), 4.0), cut_s=2.0),
+        pools=(Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train",)), Pool(tasks=("old_logprobs",))),
+    )  # fmt: skip
+    own = plan(
+        tmp_path, paced, limits=limits, heartbeat_s=0.0, make_scorer=lambda tasks: Zeros(),
+        make_trainer=partial(LoopsOnce, tmp_path / "trainer-looped"), restore_trainer=restore_counter,
+        make_prompts=lambda: listed([f"question {n}" for n in range(steps * 4)]),
+    )  # fmt: skip
+    looping = {"trainer": "trainer", "replica": "rollout-0", "scorer": "scorer-0"}
+    with start(own) as run:
+        until_lost(tmp_path, run, "trainer")
+        for kind in ("replica", "scorer"):
+            living = {source: actor for (source, _), actor in find_living(run._launched.launch).items()}
+            living[looping[kind]].__ray_call__.remote(loop)
+            until_lost(tmp_path, run, kind)
+        status = run.wait()
+    assert (status.outcome, status.step) == ("finished", steps), status.reason
+    assert [lost.kind for lost in events_of(tmp_path, ProcessLost)] == [*looping]
+    for lost in events_of(tmp_path, ProcessLost):
+        file = stacks_file(tmp_path, looping[lost.kind])
+        assert "exceeded its time limit of 4 s" in lost.reason and str(file) in lost.reason
+        assert ("it does not answer" in lost.reason) == (lost.kind != "trainer"), lost.reason
+        assert "in loop" in file.read_text()
+    check_record(tmp_path)
+    wait_for_no_actors()
+
+
+class Zeros:
+    def load(self, weights: int) -> None: ...
+
+    def score(self, batch: Batch, task: str) -> list[list[list[float]]]:
+        return [[[0.0] * sum(t.loss_mask) for t in group.trajectories] for group in batch.groups]

@@ -20,6 +20,7 @@ from engine.events import (
     CheckpointSaved,
     Event,
     ProcessLost,
+    ProcessProbed,
     ProcessUp,
     ProcessWaits,
     ReplicaPaused,
@@ -51,8 +52,7 @@ def test_a_life_is_started_once_whoever_asks_and_how_often(tmp_path: Path, clust
             scene.start(kind, 0, 3)
             scene.start(kind, 0, 3)
             await settled()
-            scene.start(kind, 0, 3)
-        await settled()
+            await scene.begin(kind, 0, 3)
         assert [*cluster.handles] == ["trainer/3", "rollout-0/3"] and cluster.killed == []
         assert scene.events == [ProcessUp(kind=TRAINER, index=0, incarnation=3)]
         replica = scene.handle("rollout-0/3")
@@ -69,13 +69,11 @@ def test_an_older_life_is_ended_before_the_next_is_started(
     async def story() -> None:
         cluster.up_at_once = up
         scene = Scene(tmp_path, cluster)
-        scene.start(kind, 0, 1)
-        await settled()
+        await scene.begin(kind, 0, 1)
         first = next(iter(cluster.handles))
         scene.start(kind, 0, 2)
         assert cluster.killed == [first]
-        scene.start(kind, 0, 1)
-        await settled()
+        await scene.begin(kind, 0, 1)
         assert len(cluster.handles) == 2 and cluster.killed == [first] and scene.lost == []
 
     play(story)
@@ -93,8 +91,7 @@ def test_a_life_that_cannot_be_started_is_lost_once(tmp_path: Path, cluster: Ray
         await settled()
         assert scene.lost == [(name[:-2], 1, "it could not be started: RuntimeError: no memory")]
         assert cluster.killed == [name] and cluster.set_aside == []
-        scene.start(kind, 0, 1)
-        await settled()
+        await scene.begin(kind, 0, 1)
         assert len(scene.events) == len(cluster.handles) == 1, "it is over"
 
     play(story)
@@ -115,8 +112,7 @@ def test_an_actor_that_cannot_be_made_is_a_life_that_is_lost(tmp_path: Path, clu
         assert isinstance(lost, ProcessLost) and lost.published == (0 if kind == TRAINER else -1)
         assert scene.lost == [(source, 1, "it could not be started: ValueError: no node has such a resource")]
         assert cluster.set_aside == [], "what the actor was to have is given back"
-        scene.start(kind, 0, 2)
-        await settled()
+        await scene.begin(kind, 0, 2)
         assert [*cluster.handles] == [f"{source}/2"]
 
     play(story)
@@ -140,17 +136,14 @@ def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is_some(
     async def story() -> None:
         cluster.gpus = 1.0
         scene = Scene(tmp_path, cluster, rollout_gpus=1.0, heartbeat_s=0.01, missed_beats=10_000)
-        scene.start(REPLICA, 0, 1)
-        await settled()
+        await scene.begin(REPLICA, 0, 1)
         cluster.up_at_once = False
-        scene.start(REPLICA, 1, 1)
-        await settled()
+        await scene.begin(REPLICA, 1, 1)
         (waits,) = scene.events
         assert isinstance(waits, ProcessWaits) and (waits.index, waits.incarnation) == (1, 1)
         assert "room for 1 of 2" in waits.reason
         cluster.gpus = 2.0
-        while len(scene.events) < 2:
-            await asyncio.sleep(0.001)
+        await scene.hears(ProcessWaits, 2)
         assert isinstance(scene.events[1], ProcessWaits) and scene.events[1].reason == "", "there is room now"
         late = scene.handle("rollout-1/1")
         assert (late.joins, late.watchers) == (0, 0), "nothing is asked of it that it cannot answer"
@@ -184,11 +177,26 @@ def test_a_life_that_is_stopped_is_ended_and_lost(tmp_path: Path, cluster: RayOf
     play(story)
 
 
+def test_a_probe_is_answered_by_the_life_that_it_is_for_unless_that_hangs(
+    tmp_path: Path, cluster: RayOfHandles
+) -> None:
+    async def story() -> None:
+        scene = Scene(tmp_path, cluster)
+        handle = await scene.begin(SCORER, 0, 2)
+        scene.events.clear()
+        for incarnation, pid in ((1, 7), (2, None), (2, 7)):
+            handle.pid, handle.waits_for = pid, TRAINER
+            scene.probe(SCORER, 0, incarnation)
+            await settled()
+        assert scene.events == [ProcessProbed(kind=SCORER, index=0, incarnation=2, order=5, waits_for=TRAINER)]
+
+    play(story)
+
+
 def test_a_life_is_not_stopped_for_another(tmp_path: Path, cluster: RayOfHandles) -> None:
     async def story() -> None:
         scene = Scene(tmp_path, cluster)
-        scene.start(REPLICA, 0, 2)
-        await settled()
+        await scene.begin(REPLICA, 0, 2)
         scene.stop(REPLICA, 0, 1)
         assert cluster.killed == [] and scene.lost == [("rollout-0", 1, "enough")]
 
@@ -201,8 +209,7 @@ def test_a_life_is_not_stopped_for_another(tmp_path: Path, cluster: RayOfHandles
 def test_orders_reach_the_life_that_they_are_for_and_no_other(tmp_path: Path, cluster: RayOfHandles) -> None:
     async def story() -> None:
         scene = Scene(tmp_path, cluster)
-        scene.start(REPLICA, 0, 2)
-        await settled()
+        await scene.begin(REPLICA, 0, 2)
         for life in (1, 2, 3):
             order = StartGroup(group=life, attempt=1, replica=0, incarnation=life, cause=0)
             scene.supervisor.order(REPLICA, 0, Order(order), life)
@@ -470,8 +477,7 @@ def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told_of_be
         saved(tmp_path, *damaged)
         scene = with_checkpoints(Scene(tmp_path, cluster, restore_trainer=restore_mortal))
         scene.newest = lambda: asyncio.sleep(0, 3)
-        scene.start(TRAINER, 0, 1)
-        await settled()
+        await scene.begin(TRAINER, 0, 1)
         scene.handle("trainer/1").die()
         await settled()
         *told, lost = scene.events[1:]
@@ -549,8 +555,7 @@ def test_a_weights_store_that_does_not_answer_has_nothing(tmp_path: Path, cluste
         scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
         scene.newest = silent if how == "silent" else dead
         scene.start(TRAINER, 0, 1)
-        while not scene.lost:
-            await asyncio.sleep(0)
+        await scene.hears(ProcessLost)
         assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].published == -1
 
     play(story)
@@ -585,14 +590,10 @@ def test_of_a_process_that_hangs_the_loss_names_its_stacks(tmp_path: Path, clust
         scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
         file = stacks_file(tmp_path, "rollout-0" if here else "rollout-1")
         register_stacks(file)
-        scene.start(REPLICA, 0, 1)
-        handle = scene.handle("rollout-0/1")
-        handle.pid = os.getpid()
-        while not handle.beats:
-            await asyncio.sleep(0)
+        cluster.pid = os.getpid()
+        handle = await scene.begin(REPLICA, 0, 1)
         handle.pid = None
-        while not scene.lost:
-            await asyncio.sleep(0.001)
+        await scene.hears(ProcessLost)
         where = f"; its stacks are in {file}" if here else ""
         assert scene.lost == [("rollout-0", 1, f"no sign of life for 0.01 s{where}")]
         assert cluster.killed == ["rollout-0/1"]
@@ -607,15 +608,12 @@ def test_of_a_trainer_that_is_stopped_as_it_hangs_stacks_and_publication_are_tol
         scene = with_checkpoints(Scene(tmp_path, cluster))
         file = stacks_file(tmp_path, "trainer")
         register_stacks(file)
-        scene.start(TRAINER, 0, 1)
-        await settled()
-        handle = scene.handle("trainer/1")
-        handle.pid = os.getpid()
+        cluster.pid = os.getpid()
+        await scene.begin(TRAINER, 0, 1)
         command = StopProcess(kind=TRAINER, index=0, incarnation=1, reason="it is slow", hung=True, cause=0)
         for _ in range(2):  # a restarted scheduler repeats it
             scene.supervisor.stop(command)
-        while not scene.lost:
-            await asyncio.sleep(0.001)
+        await scene.hears(ProcessLost)
         await settled()
         assert scene.lost == [("trainer", 1, f"it is slow; its stacks are in {file}")]
         assert "most recent call first" in file.read_text()
@@ -640,8 +638,7 @@ def test_a_trainer_that_is_started_while_its_loss_is_looked_into_keeps_its_check
             return 0
 
         scene.newest = newest
-        scene.start(TRAINER, 0, 1)
-        await settled()
+        await scene.begin(TRAINER, 0, 1)
         scene.handle("trainer/1").die()
         await settled()
         scene.start(TRAINER, 0, 2, steps=NEWEST)
@@ -672,8 +669,7 @@ def test_nothing_is_reported_put_aside_or_started_once_everything_is_taken_down(
             return 0
 
         scene.newest = newest
-        scene.start(TRAINER, 0, 1)
-        await settled()
+        await scene.begin(TRAINER, 0, 1)
         scene.handle("trainer/1").die()
         await (asyncio.sleep(0) if when == "as it starts" else settled())
         scene.supervisor.stop_watching()
@@ -693,11 +689,9 @@ def test_generators_that_are_up_may_close_and_nobody_waits_for_a_replica_without
 ) -> None:
     async def story() -> None:
         scene = Scene(tmp_path, cluster)
-        scene.start(REPLICA, 0, 1)
-        await settled()
+        await scene.begin(REPLICA, 0, 1)
         cluster.up_at_once = False
-        scene.start(REPLICA, 1, 1)
-        await settled()
+        await scene.begin(REPLICA, 1, 1)
         await scene.supervisor.close()
         assert [scene.handle(f"rollout-{replica}/1").closes for replica in (0, 1)] == [1, 0]
         assert sorted(cluster.killed) == ["rollout-0/1", "rollout-1/1"] and scene.events == []

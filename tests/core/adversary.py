@@ -17,6 +17,7 @@ from engine.commands import (
     DrawPrompts,
     EnterState,
     FinishRun,
+    ProbeProcess,
     PublishWeights,
     RetireWeights,
     SaveCheckpoint,
@@ -32,6 +33,7 @@ from engine.events import (
     Event,
     OrderDone,
     ProcessLost,
+    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
     RunStarted,
@@ -84,6 +86,8 @@ class Adversary:
         """When each timer is to fire."""
         self.judged: list[EnterState] = []
         """Work of added states under way; it may end in any order."""
+        self.probes: list[ProbeProcess] = []
+        """Whoever is probed may say that it waits for any process, or say nothing."""
         self.done: list[int] = []
         """Orders that only had to arrive and did; who says so may say it late, in any order, together or one by one."""
         self.past: list[Event] = []
@@ -132,6 +136,8 @@ class Adversary:
                     self.trainer.take(command)
                 case StopProcess():
                     self._stop(command)
+                case ProbeProcess():
+                    self.probes.append(command)
                 case StartProcess():
                     self._start(command)
                 case DiscardGroups():
@@ -261,6 +267,7 @@ class Adversary:
         self.draws.clear()
         self.timers.clear()
         self.judged.clear()
+        self.probes.clear()
         self.done.clear()
         if kept:
             state = self.scheduler.state
@@ -312,9 +319,13 @@ class Adversary:
             self.time = max(self.time, self.due[self.timers[0].timer] - 1.0)
         self.deliver(TimerFired(timer=self.timers.pop(0).timer))
 
+    def unanswered(self) -> list[list[Any]]:
+        """Orders whose answer may be lost."""
+        return [orders for orders in (self.draws, self.judged, self.probes, self.done) if orders]
+
     def lose_order(self, choice: int) -> None:
-        """An order to the data source, to an added state or to a store is never answered."""
-        lost = [orders for orders in (self.draws, self.judged, self.done) if orders]
+        """An order to the data source, to an added state or to a store, or a probe, is never answered."""
+        lost = self.unanswered()
         lost[choice % len(lost)].pop(0)
 
     def say_done(self, first: int, count: int) -> None:
@@ -322,6 +333,12 @@ class Adversary:
         first %= len(self.done)
         told, self.done[first : first + count] = self.done[first : first + count], []
         self.deliver(OrderDone(orders=tuple(reversed(told))))
+
+    def answer(self, index: int, waits_for: str = "") -> None:
+        """A process answers a probe."""
+        probe = self.probes.pop(index % len(self.probes))
+        who = {"kind": probe.kind, "index": probe.index, "incarnation": probe.incarnation}
+        self._post(2000)(ProcessProbed(**who, order=probe.order, waits_for=waits_for))
 
     def leave(self, index: int, cause: str = "") -> None:
         """The work of an added state ends, or fails for `cause`."""
@@ -393,6 +410,9 @@ class Adversary:
             acted = True
         if self.judged:
             self.leave(0)
+            acted = True
+        if self.probes:
+            self.answer(0)
             acted = True
         if self.done:
             self.say_done(0, len(self.done))

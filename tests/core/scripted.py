@@ -6,6 +6,7 @@ from typing import TypeVar
 from engine.commands import (
     Command,
     DrawPrompts,
+    ProbeProcess,
     PublishWeights,
     ResumeGroup,
     SetTimer,
@@ -19,6 +20,7 @@ from engine.events import (
     GroupFailed,
     GroupGenerated,
     PrefixStored,
+    ProcessProbed,
     ProcessUp,
     PromptsDrawn,
     ReplicaPaused,
@@ -51,6 +53,7 @@ class Scripted:
         prompts: int = 1000,
         policies: dict[str, str] | None = None,
         answers_draws: bool = True,
+        answers_probes: bool = True,
         **limits,
     ) -> None:  # type: ignore[no-untyped-def]
         limits = {"timeouts": Timeouts.every(None), **limits}
@@ -58,7 +61,7 @@ class Scripted:
         self.state = self.scheduler.state
         self.view = self.scheduler.view
         self.prompts = prompts
-        self.answers_draws = answers_draws
+        self.answers_draws, self.answers_probes = answers_draws, answers_probes
         self.events = 0
         self.clock = 0.0
         self.orders: list[Command] = []
@@ -82,7 +85,14 @@ class Scripted:
                 count = min(command.count, self.prompts - first)
                 last = first + count == self.prompts
                 new += self.tell(PromptsDrawn(first=first, count=count, exhausted=last, number=command.number))
+            if isinstance(command, ProbeProcess) and self.answers_probes:
+                new += self.probed(command)
         return new
+
+    def probed(self, probe: ProbeProcess, waits_for: str = "") -> list[Command]:
+        """A process answers at once."""
+        who = {"kind": probe.kind, "index": probe.index, "incarnation": probe.incarnation}
+        return self.tell(ProcessProbed(**who, order=probe.order, waits_for=waits_for), at=self.clock)
 
     def ordered(self, kind: type[Kind]) -> list[Kind]:
         return [command for command in self.orders if isinstance(command, kind)]

@@ -279,9 +279,14 @@ class AnyOrder(RuleBasedStateMachine):
         working[choice % len(working)].hung = True
 
     @rule(choice=ANY)
-    @precondition(lambda self: self.all_limited() and (self.world.draws or self.world.judged or self.world.done))
+    @precondition(lambda self: self.all_limited() and self.world.unanswered())
     def lose_order(self, choice: int) -> None:
         self.world.lose_order(choice)
+
+    @rule(choice=ANY, waits_for=st.sampled_from(["", "trainer", "scorer 0", "weights store", "nobody"]))
+    @precondition(lambda self: self.world.probes)
+    def answer_probe(self, choice: int, waits_for: str) -> None:
+        self.world.answer(choice, waits_for)
 
     @rule(choice=ANY)
     def repeat(self, choice: int) -> None:
