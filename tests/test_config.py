@@ -465,15 +465,15 @@ def test_no_value_anywhere_is_answered_with_anything_but_a_config_error(path: st
     [
         (
             {"scheduler": {"train_batch_size": 40}},
-            "16 slots hold less than B = 40 groups: a step needs several rounds, 3",
+            "16 slots are fewer than B = 40 groups: a step needs at least 3 rounds",
         ),
-        ({"scheduler": {"train_batch_size": 12}}, "K = 24 cannot be reached: 16 slots"),
+        ({"scheduler": {"train_batch_size": 12}}, "K = 24 cannot be reached with 16 slots"),
         ({"rollout": {"slots": 20}}, "K = 16 leaves 24 of 40 slots empty"),
         ({"scheduler": {"max_staleness_steps": 0}}, "S = 0 is synchronous"),
         ({"scheduler": {"policies": {"deadline": "drop"}, "sync_every": 2}}, "after max_drops = 4 a step waits"),
         ({"rollout": {"sync_mode": "wait"}}, "idles every replica"),
         ({"rollout": {"top_p": 0.9}}, "top_p = 0.9 biases the importance ratio"),
-        ({"rollout": {"max_tokens": 50}}, "cuts the longest right answers, which take 142 tokens"),
+        ({"rollout": {"max_tokens": 50}}, "is less than the 142 tokens of the longest correct answer"),
         ({"trainer": {"checkpoint_every": 0}}, "a crash starts over"),
     ],
 )

@@ -40,7 +40,7 @@ def test_nothing_is_measured_where_there_is_no_time_or_nothing_held_out() -> Non
     [
         ({"validation": {"replicas": 4}}, "validation.replicas", "use 3"),
         ({**OWN_MODEL, "data": {"path": "rows.jsonl"}, "validation": {"every": 2}}, "validation.every", "or use 0"),
-        ({**OWN_MODEL, "reward": {}, "validation": {"at_start": True}}, "reward.function", "give it"),
+        ({**OWN_MODEL, "reward": {}, "validation": {"at_start": True}}, "reward.function", "set it"),
         (
             {
                 "rollout": {"backend": "openai", "urls": ["http://127.0.0.1:1"], "weights_dir": "/tmp"},

@@ -158,7 +158,7 @@ def test_a_module_that_fails_after_it_has_registered_fails_by_the_same_error_aga
     good = JUDGE + a_policy("admission", "admit(self, view, legal)", "return legal")
     file = config(good + "raise RuntimeError('out of order')\n", "states: [judged]")
     for _ in range(2):
-        with pytest.raises(ConfigError, match="'mine': cannot be imported: RuntimeError: out of order"):
+        with pytest.raises(ConfigError, match="'mine' cannot be imported: RuntimeError: out of order"):
             load_config(file)
     assert "judged" not in added.state_names() and "mine" not in registry.names("admission")
     (file.parent / "mine.py").write_text(good, encoding="utf-8")
@@ -173,7 +173,7 @@ def test_modules_of_one_name_beside_two_configs_are_refused(config: Callable[...
     other.mkdir()
     (other / "mine.py").write_text("", encoding="utf-8")
     (other / "run.yaml").write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    says = rf"{tmp_path}/mine\.py is imported under that name, and {other}/mine\.py is another module"
+    says = rf"{tmp_path}/mine\.py and {other}/mine\.py are different modules of this name; rename one"
     with pytest.raises(ConfigError, match=says):
         load_config(other / "run.yaml")
     load_config(file)
@@ -224,7 +224,7 @@ def test_an_entry_point_may_be_a_function(tmp_path: Path) -> None:
 
 def test_a_broken_package_is_named_with_the_reason(tmp_path: Path) -> None:
     install(tmp_path, "raise RuntimeError('out of order')")
-    says = "the extension 'own' of packaged is broken: RuntimeError: out of order; uninstall packaged, or mend it"
+    says = "the extension 'own' of packaged cannot be loaded: RuntimeError: out of order; fix or uninstall packaged"
     with pytest.raises(ConfigError, match=says):
         load_extensions()
 

@@ -504,11 +504,11 @@ class State:
                 del self.steps_in[version]
 
     def forget_updates(self) -> None:
-        """Drop the figures of train steps after which no trainer can begin: those before the newest checkpoint, but for
-        checkpoints that are there; without checkpoints, all but the newest."""
-        newest = self.checkpoints.newest if self.limits.checkpoint_every else self.steps_trained
+        """Drop the figures of steps at which no trainer can begin: those before the last checkpoint but one, unless a
+        checkpoint has them; without checkpoints, all but the newest."""
+        oldest = self.checkpoints.floor if self.limits.checkpoint_every else self.steps_trained
         kept = {0, *self.checkpoints.steps}
-        for steps in [steps for steps in self.updates_in if steps < newest and steps not in kept]:
+        for steps in [steps for steps in self.updates_in if steps < oldest and steps not in kept]:
             del self.updates_in[steps]
 
     def change(self, limits: Limits) -> None:

@@ -85,7 +85,7 @@ def test_a_run_does_not_begin_again_where_ray_has_ended(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         with pytest.raises(RayProcessEnded, match="cannot be resumed"):
-            run._begin_again("the scheduler is gone", 3)
+            run._begin_again("the scheduler is gone", recorded=False)
 
 
 def test_an_answer_is_what_came_before_ray_ended() -> None:

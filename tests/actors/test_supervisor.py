@@ -465,7 +465,7 @@ def saved(run_dir: Path, *damaged: int) -> None:
 
 def with_checkpoints(scene: Scene) -> Scene:
     for steps in (OLDER, NEWEST):
-        scene.scheduler.state.checkpoints.add(steps)
+        scene.scheduler.state.checkpoints.save(steps)
     return scene
 
 
@@ -705,7 +705,7 @@ def test_generators_that_are_up_may_close_and_nobody_waits_for_a_replica_without
 def test_a_trainer_begins_where_it_is_told_to(tmp_path: Path, cluster: RayOfHandles) -> None:
     async def story() -> None:
         scene = Scene(tmp_path, cluster, restore_trainer=restore_mortal)
-        ended = scene.scheduler.state.ended
+        ended = scene.scheduler.state.checkpoints
         ended.tracks = True
         for step in range(6):
             ended.train(step, (step,), (0,))

@@ -247,7 +247,10 @@ def test_an_attempt_is_given_more_time_than_its_rewards(rig: Rig) -> None:
 
     for seconds in ("null", "31"):
         assert len(decide(told(seconds), rig.world.scheduler, 8, reward_timeout_s=30.0)) == 1
-    with pytest.raises(ConfigError, match=r"timeouts\.group_s is 30\.0: .*reward\.timeout_s = 30; more than 30"):
+    with pytest.raises(
+        ConfigError,
+        match=r"timeouts\.group_s is 30\.0, but must be longer than reward\.timeout_s = 30; use more than 30",
+    ):
         decide(told("30"), rig.world.scheduler, 8, reward_timeout_s=30.0)
 
 

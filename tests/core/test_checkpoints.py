@@ -104,7 +104,7 @@ def test_a_checkpoint_is_told_as_saved_twice_and_counts_once() -> None:
     ("field", "value"), [("keep_checkpoints", 0), ("keep_checkpoints", 1001), ("keep_checkpoints_every", -1)]
 )
 def test_limits_that_keep_no_checkpoint_are_refused(field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"trainer.{field} = {value}: must be a whole number from"):
+    with pytest.raises(ConfigError, match=f"trainer.{field} is {value}, but must be a whole number from"):
         Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, **{field: value})
 
 

@@ -135,7 +135,7 @@ def test_what_one_event_leaves_is_resumed_by_the_next() -> None:
 def begun(replicas: int) -> tuple[Run, list[int], SetTimer]:
     """A run that has begun, the replicas that the first event ordered to start, and the timer for the others."""
     run = Run.__new__(Run)
-    limits = Limits(train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4)
+    limits = Limits(train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4, timeouts=Timeouts.every(None))
     run.scheduler, run.events = Scheduler(limits), 0
     answer = run.handle(RunStarted(replicas=replicas))
     (timer,) = timers(answer)

@@ -81,14 +81,20 @@ def test_a_fraction_of_the_staleness_bound_is_held_ahead() -> None:
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
-        ({"async_ratio": 1.5}, "scheduler.async_ratio is 1.5: sync_every - 1 <= async_ratio <= S .* 0 to 1 would hold"),
-        ({"async_ratio": 0.5, "sync_every": 2}, "async_ratio is 0.5: .*any value from 1 to 1 would hold"),
+        (
+            {"async_ratio": 1.5},
+            "scheduler.async_ratio is 1.5: sync_every - 1 <= async_ratio <= S .*; use a value from 0 to 1",
+        ),
+        ({"async_ratio": 0.5, "sync_every": 2}, "async_ratio is 0.5: .*use a value from 1 to 1"),
         ({"async_ratio": float("nan")}, "must be a number of batches"),
         ({"async_ratio": True}, "must be a number of batches"),
-        ({"over_sample": -0.1}, "scheduler.over_sample is -0.1, but must be a number of batches, not negative; 0.0"),
+        (
+            {"over_sample": -0.1},
+            "scheduler.over_sample is -0.1, but must be a number of batches, not negative; use 0.0",
+        ),
         ({"over_sample": None}, "must be a number of batches"),
-        ({"async_ratio": 0.5, "max_concurrent_groups": 7}, r"= 6 \+ 0 with B = 4; any value from 4 to 6 would hold"),
-        ({"over_sample": 0.5, "max_concurrent_groups": 11}, r"= 8 \+ 2 with B = 4; any value from 4 to 10 would hold"),
+        ({"async_ratio": 0.5, "max_concurrent_groups": 7}, r"= 6 \+ 0 with B = 4\); use a value from 4 to 6"),
+        ({"over_sample": 0.5, "max_concurrent_groups": 11}, r"= 8 \+ 2 with B = 4\); use a value from 4 to 10"),
     ],
 )
 def test_figures_out_of_law_are_refused_with_the_law(figures: Mapping[str, object], says: str) -> None:

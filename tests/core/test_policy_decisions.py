@@ -241,7 +241,7 @@ def test_what_follows_an_error_is_a_word_of_two() -> None:
 
 
 def test_a_policy_written_for_another_api_is_refused() -> None:
-    with pytest.raises(ConfigError, match="written for another policy API than this engine has, 1"):
+    with pytest.raises(ConfigError, match="needs a policy API version other than this engine's 1"):
         policies.register("filter", "later", api=2)(object)
 
 

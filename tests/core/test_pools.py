@@ -290,7 +290,7 @@ def test_training_may_wait_until_every_replica_has_the_newest_weights() -> None:
         ((Pool(tasks=("train",)), Pool(tasks=("train",))), {}, "is done in pools"),
         ((Pool(tasks=("train",), replicas=(0,)),), {}, "replicas stand where rollout"),
         ((Pool(tasks=("rollout", "train"), replicas=(0,)), Pool(tasks=("rollout",), replicas=(0,))), {}, "one pool"),
-        (TOGETHER, {"train_after_sync": True}, "it would wait for ever"),
+        (TOGETHER, {"train_after_sync": True}, "the run would hang"),
     ],
 )
 def test_unlawful_pools_are_refused(pools: tuple[Pool, ...], more: dict[str, bool], law: str) -> None:

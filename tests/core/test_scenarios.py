@@ -70,7 +70,7 @@ def test_books_balance_with_accepted_and_filtered_groups() -> None:
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
-        ({"max_concurrent_groups": 1}, "from 2 to 4 would hold"),
+        ({"max_concurrent_groups": 1}, "use a value from 2 to 4"),
         ({"max_concurrent_groups": 5}, r"B <= K <= B \* \(S \+ 1\)"),
         ({"sync_every": 3}, "S >= sync_every - 1"),
         ({"max_staleness_steps": -1}, "must be a whole number from 0 to 10000"),

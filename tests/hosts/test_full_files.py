@@ -65,7 +65,7 @@ def test_a_record_says_so_and_goes_on_where_it_was(disk: SmallDisk) -> None:
         recorder.flush()
 
     taken, full = until_full(write)
-    assert str(directory) in str(full) and "make room, then resume the run" in str(full)
+    assert str(directory) in str(full) and "free space, then resume the run" in str(full)
     disk.grow(128)
     record = read(directory)
     assert len(list(record.frames())) == taken

@@ -299,10 +299,10 @@ def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on
 
     result = run(generators=make, replicas=2, replacements=2)
     assert result.groups["consumed"] == 30
-    frozen, *unmade = events_of(result, ProcessLost)
+    frozen, unmade, *_ = events_of(result, ProcessLost)  # the next start is delayed, so the run may end before it
     assert "frozen for good" in frozen.reason
-    assert [(e.index, e.incarnation, e.final) for e in unmade] == [(0, 2, False), (0, 3, False)]
-    assert all("could not be made" in e.reason and "no licence left" in e.reason for e in unmade)
+    assert (unmade.index, unmade.incarnation, unmade.final) == (0, 2, False)
+    assert "could not be made" in unmade.reason and "no licence left" in unmade.reason
 
 
 def test_a_factory_that_raises_at_the_beginning_fails_the_run_with_its_error() -> None:
@@ -459,11 +459,11 @@ def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) ->
     ("options", "words"),
     [
         ({"prompts": []}, "at least one prompt"),
-        ({"samples": 0}, "samples = 0: must be at least 1"),
+        ({"samples": 0}, "samples is 0, but must be at least 1"),
         ({"generators": []}, "generators"),
         ({"limits": limits(checkpoint_every=1)}, "checkpoints need a run_dir"),
-        ({"policies": {"deadline": "trunkate"}}, "did you mean 'truncate'"),
-        ({"replacements": -1}, "replica_restarts = -1: must be a whole number from 0"),
+        ({"policies": {"deadline": "trunkate"}}, "did you mean truncate"),
+        ({"replacements": -1}, "replica_restarts is -1, but must be a whole number from 0"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_starts(options: dict[str, Any], words: str) -> None:

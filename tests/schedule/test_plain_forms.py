@@ -74,5 +74,5 @@ def test_a_run_whose_state_has_no_plain_form_says_once_that_it_goes_without_snap
         driver.deliver(RunStarted())
         driver.deliver(RunStarted())
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "no snapshot" in line and "State.last_failure" in line
+    assert "snapshots are off" in line and "State.last_failure" in line
     assert driver.events_handled == 2 and not list(read(recorder).snapshots())

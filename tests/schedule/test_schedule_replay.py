@@ -100,7 +100,7 @@ def test_a_torn_end_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_builds_no_scheduler_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(RecordError, match="at byte 28: it builds no scheduler"):
+    with pytest.raises(RecordError, match="at byte 32: it builds no scheduler"):
         replay(read(MemoryRecorder(header(**changes))))
 
 
