@@ -70,10 +70,10 @@ def test_every_other_difference_is_told_with_what_was_and_is(begun: tuple[Path, 
     with pytest.raises(ConfigError) as caught:
         resumed(*begun, overrides)
     said = str(caught.value)
-    assert "run.seed = 3: was 0 when the run began" in said
+    assert "run.seed is 3: the run began with 0" in said
     assert "scheduler.train_batch_size was 4, is 8" in said
     assert "max_drops was" not in said and "rollout.replicas was" not in said
-    assert "scheduler.max_staleness_steps" in said.partition("to be changed are")[2]
+    assert "scheduler.max_staleness_steps" in said.partition("a resume can change")[2]
 
 
 def test_every_live_setting_is_a_field_and_bounds_are_not_live() -> None:

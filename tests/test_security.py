@@ -158,7 +158,7 @@ def test_the_word_of_where_a_run_answers_is_bounded(tmp_path: Path) -> None:
     announce([tmp_path / FILE], "127.0.0.1:1", "a run")
     assert address_of(tmp_path, "a run") == "127.0.0.1:1"
     (tmp_path / FILE).write_bytes(b" " * (1 << 16) + (tmp_path / FILE).read_bytes())
-    with pytest.raises(ConfigError, match="has an unreadable endpoint.json"):
+    with pytest.raises(ConfigError, match=r"has an unreadable endpoint\.json"):
         address_of(tmp_path, "a run")
 
 

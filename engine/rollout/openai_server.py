@@ -15,7 +15,7 @@ from engine.rollout.openai_http import Http, Refused, Unavailable
 from engine.rollout.openai_wire import Ask, Completions, TokensInOut, Wire
 
 PROBE_TEXT = "12 + 30 = 42. The quick brown fox,\n"
-DEV_MODE = "vLLM has it with VLLM_SERVER_DEV_MODE=1 in its environment"
+DEV_MODE = "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
 EXTENSION = "engine.rollout.vllm_worker.InstallWeights"
 UNIFORM = 1e-3
 """Log-probs closer together than this tell nothing about temperature."""

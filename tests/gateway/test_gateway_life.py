@@ -23,7 +23,7 @@ async def hello(client: AsyncOpenAI, prompt: Prompt) -> None:
 async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
     """Everything that a gateway must refuse, in one conversation that goes on afterwards."""
     create = client.chat.completions.create
-    with pytest.raises(openai.AuthenticationError, match="not that of a living agent"):
+    with pytest.raises(openai.AuthenticationError, match="does not belong to a running agent"):
         await client.with_options(api_key="sk-wrong").models.list()
     with pytest.raises(openai.APIStatusError) as large:
         await create(model="any", messages=[{"role": "user", "content": "x" * 30_000}])

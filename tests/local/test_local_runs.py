@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from engine.roles import Batch, Generated, GroupWork
 from engine.schedule import Handled, read, replay
 from engine.scheduling import lifetimes
 from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
 from engine.trajectory import Prompt, Trajectory
 
 sys.path.append(str(Path(__file__).parent.parent / "hosts"))
@@ -96,6 +98,29 @@ def test_every_prompt_is_trained_once_the_tail_included_and_the_record_replays()
     assert result.staleness_max == max(trainer.staleness) <= 2
     assert [row["step"] for row in result.metrics] == list(range(8))
     assert replay(read(result.record)).identical
+
+
+class Hanging(Counting):
+    """Its second step returns only after `free`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        if self.steps:
+            self.free.wait()
+        return super().train(batch)
+
+
+def test_a_trainer_that_hangs_ends_the_run_with_the_cause() -> None:
+    trainer = Hanging()
+    said = r"the trainer is lost: the trainer exceeded its time limit of 0\.2 s \(timeouts\.train_s\)"
+    try:
+        with pytest.raises(RunFailed, match=said):
+            run(trainer=trainer, limits=limits(timeouts=Timeouts.every(None, train_s=0.2, cut_s=0.2)))
+    finally:
+        trainer.free.set()
 
 
 def test_epochs_pass_over_the_prompts_again() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from engine.schedule.frames import Header
 from engine.schedule.recorder import MemoryRecorder
 from engine.simulation.world import Faults, Setting, World
+from engine.states.timeouts import Timeouts
 from tests.modes import definitions
 from tests.modes.course import Course, course_of
 from tests.modes.test_presets import BATCH, CONFIGS, LAYOUTS, SIZES, STREAMS, configured, variants
@@ -31,7 +32,7 @@ FAULTS = Faults(lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.
 def course_in_world(preset: str, times: dict[str, float], *overrides: str, faults: Faults | None = None) -> Course:
     """A preset in small, run to its end with every law checked: its limits, pools and policies as they are shipped."""
     config = configured(preset, CONFIGS, f"run.max_steps={STEPS}", *overrides)
-    limits = replace(config.limits(), validation=None)
+    limits = replace(config.limits(), validation=None, timeouts=Timeouts.every(None))
     recorder = MemoryRecorder(Header(run=preset, limits=limits.to_plain(), policies=config.policies().names))
     setting = Setting(
         limits=limits, replicas=config.rollout.replicas, slots=config.rollout.slots, prompts=BATCH * STEPS * 2,

@@ -165,7 +165,7 @@ def test_a_pause_left_behind_is_over_with_the_next_backend(connect: Callable[...
 @pytest.mark.parametrize(
     ("changes", "field", "says"),
     [
-        ({"key": "wrong"}, "rollout.api_key_env", "does not take this key"),
+        ({"key": "wrong"}, "rollout.api_key_env", "refuses the request without a valid key"),
         ({"served_model_name": "other"}, "rollout.served_model_name", NAME),
         ({"encode": lambda text: [3, 2, 1]}, "rollout.urls", "another tokenizer"),
         ({"weights_dir": "/proc/none"}, "rollout.weights_dir", "cannot be written"),
@@ -190,7 +190,7 @@ def test_the_right_tokenizer_is_let_by(connect: Callable[..., OpenAIBackend], se
         ({"logprobs": True}, "log-probs"),
         ({"processed": True}, "processed_logprobs"),
         ({"tokens": True}, "another tokenizer"),
-        ({"installs": True}, "cannot be given new weights"),
+        ({"installs": True}, "cannot load new weights"),
         ({}, "use abort or wait"),
     ],
 )
@@ -209,12 +209,12 @@ def test_a_server_that_lacks_something_is_refused(lacks: dict[str, bool], says: 
 def test_nobody_there(tmp_path: Path) -> None:
     with SmallServer() as server:
         pass
-    with pytest.raises(ConfigError, match=r"not there.*start it first"):
+    with pytest.raises(ConfigError, match=r"does not answer.*start the server first"):
         OpenAIBackend(server.url, model="-", wait_s=0.0)
 
 
 def test_somebody_there_who_says_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="not there"):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="does not answer"):
         OpenAIBackend(f"http://127.0.0.1:{silent.getsockname()[1]}", model="-", wait_s=0.0, timeout_s=0.5)
 
 
@@ -254,7 +254,7 @@ def test_what_came_is_kept_and_the_rest_asked_for_again(faults: Any, lengths: li
 
 def test_a_request_that_always_fails_is_given_up_but_not_its_server() -> None:
     async def scenario(backend: OpenAIBackend, server: SmallServer) -> None:
-        with pytest.raises(EngineError, match=r"given up.*500"):
+        with pytest.raises(EngineError, match=r"failed after 5 retries.*500"):
             await backend.sample(request(max_tokens=4))
         assert len(server.bodies) == RETRIES + 1
         assert len((await backend.sample(request(max_tokens=4))).token_ids) == 4

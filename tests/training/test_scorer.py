@@ -63,7 +63,7 @@ def test_given_scores_are_read(model_path: str, batch: MakeBatch, task: str) -> 
 def test_a_batch_without_what_is_scored_apart_is_not_trained(model_path: str, batch: MakeBatch) -> None:
     trainer = ModelTrainer(model_path, settings(), scored_apart=("ref_logprobs",))
     before = trainer.weights()
-    with pytest.raises(EngineError, match="came without ref_logprobs"):
+    with pytest.raises(EngineError, match="has no ref_logprobs"):
         trainer.train(batch(0))
     wrong = batch(0)
     wrong.scores = {"ref_logprobs": [[[0.0]] * 4] * 4}
