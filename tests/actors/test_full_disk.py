@@ -63,7 +63,7 @@ def test_a_full_disk_stops_the_run_and_more_room_lets_it_go_on(disk: SmallDisk) 
         except StorageFull as full:
             story = f"stopped: {full}"
     assert story.startswith("stopped: ") and str(run_dir) in story, story
-    assert "No space left on device" in story and "make room, then resume the run" in story
+    assert "No space left on device" in story and "free space, then resume the run" in story
     disk.grow(4096)
     with start(replace(begun, resume=True)) as run:
         assert run.wait().outcome == "finished"

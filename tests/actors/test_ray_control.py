@@ -65,7 +65,7 @@ def test_a_run_is_scaled_set_drained_and_resumed_as_it_was_left(
         assert up.outcome is None and up.max_staleness_steps == 3
         assert cli.main(["set", str(tmp_path), "scheduler.max_concurrent_groups=99"]) == 2
         assert cli.main(["set", str(tmp_path), "timeouts.group_s=20"]) == 2
-        assert "may take reward.timeout_s = 30; more than 30" in capsys.readouterr().err
+        assert "longer than reward.timeout_s = 30; use more than 30" in capsys.readouterr().err
         assert cli.main(["scale", str(tmp_path), "--replicas", "1"]) == 0
         assert "hold less than B" not in capsys.readouterr().out
         fewer = until(run, lambda status: list(status.replica_versions) == [0])

@@ -141,7 +141,7 @@ def until_lost(run_dir: Path, run: RunHandle, kind: str) -> None:
 def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: Path) -> None:
     """Without heartbeats: only limits find a process that hangs. A replica and a scorer loop on their event loops, the
     trainer on the thread that computes."""
-    steps = 40
+    steps = 5_000  # far more than are trained before the last of them hangs
     limits = Limits(
         train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=steps,
         scoring_tasks=("old_logprobs",), infrastructure_attempts=20,
@@ -160,8 +160,10 @@ def test_a_run_stops_what_loops_without_end_and_not_what_waits_for_it(tmp_path: 
             living = {source: actor for (source, _), actor in find_living(run._launched.launch).items()}
             living[looping[kind]].__ray_call__.remote(loop)
             until_lost(tmp_path, run, kind)
-        status = run.wait()
-    assert (status.outcome, status.step) == ("finished", steps), status.reason
+        reached = next(run.updates()).step
+        until_step(run, reached + 2)
+        run.stop("every hang was found")
+        assert run.wait().outcome == "stopped"
     assert [lost.kind for lost in events_of(tmp_path, ProcessLost)] == [*looping]
     for lost in events_of(tmp_path, ProcessLost):
         file = stacks_file(tmp_path, looping[lost.kind])

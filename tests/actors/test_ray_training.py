@@ -157,5 +157,5 @@ def test_inputs_that_cannot_be_used_are_refused_before_any_actor_starts(made: Pa
     with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
         launch(parse_config(config), tmp_path)
     config["reward"], config["data"] = {"function": "engine.tasks.rewards:exact_match"}, {"path": "rows.jsonl"}
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         launch(parse_config(config), tmp_path)

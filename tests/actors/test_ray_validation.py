@@ -80,7 +80,7 @@ def test_replicas_of_its_own_measure_and_nobody_else_does(tmp_path: Path) -> Non
 def test_held_out_prompts_without_anyone_to_answer_them_are_refused(tmp_path: Path) -> None:
     """Never a deadlock: whoever asks for a validation that cannot be is told before the first prompt is drawn."""
     no_evaluator = {"make_rollout": lambda replica: Rollout(generator=Quick())}
-    with pytest.raises(ConfigError, match="no evaluator"):
+    with pytest.raises(ConfigError, match="needs an evaluator"):
         start(measured(tmp_path, ValidationLimits(rows=10), **no_evaluator))
     with pytest.raises(ConfigError, match=r"limits\.validation\.rows"):
         measured(tmp_path, ValidationLimits(rows=11))

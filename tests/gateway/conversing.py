@@ -102,6 +102,10 @@ class Deadly(TorchBackend):
         return await super().sample(request)
 
 
+def turns(prompt: Prompt, trajectory: Trajectory) -> float:
+    return float(runs(trajectory))
+
+
 def alive(marker: str) -> list[int]:
     """Processes whose command line holds a text."""
     found = []

@@ -117,10 +117,10 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
 @pytest.mark.parametrize(
     ("agent", "story"),
     [
-        ({"function": "conversing:nobody"}, "has no 'nobody'"),
-        ({"function": "conversing:whole"}, "not a coroutine function; async def whole"),
-        ({"rollout": "conversing:converse"}, "cannot be called as it will be"),
-        ({"rollout": "conversing:program", "command": ["x"]}, "agent.command is given too"),
+        ({"function": "conversing:nobody"}, "has no attribute 'nobody'"),
+        ({"function": "conversing:whole"}, "not a coroutine function; define it as async def whole"),
+        ({"rollout": "conversing:converse"}, "cannot be called with client, prompt"),
+        ({"rollout": "conversing:program", "command": ["x"]}, "agent.command is set too"),
     ],
 )
 def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(
