@@ -130,7 +130,7 @@ def test_a_key_that_is_not_the_servers_and_nobody_there_end_with_exit_2(
     tmp_path: Path, served: tuple[list[VllmServer], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (server, _), model = served
-    for name, says in ((WRONG, "refuses the request without a valid key"), ("NO_SUCH_KEY", "no such environment variable")):
+    for name, says in ((WRONG, "refuses the request without"), ("NO_SUCH_KEY", "no such environment variable")):
         assert says in refused(tmp_path, capsys, tree(tmp_path, model, [server.url], api_key_env=name))
     with Hiding(server.url) as gone:
         pass
