@@ -1,8 +1,8 @@
 """How it is known that an actor is lost: it says so itself, Ray says that it died, or it gives no sign of life.
 
 Used by `supervisor.py`, `survived.py` and `scheduler_watch.py`. The first two need no polls: a call that is answered
-at the end only. A process that hangs (stopped, swapping, its event loop blocked) answers nothing for ever, so it is
-asked for a sign of life now and then; work on its threads, however long, does not keep an event loop from giving one.
+at the end only. A process that hangs (stopped, swapping, its event loop blocked) never answers, so each process gets
+heartbeats at intervals. Long work on its threads does not keep its event loop from answering.
 """
 
 import asyncio

@@ -39,9 +39,9 @@ Packed = tuple[GroupId, int, bytes]
 
 
 class TrajectoryStoreActor(Watched):
-    """A trajectory store in a process of its own: on disk where it is told where, else in memory.
+    """A trajectory store in its own process: on disk if it is given a directory, otherwise in memory.
 
-    One thread does what it is asked, in order: a slow disk does not keep the event loop from giving signs of life."""
+    One thread executes all calls in order, so a slow disk does not delay heartbeats."""
 
     def __init__(
         self,

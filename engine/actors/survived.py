@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Survived:
-    """`lock` is on the record, for the recorder that goes on with it."""
+    """`lock` holds the record for the recorder that continues it."""
 
     recovered: Recovered
     lock: RecordLock

@@ -52,7 +52,7 @@ class TimeoutsSection(Section):
         return limit
 
     def limits(self, **host_limits: float) -> Timeouts:
-        """What the scheduler is told. `host_limits`: the limits that processes apply themselves, by kind."""
+        """The time limits of the scheduler. `host_limits`: the limits that processes apply themselves, by kind."""
         kinds: dict[str, Any] = {f"{kind}_s": getattr(self, f"{kind}_s") for kind in KINDS}
         return Timeouts(
             **kinds, floor_s=self.floor_s, cut_s=self.cut_s, max_s=self.max_s, host_limits=tuple(host_limits.items())
