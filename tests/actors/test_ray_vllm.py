@@ -1,20 +1,19 @@
 """A training run through Ray whose replicas hold vLLM, one of which loses its engine in the middle of generating."""
 
-import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deadly_engine import deadly_rollout
+from frozen_engine import FrozenEngine
 from ray_plans import check_record, events_of
 
 from engine.actors.models import plan_of
-from engine.actors.run import start
+from engine.actors.run import RunHandle, start
 from engine.commands import ResumeGroup, StartGroup
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, PrefixStored, ProcessLost, SyncFailed, WeightsInstalled
+from engine.ids import GroupId
 from engine.schedule import Handled, read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
@@ -40,13 +39,23 @@ def tree(made: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def until_stored(run: RunHandle, run_dir: Path, engine: FrozenEngine) -> GroupId:
+    """The group whose prefix is recorded as stored, and whose engine stands still."""
+    for _ in run.updates():
+        group = engine.group()
+        if group is not None and group in {stored.group for stored in events_of(run_dir, PrefixStored)}:
+            return group
+    pytest.fail("no prefix was stored")
+
+
 def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    os.mkfifo(run_dir / "killed.told")
+    engine = FrozenEngine(run_dir)
     planned = plan_of(parse_config(tree(tmp_path)), run_dir)
-    deadly = replace(planned, make_rollout=partial(deadly_rollout, planned.make_rollout, run_dir))
-    with start(deadly) as run:
+    with start(replace(planned, make_rollout=engine.rollouts(planned.make_rollout))) as run:
+        killed = until_stored(run, run_dir, engine)
+        engine.kill()
         status = run.wait()
     assert (status.outcome, status.step) == ("finished", STEPS), status.reason
 
@@ -57,7 +66,7 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     (lost,) = events_of(run_dir, ProcessLost)
     assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
     stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
-    assert int((run_dir / "killed").read_text()) in stored
+    assert killed in stored
     orders = [
         command
         for frame in read(run_dir / "schedule").frames()
@@ -67,7 +76,7 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     ]
     again = {command.group: command for command in orders}
     resumed = {group: order for group, order in again.items() if isinstance(order, ResumeGroup) and group in stored}
-    assert int((run_dir / "killed").read_text()) in resumed
+    assert killed in resumed
     assert all(isinstance(order, ResumeGroup) == (group in stored) for group, order in again.items())
     ended = {e.group: e for e in events_of(run_dir, GroupGenerated)}
     assert set(resumed) & set(ended), "what was resumed has ended"

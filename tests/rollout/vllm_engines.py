@@ -57,7 +57,7 @@ def rent(model: PreTrainedModel, kind: Any = None) -> "Rented":
 
 def processes() -> set[int]:
     """The engines' own processes, of all that run."""
-    return {child.pid for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()}
+    return {child.pid for child in psutil.Process().children(recursive=True) if "EngineCor" in child.name()}
 
 
 def close_all() -> None:
