@@ -343,8 +343,10 @@ class RolloutScheduling:
         """Ask for prompts while fewer wait than could start now; ahead by a batch, never beyond what the run needs."""
         state = self.state
         limits = state.limits
-        room = state.capacity
         waiting = len(state.waiting)
+        if waiting and waiting > limits.max_concurrent_groups - state.ledger.running:
+            return
+        room = state.capacity
         if waiting > room:
             return
         want = min(MOST_DRAWN, room + limits.train_batch_size - waiting)

@@ -113,7 +113,7 @@ class Clocks(Record):
         if least is None:
             return
         clock = self.owners.get(order.owner)
-        if clock is not None and subject not in WHATEVER_STATE:
+        if clock is not None and (clock.still or clock.stopped_at >= 0) and subject not in WHATEVER_STATE:
             order.mark = clock.work_time(order.at)
         if self.doubled and (subject, order.id) in self.doubled:
             self._look_at(order, self._due(order))
@@ -124,25 +124,25 @@ class Clocks(Record):
 
     def answered(self, order: Order, event: Event) -> None:
         """An event answers an order, which is still open. A failure teaches nothing about how long work takes."""
-        if order.subject not in self.least:
+        subject = order.subject
+        if subject not in self.least:
             return
-        if order.subject == "stage":
+        if subject == "stage":
             self._note_closed(order.owner)
         if type(event) in FAILURES:
             return
-        if order.subject == "start" and not self.runs(order):
+        if subject == "start" and not self.runs(order):
             return  # nobody knows when it had room
-        took = self.elapsed(order)
-        if took > self.longest.get(KINDS_OF_SUBJECTS[order.subject], -1.0):
+        kind, took = KINDS_OF_SUBJECTS[subject], self.elapsed(order)
+        if took > self.longest.get(kind, -1.0):
             self._learn(order, took)
         if self.doubled:
-            self.forget_keys((order.subject, order.id))
-        bit = BITS[KINDS_OF_SUBJECTS[order.subject]]
+            self.forget_keys((subject, order.id))
         clock = self.owners.get(order.owner)
         if clock is None:
             clock = self.owners[order.owner] = OwnerClock()
-        if not clock.answered & bit:
-            clock.answered |= bit
+        if not clock.answered & BITS[kind]:
+            clock.answered |= BITS[kind]
             self._note_owner(order.owner, clock)
 
     def progressed(self, order: Order) -> None:
@@ -310,15 +310,13 @@ class Clocks(Record):
 
     def elapsed(self, order: Order) -> float:
         """How long the clock of an order has run since it was given, or since its last progress."""
-        now, mark = self._state.now, order.mark
-        if order.subject in WHATEVER_STATE:
-            return now - mark
-        clock = self.owners.get(order.owner)
+        mark = order.mark
+        clock = None if order.subject in WHATEVER_STATE else self.owners.get(order.owner)
         if clock is None:
-            return now - mark
+            return self._state.now - mark
         if clock.closed > mark and type(order.owner) is str and works_in_order(order.owner):
             mark = clock.closed
-        return clock.work_time(now) - mark
+        return clock.work_time(self._state.now) - mark
 
     def runs(self, order: Order) -> bool:
         """Whether the process of an order can work on it now."""

@@ -1,8 +1,7 @@
 """The books: how many prompts are in each phase, and how many started groups each deadline still has.
 
 Kept by `states/state.py` as groups change state; read by the laws, the policies and the metrics. All of it is O(1) an
-event but for
-loops over deadlines, of which there are at most S + 2 (one per version a live group can have been admitted on).
+event but for loops over deadlines, of which there are at most S + 2 (one per version a live group can have been admitted on).
 """
 
 from bisect import insort
@@ -10,6 +9,9 @@ from collections.abc import Iterator
 
 from engine.ids import GroupId
 from engine.states.machine import Phase
+
+WAITING, RUNNING, PARKED, READY, BATCHED, CONSUMED, RELEASED = map(int, Phase)
+"""Plain ints: these are read many times for each event, and an attribute of an enum class is slow."""
 
 
 class Ledger:
@@ -23,13 +25,13 @@ class Ledger:
 
     def draw(self, prompts: int) -> None:
         self.drawn += prompts
-        self.count[Phase.WAITING] += prompts
+        self.count[WAITING] += prompts
 
     def branch(self, *, waiting: int, consumed: int, released: int) -> None:
         """So many prompts wait and none is under way; these of the ended ones have not ended after all."""
         ended = {Phase.CONSUMED: self.consumed - consumed, Phase.RELEASED: self.released - released}
         self.count = [ended.get(phase, 0) for phase in Phase]
-        self.count[Phase.WAITING] = waiting
+        self.count[WAITING] = waiting
 
     def move(self, source: Phase, target: Phase) -> None:
         self.count[source] -= 1
@@ -37,36 +39,37 @@ class Ledger:
 
     @property
     def waiting(self) -> int:
-        return self.count[Phase.WAITING]
+        return self.count[WAITING]
 
     @property
     def running(self) -> int:
-        return self.count[Phase.RUNNING]
+        return self.count[RUNNING]
 
     @property
     def parked(self) -> int:
-        return self.count[Phase.PARKED]
+        return self.count[PARKED]
 
     @property
     def ready(self) -> int:
-        return self.count[Phase.READY]
+        return self.count[READY]
 
     @property
     def batched(self) -> int:
-        return self.count[Phase.BATCHED]
+        return self.count[BATCHED]
 
     @property
     def consumed(self) -> int:
-        return self.count[Phase.CONSUMED]
+        return self.count[CONSUMED]
 
     @property
     def released(self) -> int:
-        return self.count[Phase.RELEASED]
+        return self.count[RELEASED]
 
     @property
     def unconsumed(self) -> int:
         """Started groups that no step has taken: U over all deadlines."""
-        return self.running + self.parked + self.ready
+        count = self.count
+        return count[RUNNING] + count[PARKED] + count[READY]
 
 
 STARTED = tuple(phase in (Phase.RUNNING, Phase.PARKED, Phase.READY) for phase in Phase)

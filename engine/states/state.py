@@ -588,7 +588,7 @@ class State:
     def capacity(self) -> int:
         """Groups that K and the staleness bound let start now, at the newest version; slots not counted."""
         workers = self.limits.max_concurrent_groups - self.ledger.running
-        return max(0, min(workers, self.places(self.latest_version) - self.held))
+        return 0 if workers <= 0 else max(0, min(workers, self.places(self.latest_version) - self.held))
 
     @property
     def no_more_prompts(self) -> bool:
