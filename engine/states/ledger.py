@@ -1,7 +1,8 @@
 """The books: how many prompts are in each phase, and how many started groups each deadline still has.
 
-Kept by `states/state.py` as groups change state; read by the laws, the policies and the metrics. All of it is O(1) an
-event but for loops over deadlines, of which there are at most S + 2 (one per version a live group can have been admitted on).
+Kept by `states/state.py` as groups change state; read by the laws, the policies and the metrics. All of it costs O(1)
+for each event, except for loops over deadlines: there are at most S + 2, one for each version that a live group can
+have been admitted on.
 """
 
 from bisect import insort
