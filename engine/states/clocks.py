@@ -6,7 +6,8 @@ or stops working. `scheduling/time_limits.py` asks it for overdue orders. It mus
 The clock of an order runs only while its process can work on it:
 
 * orders for generating and measuring stand still while their replica is pausing, installing, asleep or draining;
-* orders of a process that is not up, or is being stopped, stand still; so does its start while it waits for room;
+* orders of a process that is not up, or is being stopped, stand still;
+* the clock of a start begins after its delay, and stands still while the process waits for room;
 * the trainer and each scorer work on one order at a time: the clock of an order starts when the one ahead closes;
 * a pause in sync mode `wait` starts when the last group of the replica ends;
 * progress (a stored prefix) restarts the clock.
@@ -115,6 +116,8 @@ class Clocks(Record):
         clock = self.owners.get(order.owner)
         if clock is not None and (clock.still or clock.stopped_at >= 0) and subject not in WHATEVER_STATE:
             order.mark = clock.work_time(order.at)
+        if type(order.command) is StartProcess:
+            order.mark += order.command.delay_s
         if self.doubled and (subject, order.id) in self.doubled:
             self._look_at(order, self._due(order))
             return

@@ -273,6 +273,17 @@ def test_a_start_that_waits_for_room_stands_still() -> None:
     assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
 
 
+def test_the_delay_of_a_start_does_not_count() -> None:
+    run = small(every(None, start_s=50.0), replica_restarts=9)
+    run.tell(ReplicasWanted(replicas=2))
+    for life in range(1, 8):
+        run.tell(ProcessLost(kind="replica", index=1, incarnation=life, reason="it does not start"))
+    start = run.ordered(StartProcess)[-1]
+    assert (start.incarnation, start.delay_s) == (8, 60.0)
+    assert not cut_or_stopped(wait(run, run.clock + 60.0 + 49.0))
+    assert cut_or_stopped(wait(run, run.clock + 2.0)) == ["StopProcess"]
+
+
 def test_a_start_that_waited_for_room_teaches_nothing_about_starts() -> None:
     run = small(every(None, start_s=AUTO))
     run.tell(ReplicasWanted(replicas=2))
@@ -368,6 +379,20 @@ def test_a_replica_that_does_not_stop_measuring_is_stopped() -> None:
 
 
 # only what hung is charged
+
+
+@pytest.mark.parametrize(("hangs", "charged"), [(True, [0, 0]), (False, [1, 1])])
+def test_rows_on_a_replica_that_hangs_over_another_order_are_not_charged(hangs: bool, charged: list[int]) -> None:
+    run = measuring(every(None, group_s=50.0, cut_s=5.0))
+    (validation,) = run.state.validations.runs.values()
+    (replica,) = validation.replicas
+    if hangs:
+        assert set(cut_or_stopped(wait(run, run.clock + 51.0))) == {"ParkGroup"}
+        wait(run, run.clock + 5.0)
+        assert replica in {stop.index for stop in run.ordered(StopProcess)}
+    else:
+        run.tell(ProcessLost(kind="replica", index=replica, incarnation=1, reason="killed"))
+    assert [chunk.failures for chunk in validation.chunks] == charged
 
 
 def test_when_a_replica_hangs_over_one_group_the_others_on_it_are_not_charged() -> None:
