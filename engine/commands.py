@@ -327,7 +327,7 @@ class StartProcess(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeProcess(Command):
-    """Ask a process what it waits for → `ProcessProbed`. Given when an order is overdue. A hung process gives no answer."""
+    """An order is overdue: ask a process what it waits for → `ProcessProbed`. A hung process cannot answer."""
 
     tag: ClassVar[int] = 51
     kind: str
