@@ -8,7 +8,7 @@ from engine.metrics.names import METRICS, Metric
 HEAD = """# Metrics
 
 Every metric that a run exports to Prometheus, its name in other systems, and the fields of `metrics.jsonl`.
-[OPERATIONS.md](OPERATIONS.md#prometheus-and-grafana) shows how to set up Prometheus and Grafana.
+[MONITORING.md](MONITORING.md) shows how to set up Prometheus and Grafana.
 
 A run serves its metrics on `http://127.0.0.1:PORT/metrics`. `metrics.port` sets the port; 0, the default, uses any
 free port. The run prints the address and writes it to `endpoint.json` in its directory and to `runs/.endpoints/`, which
