@@ -124,7 +124,7 @@ class GatewayServer:
         return answer
 
     def _ending(self, call: Call, stops: list[str]) -> tuple[str, str]:
-        """The text of an answer, cut at a stop string of the agent, and the hidden text after it, such as an end token."""
+        """The text of an answer, cut at a stop string of the agent, and the hidden text behind it."""
         stopped = self._chat.find_stop(call.token_ids, stops) if stops else None
         if stopped is None:
             return self._chat.answer(call.token_ids), self._chat.ending(call.token_ids)

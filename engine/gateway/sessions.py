@@ -115,7 +115,7 @@ class Session:
             self.drop(call)
 
     def outcome(self, finish: str) -> RolloutOutcome:
-        """The trajectories so far. `finish`: why an agent that has not ended counts as finished; empty if it does not."""
+        """The trajectories so far. `finish`: why an agent that still runs counts as finished; empty if it does not."""
         reason = self.conversation.finish_reason or "stop"
         trajectories = self.conversation.trajectories()
         for place, trajectory in enumerate(trajectories, 1):

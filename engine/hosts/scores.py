@@ -32,7 +32,7 @@ def checked_scores(groups: Sequence[TrajectoryGroup], scores: Any) -> list[list[
 
 
 def pack_scores(rows: Sequence[ScoreRow]) -> bytes:
-    """Packs the number of trajectories, their lengths (uint32 each) and all log-probs (float32), in native byte order."""
+    """Packs the number of trajectories, their lengths (uint32) and all log-probs (float32), in native byte order."""
     lengths = array("I", [len(rows), *map(len, rows)])
     return lengths.tobytes() + b"".join(row.tobytes() for row in rows)
 

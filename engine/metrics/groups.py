@@ -39,7 +39,7 @@ class GroupCounts:
         return {state: max(0, count) for state, count in counts.items()}
 
     def ended(self) -> dict[str, int]:
-        """Number of groups by final state, without those that ended after the point from which a resumed run continues."""
+        """Number of groups by final state, without those that ended after the point where a resumed run continues."""
         entered = self._transitions.entered
         released = {state: entered("group", state) - self._undone[state] for state in RELEASED}
         return {"consumed": self._state.ledger.consumed, **released}

@@ -266,7 +266,7 @@ class SimReplica:
         )  # fmt: skip
 
     def can_sync(self) -> bool:
-        """Whether the first sync order can be carried out now: a pause in mode `wait` needs every group to end first."""
+        """Whether the first sync order can be carried out: a pause in mode `wait` needs every group to end first."""
         if not self.work:
             return False
         head = self.work[0]
