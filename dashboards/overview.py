@@ -102,7 +102,7 @@ def overview() -> Dashboard:
         graph(
             "Idle share of the rollout, by cause",
             "Low. staleness_bound: the trainer is the bottleneck; weight_sync: pauses; pool: the trainer has them; "
-            "draining: replicas are let go, or the run comes to rest; no_prompts: the data are used up.",
+            "draining: replicas drain, or the run does; no_prompts: the data are used up.",
             "percentunit",
             {"{{cause}}": share_by_cause(names.ROLLOUT_BUSY, names.ROLLOUT_IDLE)},
             stacked=True,

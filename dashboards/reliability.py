@@ -192,7 +192,7 @@ def _going_on(made: Dashboard) -> Dashboard:
             "Coming to rest is 0, or short: a drained run ends by itself once its batch is trained. The checkpoint's "
             "age is a saw.",
             "s",
-            {"coming to rest": of(names.DRAINING), "age of the newest checkpoint": of(names.CHECKPOINT_AGE)},
+            {"draining": of(names.DRAINING), "age of the newest checkpoint": of(names.CHECKPOINT_AGE)},
         )
     )
 

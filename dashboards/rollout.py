@@ -80,7 +80,7 @@ def rollout() -> Dashboard:
         graph(
             "Slots held back by weight sync, a pool or draining",
             "pool: the trainer has the machines the slots stand on, as it does by turns in shared pools; draining: the "
-            "replica is let go, or the run comes to rest; weight_sync: pauses.",
+            "replica drains, or the run does; weight_sync: pauses.",
             "suffix: slots",
             {"{{cause}}": rate(names.ROLLOUT_IDLE, by="cause", cause="~pool|draining|weight_sync")},
             stacked=True,

@@ -1,11 +1,11 @@
-"""Orders: everything the scheduler can ask for, imperative, frozen.
+"""Commands: everything that the scheduler can ask for. Frozen, named in the imperative.
 
-Returned by `Scheduler.handle`, recorded with the event that caused them, then carried out by an executor. Each names
-its cause,
-the event it answers, so that "why?" is a walk through the record. Carrying one out twice must do no harm: (attempt,
-incarnation) tell a repeat from a new order.
+`Scheduler.handle` returns them, the driver records them with the event that caused them, and an executor carries them
+out. `→` names the events that answer an order; `states/orders.py` has the whole table. Executors must tolerate a
+repeated command: its attempt, incarnation or number shows that it is not a new one.
 
-Tags are the codec's names for the classes: never reuse one, never change the order of a class's fields; add at the end.
+A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
+end.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Base of all orders. `cause` is the event it answers; in the record it is implied by the frame."""
+    """Base of all commands. `cause`: id of the event that caused it; in the record, the event of the same frame."""
 
     tag: ClassVar[int] = 0
     cause: EventId
@@ -24,7 +24,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPrompts(Command):
-    """Draw up to `count` prompts from the source → `PromptsDrawn` or `DrawFailed`. `number` counts these orders."""
+    """Draw up to `count` prompts from the data source → `PromptsDrawn` or `DrawFailed`. `number` counts the draws."""
 
     tag: ClassVar[int] = 1
     count: int
@@ -33,7 +33,7 @@ class DrawPrompts(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartGroup(Command):
-    """Generate a group, or retry it from nothing → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
+    """Generate a group from its prompt, without prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
     tag: ClassVar[int] = 2
     group: GroupId
@@ -41,13 +41,14 @@ class StartGroup(Command):
     replica: ReplicaId
     incarnation: Incarnation
     admitted_version: Version = 0
-    """None of its tokens may be of an older version."""
+    """Oldest weights version that its tokens may come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeGroup(Command):
-    """Go on generating a partial group from its stored prefixes. `truncate`: finish it with the prefixes as they
-    are."""
+    """Continue a group from its stored prefixes → `GroupGenerated`, `GroupAborted` or `GroupFailed`.
+
+    `truncate`: generate nothing more and finish it with its prefixes."""
 
     tag: ClassVar[int] = 3
     group: GroupId
@@ -61,7 +62,7 @@ class ResumeGroup(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortGroup(Command):
-    """Stop generating a group whose tokens nobody wants any more → `OrderDone`."""
+    """Stop generating a group and discard its tokens → `OrderDone`."""
 
     tag: ClassVar[int] = 4
     group: GroupId
@@ -74,7 +75,7 @@ class AbortGroup(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncateGroup(Command):
-    """Finish a running group with the tokens it has → `GroupGenerated`."""
+    """Finish a running group with the tokens that it has → `GroupGenerated`, `GroupAborted` or `GroupFailed`."""
 
     tag: ClassVar[int] = 5
     group: GroupId
@@ -85,7 +86,7 @@ class TruncateGroup(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardGroups(Command):
-    """Forget the trajectories of groups that ended → `OrderDone`."""
+    """Delete the trajectories of groups that are no longer needed → `OrderDone`."""
 
     tag: ClassVar[int] = 6
     groups: tuple[GroupId, ...]
@@ -95,10 +96,10 @@ class DiscardGroups(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWeights(Command):
-    """Bring a version into the replica's host memory while it generates → `WeightsStaged` or `SyncFailed`.
+    """Copy a weights version into the replica's host memory while it generates → `WeightsStaged` or `SyncFailed`.
 
-    Begins a sync of the replica; `attempt` numbers its syncs, and the pause, install and resume that follow carry
-    the same.
+    This begins a sync. `attempt` numbers the syncs of a replica; the pause, install and resume of the same sync repeat
+    it.
     """
 
     tag: ClassVar[int] = 7
@@ -110,8 +111,10 @@ class StageWeights(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseReplica(Command):
-    """Stop sampling: `keep` requests frozen, `abort` them, or `wait` for their end → `ReplicaPaused` or
-    `SyncFailed`. `sleep` aborts them and gives back the memory that the next task of the pool needs."""
+    """Stop sampling → `ReplicaPaused` or `SyncFailed`.
+
+    `mode` says what happens to running requests: `keep` freezes them, `abort` aborts them, `wait` lets them finish, and
+    `sleep` aborts them and frees memory for the next task of the pool."""
 
     tag: ClassVar[int] = 8
     replica: ReplicaId
@@ -123,7 +126,7 @@ class PauseReplica(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallWeights(Command):
-    """Swap the staged version in → `WeightsInstalled` or `SyncFailed`."""
+    """Replace the weights of a paused replica with the staged version → `WeightsInstalled` or `SyncFailed`."""
 
     tag: ClassVar[int] = 9
     replica: ReplicaId
@@ -134,7 +137,7 @@ class InstallWeights(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReplica(Command):
-    """Sample again → `OrderDone`."""
+    """Sample again after a pause → `OrderDone`."""
 
     tag: ClassVar[int] = 10
     replica: ReplicaId
@@ -146,7 +149,7 @@ class ResumeReplica(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopProcess(Command):
-    """End a life of a process → `ProcessLost`. `kind` and `index` name the process: `states/process.py`."""
+    """Stop a process → `ProcessLost`. `kind` and `index` name it, as in `states/process.py`."""
 
     tag: ClassVar[int] = 11
     kind: str
@@ -154,12 +157,12 @@ class StopProcess(Command):
     incarnation: Incarnation
     reason: str
     hung: bool = False
-    """It did not execute an order in time: its stacks are written before it ends."""
+    """It exceeded a time limit: write the stacks of its threads first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetireWeights(Command):
-    """Drop a superseded version from the weights store → `OrderDone`."""
+    """Delete a version that is no longer needed from the weights store → `OrderDone`."""
 
     tag: ClassVar[int] = 12
     version: Version
@@ -180,7 +183,7 @@ class ScoreBatch(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep(Command):
-    """Train on a batch → `StepTrained` or `StepFailed`. `staleness[i]` is that of `groups[i]`, in train steps."""
+    """Train on a batch → `StepTrained` or `StepFailed`. `staleness[i]`: staleness of `groups[i]`, in train steps."""
 
     tag: ClassVar[int] = 14
     step: StepId
@@ -191,8 +194,9 @@ class TrainStep(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishWeights(Command):
-    """Put the trainer's weights into the store as `version`, holding `steps` train steps → `WeightsPublished` or
-    `PublishFailed`."""
+    """Put the trainer's weights into the weights store as `version` → `WeightsPublished` or `PublishFailed`.
+
+    `steps`: train steps in these weights."""
 
     tag: ClassVar[int] = 15
     version: Version
@@ -202,17 +206,17 @@ class PublishWeights(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint(Command):
-    """Write a checkpoint of everything after `steps` train steps → `CheckpointSaved` or `CheckpointFailed`."""
+    """Save the trainer's state after `steps` train steps → `CheckpointSaved` or `CheckpointFailed`."""
 
     tag: ClassVar[int] = 16
     steps: int
     number: int
-    """Its number in the order book. It tells a repeat from another attempt."""
+    """Its number in the order book. A new attempt has a new number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteCheckpoint(Command):
-    """Delete the checkpoint after `steps` train steps, which is not to be kept any more → `OrderDone`."""
+    """Delete the checkpoint after `steps` train steps → `OrderDone`."""
 
     tag: ClassVar[int] = 50
     steps: int
@@ -222,7 +226,7 @@ class DeleteCheckpoint(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Command):
-    """Report after `delay_s` seconds → `TimerFired`."""
+    """Fire after `delay_s` seconds → `TimerFired`."""
 
     tag: ClassVar[int] = 17
     timer: TimerId
@@ -231,7 +235,7 @@ class SetTimer(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelTimer(Command):
-    """Forget a timer."""
+    """Cancel a timer. Needs no answer."""
 
     tag: ClassVar[int] = 18
     timer: TimerId
@@ -239,20 +243,20 @@ class CancelTimer(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun(Command):
-    """The run is over: `finished`, `stopped` (resumable, by request) or `failed` (resumable, with the cause)."""
+    """End the run. `outcome`: `finished`, `stopped` or `failed`; the last two can be resumed. Needs no answer."""
 
     tag: ClassVar[int] = 19
     outcome: str
     reason: str
     again: bool = False
-    """The launching process resumes the run from its record: a process is lost that cannot be replaced while the run is
-    running."""
+    """The launching process must resume the run from its record: a running run cannot replace the lost process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRows(Command):
-    """Measure `count` held-out rows from `first` on, under `version`, which the replica has → `RowsMeasured` or
-    `RowsFailed`."""
+    """Measure `count` held-out rows, beginning with row `first` → `RowsMeasured` or `RowsFailed`.
+
+    `version`: weights version that the replica has and must measure with."""
 
     tag: ClassVar[int] = 30
     validation: ValidationId
@@ -267,7 +271,7 @@ class MeasureRows(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMeasuring(Command):
-    """Measure nothing more for a validation → `OrderDone`."""
+    """Stop measuring the rows of a validation on a replica → `OrderDone`."""
 
     tag: ClassVar[int] = 31
     validation: ValidationId
@@ -279,8 +283,7 @@ class StopMeasuring(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterState(Command):
-    """Do the work of an added state on a generated group, whose trajectories are in the store → `StateLeft` or
-    `StateFailed`."""
+    """Run the work of an added state on a group in the trajectory store → `StateLeft` or `StateFailed`."""
 
     tag: ClassVar[int] = 32
     group: GroupId
@@ -290,7 +293,7 @@ class EnterState(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkGroup(Command):
-    """Cut a running group short and keep what it has → `GroupAborted`, unless it ended before."""
+    """Stop a running group and store its tokens → `GroupAborted`, or `GroupGenerated` or `GroupFailed` if it ended."""
 
     tag: ClassVar[int] = 33
     group: GroupId
@@ -298,33 +301,33 @@ class ParkGroup(Command):
     replica: ReplicaId
     incarnation: Incarnation
     reason: str = ""
-    """Why its attempt is lost; empty: it is not, a faster replica takes the group over."""
+    """Why the group is charged one attempt. Empty: it is not charged, and a faster replica continues it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProcess(Command):
-    """Begin a life of a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and incarnation."""
+    """Start a process → `ProcessUp` or `ProcessLost`. Idempotent by kind, index and incarnation."""
 
     tag: ClassVar[int] = 34
     kind: str
     index: int
     incarnation: Incarnation
     steps: StepId = 0
-    """Of the trainer: it begins with the weights after so many train steps."""
+    """Trainer only: train steps in the weights that it begins with."""
     version: Version = NO_VERSION
-    """Of the trainer: the published version that holds these weights. -1: the checkpoint after `steps` train steps; the
+    """Trainer only: published version that has these weights. -1: load the checkpoint after `steps` train steps, or the
     initial weights if `steps` is 0."""
     updates: int = 0
-    """Of the trainer: optimizer updates in these steps."""
+    """Trainer only: optimizer updates in these steps."""
     redo: tuple[StepId, ...] = ()
-    """Of the trainer: the steps that follow. It trains them again from their recorded batches before it is up."""
+    """Trainer only: later steps, which it retrains from their recorded batches before it is up."""
     delay_s: float = 0.0
-    """Wait so long first: the life before could not be started."""
+    """Seconds to wait first, because the previous start failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeProcess(Command):
-    """Ask a process whether it hangs, and what it waits for → `ProcessProbed`. Given when an order is overdue."""
+    """An order is overdue: ask a process what it waits for → `ProcessProbed`. A hung process cannot answer."""
 
     tag: ClassVar[int] = 51
     kind: str
@@ -333,10 +336,10 @@ class ProbeProcess(Command):
     order: int
     """The number of the overdue order."""
     reason: str
-    """What is said of the overdue order if a process is stopped for it."""
+    """Reason to report if a process is stopped because of the overdue order."""
     chain: str
-    """The names of the processes from the owner of the overdue order to this one, separated by commas: each waits for
-    the next."""
+    """Names of the processes from the owner of the overdue order to this one, separated by commas. Each waits for the
+    next."""
 
 
 COMMANDS: dict[int, type[Command]] = {

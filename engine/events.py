@@ -1,10 +1,11 @@
-"""Facts: everything the scheduler can learn, past tense, frozen.
+"""Events: every fact that the scheduler can learn. Frozen, named in the past tense.
 
-Made by executors, worlds and replays; stamped once by the driver with a position in the record and a time; handed to
-`Scheduler.handle`. An event never says what should follow. Facts about a replica carry its incarnation and facts
-about a group its attempt, so that an echo of something already over is known as stale.
+Executors, simulated worlds and replays create them. The driver stamps each one once, with its position in the record
+and the time, and passes it to `Scheduler.handle`. An event never says what should follow. Events about a replica carry
+its incarnation, and events about a group its attempt, so the scheduler can ignore reports about work that has ended.
 
-Tags are the codec's names for the classes: never reuse one, never change the order of a class's fields; add at the end.
+A tag identifies its class in the record. Never reuse a tag. Never reorder the fields of a class; add new ones at the
+end.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from engine.ids import NO_VERSION, EventId, GroupId, Incarnation, ReplicaId, Ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all facts. `id` and `at` (seconds since the run began) are the driver's stamp."""
+    """Base of all events. The driver sets `id`, the position in the record, and `at`, seconds since the run began."""
 
     tag: ClassVar[int] = 0
     id: EventId = -1
@@ -23,23 +24,26 @@ class Event:
 
 
 def stamp(event: Event, id: EventId, at: float) -> None:
-    """Write the driver's stamp into an event that has none: the one write to a frozen event, before anyone reads it."""
+    """Set the position and the time of a new event. Only the driver calls it, before anyone reads the event."""
     object.__setattr__(event, "id", id)
     object.__setattr__(event, "at", at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """Prompts may be drawn. The first event of every record."""
+    """The run began, and prompts may be drawn. The first event of every record."""
 
     tag: ClassVar[int] = 1
     replicas: int = 0
-    """Replicas to be started, numbered from 0. Those that only validate come last."""
+    """Number of replicas to start, with ids from 0. Replicas reserved for validation have the highest ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsDrawn(Event):
-    """The source gave `count` prompts, numbered from `first`. `exhausted`: no more come; `number`: of the order."""
+    """The data source drew `count` prompts, for groups with ids from `first`. `number` is that of the `DrawPrompts`.
+
+    `exhausted`: the source has no more prompts.
+    """
 
     tag: ClassVar[int] = 2
     first: GroupId
@@ -50,7 +54,7 @@ class PromptsDrawn(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupGenerated(Event):
-    """A replica finished every trajectory of a group, and its rewards are known."""
+    """A replica finished every trajectory of a group and, unless an added state computes them, its rewards."""
 
     tag: ClassVar[int] = 3
     group: GroupId
@@ -58,19 +62,19 @@ class GroupGenerated(Event):
     replica: ReplicaId
     incarnation: Incarnation
     tokens: int
-    """Response tokens over all trajectories, those of earlier attempts included."""
+    """Response tokens of all trajectories, including tokens from earlier attempts."""
     oldest_version: Version
     newest_version: Version
     live: int
-    """Trajectories that have tokens to train on."""
+    """Number of trajectories that have tokens to train on."""
     reward_mean: float
     reward_spread: float
-    """Largest minus smallest reward over the live trajectories."""
+    """Largest minus smallest reward of these `live` trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAborted(Event):
-    """A group was cut short on its replica; its finished trajectories and prefixes are in the trajectory store."""
+    """A group stopped before its end. Its finished trajectories and prefixes are in the trajectory store."""
 
     tag: ClassVar[int] = 4
     group: GroupId
@@ -81,12 +85,12 @@ class GroupAborted(Event):
     oldest_version: Version
     newest_version: Version
     unfinished: int = 0
-    """Trajectories that have not ended."""
+    """Number of trajectories that have not ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFailed(Event):
-    """An attempt failed. `cause` names the budget it costs: `infrastructure` or `data`."""
+    """An attempt to generate a group failed. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
     tag: ClassVar[int] = 5
     group: GroupId
@@ -99,21 +103,21 @@ class GroupFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUp(Event):
-    """A life of a process can execute orders. `kind` and `index` name the process: `states/process.py`."""
+    """A process started and can execute orders. `kind` and `index` name it, as in `states/process.py`."""
 
     tag: ClassVar[int] = 6
     kind: str
     index: int
     incarnation: Incarnation
     slots: int = 0
-    """Of a replica: groups that it can generate at once."""
+    """Replica only: number of groups that it can generate at once."""
     version: Version = 0
-    """Of a replica: the weights that it has."""
+    """Replica only: the weights version that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLost(Event):
-    """A life of a process has ended, or never began. What it had not stored is gone."""
+    """A process ended, or could not be started. Data that it had not stored is lost."""
 
     tag: ClassVar[int] = 7
     kind: str
@@ -121,16 +125,16 @@ class ProcessLost(Event):
     incarnation: Incarnation
     reason: str
     final: bool = False
-    """Nothing can start another life of it."""
+    """The process cannot be started again."""
     published: Version = NO_VERSION
-    """Of the trainer: the newest version in the weights store. The report of it may be lost with the trainer."""
+    """Trainer only: the newest version in the weights store. Its `WeightsPublished` may have been lost."""
     saved: tuple[StepId, ...] = ()
-    """Of the trainer: train steps in complete checkpoints whose reports are lost with it."""
+    """Trainer only: train steps in each complete checkpoint whose `CheckpointSaved` was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsStaged(Event):
-    """The weights of a version are in the replica's host memory. `attempt` is that of the order it answers."""
+    """A weights version is in the replica's host memory. `attempt` is that of the `StageWeights` order."""
 
     tag: ClassVar[int] = 8
     replica: ReplicaId
@@ -141,7 +145,7 @@ class WeightsStaged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPaused(Event):
-    """The replica samples no token until it is resumed; groups it aborted were reported before."""
+    """The replica stopped sampling until a `ResumeReplica`. It has reported every group that the pause aborted."""
 
     tag: ClassVar[int] = 9
     replica: ReplicaId
@@ -151,7 +155,7 @@ class ReplicaPaused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsInstalled(Event):
-    """The replica will sample its next token from `version`."""
+    """The replica has weights version `version` and samples its next token from it."""
 
     tag: ClassVar[int] = 10
     replica: ReplicaId
@@ -162,7 +166,7 @@ class WeightsInstalled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncFailed(Event):
-    """Staging, pausing or installing a version failed; the replica has its old weights."""
+    """Staging, pausing or installing failed. The replica still has its old weights."""
 
     tag: ClassVar[int] = 11
     replica: ReplicaId
@@ -174,7 +178,7 @@ class SyncFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchScored(Event):
-    """A scoring task of a step is done."""
+    """A scoring task, such as reference log-probs, finished for the batch of a step."""
 
     tag: ClassVar[int] = 12
     step: StepId
@@ -184,7 +188,7 @@ class BatchScored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained(Event):
-    """The trainer applied every minibatch of a step, in so many optimizer `updates`."""
+    """The trainer finished a train step. `updates`: number of optimizer updates in it."""
 
     tag: ClassVar[int] = 13
     step: StepId
@@ -194,7 +198,7 @@ class StepTrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Event):
-    """Scoring or training a step failed; the weights are those before the step."""
+    """Scoring or training failed. The trainer's weights are those from before the step."""
 
     tag: ClassVar[int] = 14
     step: StepId
@@ -204,7 +208,7 @@ class StepFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPublished(Event):
-    """A version is in the weights store, the trainer free to change its own copy."""
+    """A weights version is in the weights store. The trainer may change its own copy again."""
 
     tag: ClassVar[int] = 15
     version: Version
@@ -213,7 +217,7 @@ class WeightsPublished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishFailed(Event):
-    """A version did not reach the weights store."""
+    """A weights version did not reach the weights store."""
 
     tag: ClassVar[int] = 16
     version: Version
@@ -223,7 +227,7 @@ class PublishFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A complete checkpoint of everything after `steps` train steps is visible."""
+    """The checkpoint after `steps` train steps is complete on disk."""
 
     tag: ClassVar[int] = 17
     steps: int
@@ -231,7 +235,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written; the run goes on without it."""
+    """The checkpoint after `steps` train steps could not be written. The run continues without it."""
 
     tag: ClassVar[int] = 18
     steps: int
@@ -240,7 +244,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired(Event):
-    """The time set by `SetTimer` has passed."""
+    """The delay of a `SetTimer` has passed."""
 
     tag: ClassVar[int] = 19
     timer: TimerId
@@ -248,7 +252,7 @@ class TimerFired(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Event):
-    """The user wants the run to stop now, resumably."""
+    """A user or a signal asked the run to stop at once. It can be resumed."""
 
     tag: ClassVar[int] = 20
     reason: str
@@ -256,7 +260,7 @@ class StopRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStored(Event):
-    """What a running group has so far is in the trajectory store; should its replica be lost, it resumes from there."""
+    """The tokens of a running group so far are in the trajectory store. If its replica dies, it resumes from them."""
 
     tag: ClassVar[int] = 21
     group: GroupId
@@ -271,7 +275,7 @@ class PrefixStored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeasured(Event):
-    """A replica has measured a chunk of the held-out rows, all of it under `version`."""
+    """A replica measured a chunk of held-out rows, every row with weights version `version`."""
 
     tag: ClassVar[int] = 30
     validation: ValidationId
@@ -281,16 +285,16 @@ class RowsMeasured(Event):
     incarnation: Incarnation
     version: Version
     measured: int
-    """Rows with a reward; the others could not be measured, for their own fault."""
+    """Number of rows that got a reward. The others have unusable data and are left out."""
     right: int
-    """Of these, with a reward of at least 1."""
+    """Number of these rows with a reward of at least 1."""
     reward: float
-    """Sum of their rewards."""
+    """Sum of the rewards of these rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFailed(Event):
-    """A replica could not measure a chunk of the held-out rows."""
+    """A replica could not measure a chunk of held-out rows."""
 
     tag: ClassVar[int] = 31
     validation: ValidationId
@@ -303,11 +307,12 @@ class RowsFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResumed(Event):
-    """The run goes on, in new processes, from the weights after `steps` train steps; 0: the initial ones.
+    """New processes resumed the run from the weights after `steps` train steps; 0 means the initial weights.
 
-    What those weights do not hold did not happen: it is done again. `consumed` and `released` are the groups that had
-    ended since; `replicas` are being started, numbered from 0, with the
-    initial weights."""
+    With `kept`, only running work is lost. Otherwise the run branches: train steps after `steps` are discarded, and the
+    groups in `consumed` and `released`, which ended after `steps`, are generated again. `replicas` is the number of
+    replicas to start, with ids from 0 and the initial weights.
+    """
 
     tag: ClassVar[int] = 22
     steps: int
@@ -315,33 +320,33 @@ class RunResumed(Event):
     consumed: tuple[GroupId, ...]
     released: tuple[GroupId, ...]
     kept: bool = False
-    """The trajectory store holds what it held, and the trainer has trained the steps since its checkpoint again, from
-    their batches: `steps` are all there were, and only what ran is lost."""
+    """No trained step is lost: the trajectory store has its data, and the trainer has retrained the steps since its
+    checkpoint from their batches. `steps` is then the number of steps in the record."""
     missing: tuple[GroupId, ...] = ()
-    """With `kept`: groups whose trajectories are not there although they should be; they begin again."""
+    """With `kept`: groups whose trajectories were lost, for example in a power cut. They are generated again."""
     again: bool = False
-    """The launching process resumes the run by itself, as `FinishRun.again` says. Else a user does."""
+    """The launching process resumed the run by itself after `FinishRun.again`. False: a user resumed it."""
     checkpoint: StepId = 0
-    """With `kept`: train steps in the checkpoint that the trainer began with. The report of it may be missing."""
+    """With `kept`: train steps in the checkpoint that the trainer loaded. Its `CheckpointSaved` may have been lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLeft(Event):
-    """The work of an added state is done on a group, and the store has what came of it."""
+    """An added state finished its work on a group. The result is in the trajectory store."""
 
     tag: ClassVar[int] = 32
     group: GroupId
     attempt: int
     state: str
     live: int
-    """As in `GroupGenerated`, as are the other figures."""
+    """This field and the next two have the same meaning as in `GroupGenerated`."""
     reward_mean: float
     reward_spread: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFailed(Event):
-    """The work of an added state failed. `cause` names the budget it costs: `infrastructure` or `data`."""
+    """An added state failed on a group. `cause`: the retry budget that it uses, `infrastructure` or `data`."""
 
     tag: ClassVar[int] = 33
     group: GroupId
@@ -353,14 +358,14 @@ class StateFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerRecovered(Event):
-    """Another process took the scheduler's place, by the record. What was ordered and not answered is ordered again."""
+    """A restarted scheduler recovered its state from the record. It reissues every open order."""
 
     tag: ClassVar[int] = 34
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested(Event):
-    """The user wants the run to end resumably: what runs is parked, the formed batch trained, a checkpoint written."""
+    """A user or a signal asked for a drain: park running groups, train the formed batch, save a checkpoint, stop."""
 
     tag: ClassVar[int] = 35
     reason: str
@@ -368,7 +373,7 @@ class DrainRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLeaves(Event):
-    """A replica will be taken away, as spot instances are: it gets no more groups, and those it has go on elsewhere."""
+    """A replica will be taken away, for example a spot instance. Its groups continue on other replicas."""
 
     tag: ClassVar[int] = 36
     replica: ReplicaId
@@ -378,7 +383,7 @@ class ReplicaLeaves(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasWanted(Event):
-    """The user wants so many replicas that generate, numbered from 0."""
+    """A user asked for `replicas` generating replicas, those with ids from 0 to `replicas` - 1."""
 
     tag: ClassVar[int] = 37
     replicas: int
@@ -386,7 +391,7 @@ class ReplicasWanted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingChanged(Event):
-    """The user has set a figure or a policy of the running scheduler; `scheduling/settings.py` says to what it may."""
+    """A user changed a live setting. `scheduling/settings.py` lists the settings and their allowed values."""
 
     tag: ClassVar[int] = 38
     setting: str
@@ -395,7 +400,7 @@ class SettingChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderDone(Event):
-    """Orders that only had to arrive were carried out; `orders` are their numbers."""
+    """Acknowledges executed orders that return no data. `orders` holds their numbers."""
 
     tag: ClassVar[int] = 39
     orders: tuple[int, ...]
@@ -403,7 +408,7 @@ class OrderDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawFailed(Event):
-    """The source gave no prompt and did not say that there are no more. `number`: of the order."""
+    """The data source raised, or drew an invalid number of prompts. `number` is that of the `DrawPrompts`."""
 
     tag: ClassVar[int] = 40
     number: int
@@ -412,7 +417,7 @@ class DrawFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessWaits(Event):
-    """A process cannot start until the cluster has room for it. Empty `reason`: it need not wait any more."""
+    """A process waits until the cluster has room for it. An empty `reason`: it has room now."""
 
     tag: ClassVar[int] = 43
     kind: str
@@ -423,7 +428,7 @@ class ProcessWaits(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInterrupted(Event):
-    """The run cannot continue where it is: its scheduler ended, or a launch that was to resume it failed."""
+    """The previous launch failed: its scheduler ended for good, or an automatic resume could not start."""
 
     tag: ClassVar[int] = 44
     reason: str
@@ -431,8 +436,9 @@ class RunInterrupted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDamaged(Event):
-    """The checkpoint after `steps` train steps is not what was written and is not used any more. Reported only while no
-    trainer runs."""
+    """The checkpoint after `steps` train steps is damaged and will not be used.
+
+    Reported only while no trainer runs."""
 
     tag: ClassVar[int] = 50
     steps: int
@@ -441,7 +447,7 @@ class CheckpointDamaged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessProbed(Event):
-    """The answer to a `ProbeProcess`: the process does not hang, but its computation may."""
+    """A process answered a `ProbeProcess`: its event loop runs, though its computation may hang."""
 
     tag: ClassVar[int] = 51
     kind: str
@@ -449,7 +455,7 @@ class ProcessProbed(Event):
     incarnation: Incarnation
     order: int
     waits_for: str = ""
-    """The name of the process on which it has waited longest, such as `weights store`; empty: on none."""
+    """Name of the process that it has waited for longest, such as `weights store`; empty if it waits for none."""
 
 
 EVENTS: dict[int, type[Event]] = {

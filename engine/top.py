@@ -139,7 +139,7 @@ def _going_on(status: Status) -> dict[str, Text]:
             said = f"a checkpoint of {status.checkpoint_steps} steps, {behind} fewer than trained; {age} old"
         rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
     if status.draining:
-        rows["rest"] = Text(f"the run has been coming to rest for {clock(status.draining_s)}", style="yellow")
+        rows["rest"] = Text(f"the run has been draining for {clock(status.draining_s)}", style="yellow")
     if status.silent_s >= SILENCE_S and not status.silence:
         rows["silence"] = Text(f"nothing has been heard for {clock(status.silent_s)}")
     changes = [f"{how} {times}×" for how, times in status.recoveries.items()]

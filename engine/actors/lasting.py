@@ -1,8 +1,8 @@
-"""Actors that outlive the scheduler's process: how they are named, found again, and ended when nobody wants them.
+"""Actors that survive the scheduler's process: their names, how they are found again, and how they end.
 
-Ray ends an actor's children with its process unless they are detached. Those of a run that keeps a record are, each
-under a name of its own, so that a scheduler that Ray has started again finds them. They end by themselves once the
-scheduler is gone for good; where there is no record nothing can be found again, and they go with their parent.
+Ray ends an actor's children with its process unless they are detached. In a run with a record they are detached and
+named, so that a restarted scheduler finds them. They end by themselves when the scheduler is gone for good. Without a
+record nothing can be recovered, and they end with their parent.
 """
 
 import logging
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "step-engine"
 LAUNCH = "launch.txt"
-"""In the run's directory: what the names of the newest launch's actors begin with, and the directory's inode."""
+"""File in the run's directory with the prefix of the newest launch's actor names, and the directory's inode."""
 
 
 def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
-    """Options of an actor: its name, and that it outlives its parent; none where nothing is recorded."""
+    """Ray options of an actor that survives its parent under a name; none if the run has no record."""
     if not packed.lasts:
         return {}
     name = f"{packed.launch}/{source}/{incarnation}"
@@ -42,18 +42,18 @@ class Living:
 
     actors: Mapping[tuple[str, Incarnation], Any]
     epoch: int
-    """Of that scheduler. They refuse orders of lower ones."""
+    """The epoch of that scheduler; they refuse orders of lower ones."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """Why an actor did not let itself be taken over, by its source."""
+    """Why an actor could not be taken over, by its source."""
 
     def newest(self, source: str) -> tuple[Incarnation, Any] | None:
-        """The last life of an actor, if it is there."""
+        """The newest life of an actor, if it exists."""
         lives = [life for name, life in self.actors if name == source]
         return (max(lives), self.actors[source, max(lives)]) if lives else None
 
 
 def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
-    """Handles of what lives of a launch, by source and incarnation. Blocks."""
+    """Find the actors of a launch, by source and incarnation. Blocks."""
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"].split("/")
@@ -67,23 +67,23 @@ def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
 
 
 def end_living(launch: str) -> None:
-    """Kill whatever is left of a launch, and give back what was set aside for it. Blocks."""
+    """Kill all remaining actors of a launch, and free their placement groups. Blocks."""
     for actor in find_living(launch).values():
         ray.kill(actor)
     free_places(launch)
 
 
 def end_earlier(run_dir: Path) -> None:
-    """Kill what a launch of the same run left in this cluster, which has not noticed yet that its scheduler is gone: it
-    would still write. To be called by whoever holds the run's record. Blocks."""
+    """Kill the actors of an earlier launch of the same run in this cluster that have not noticed yet that their
+    scheduler is gone, because they would still write. The caller must hold the run's record. Blocks."""
     earlier = noted_launch(run_dir)
     if earlier is not None:
         end_living(earlier)
 
 
 def noted_launch(run_dir: Path) -> str | None:
-    """What the names of its newest launch's actors begin with; None where none is noted, or it is another run's: in a
-    copy of a run that may be going on."""
+    """The prefix of the newest launch's actor names; None if there is none, or it belongs to another run, because the
+    directory is a copy."""
     try:
         launch, _, number = (run_dir / LAUNCH).read_text(encoding="utf-8").strip().rpartition(" ")
         return launch if launch and number == str(run_dir.stat().st_ino) else None
@@ -95,8 +95,8 @@ def noted_launch(run_dir: Path) -> str | None:
 
 
 def note_launch(run_dir: Path, launch: str) -> None:
-    """For `end_earlier`. To be called before the first of the launch's actors is there. Where that fails the run goes
-    on."""
+    """Write the prefix for `end_earlier`. Call it before the launch makes its first actor. If it fails, the run
+    continues."""
     try:
         write_private(run_dir / LAUNCH, f"{launch} {run_dir.stat().st_ino}\n")
     except OSError as error:
@@ -104,10 +104,10 @@ def note_launch(run_dir: Path, launch: str) -> None:
 
 
 def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
-    """To be called as an actor is made: it ends by itself `orphan_s` after the scheduler is gone for good.
+    """Called when an actor is made: ends its process `orphan_s` after the scheduler is gone for good.
 
-    That is known by a call that is answered at the end only, which Ray repeats for as long as it starts the scheduler
-    again. It waits on a thread of its own, so that no event loop that is busy or stuck can keep the actor alive.
+    It makes a call that the scheduler answers only at its end, and that Ray repeats as long as it restarts the
+    scheduler. The call waits on a separate thread, so a blocked event loop cannot keep the actor alive.
     """
     if packed.lasts:
         me = ray.get_runtime_context().current_actor

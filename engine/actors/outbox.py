@@ -1,7 +1,7 @@
-"""Leaves an actor in batches: whatever comes up while one call is under way goes with the next.
+"""Sends items from an actor in batches: items that arrive during a call go with the next one.
 
-So calls per item fall as load rises, and an item never waits for a timer. Used for events to the scheduler and for
-trajectories to their store.
+So the number of calls per item falls under load, and no item waits for a timer. Used for events to the scheduler and
+for trajectories to their store.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 MAX_ITEMS = 4096
-"""Of one call."""
+"""Maximum number of items of one call."""
 
 
 class Batcher(Generic[Item]):
-    """Sends items in order, one call at a time. `put` returns once the call that took the item has been answered."""
+    """Sends items in order, one call at a time. `put` returns when the call with the item was answered."""
 
     def __init__(self, send: Callable[[Sequence[Item]], Awaitable[object]]) -> None:
         self._send = send
@@ -30,7 +30,7 @@ class Batcher(Generic[Item]):
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, item: Item) -> None:
-        """Raises what the call raised."""
+        """Send an item. Raises the exception of the call."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, done))
         if self._task is None:
@@ -56,15 +56,15 @@ class Batcher(Generic[Item]):
 
 
 Report = Callable[[int, bytes, list[tuple[StepId, Mapping[str, Any]]]], Awaitable[int]]
-"""(sequence, events, what the trainer says of steps) → the sequence, once the events are recorded."""
+"""(sequence, events, trainer's metrics) → the sequence, once the events are recorded."""
 
 
 class Outbox:
-    """An actor's way to the scheduler. Each batch has a number; Ray sends it again until it is acknowledged."""
+    """Sends an actor's events to the scheduler. Each batch has a number; Ray resends it until it is acknowledged."""
 
     def __init__(self, report: Report, lost: Callable[[str], None]) -> None:
-        """`lost(reason)` is called when an event cannot be told: the scheduler is gone, or what it holds cannot be
-        sent. Nothing is sent any more then."""
+        """`lost(reason)` is called if an event cannot be sent: the scheduler is gone, or the event cannot be packed.
+        Nothing more is sent then."""
         self._report = report
         self._lost = lost
         self._sequence = 0
@@ -78,7 +78,7 @@ class Outbox:
             self._task = asyncio.get_running_loop().create_task(self._drain())
 
     def add_figures(self, step: StepId, figures: Mapping[str, Any]) -> None:
-        """Goes with the next event, before it."""
+        """Send the trainer's metrics with the next event, before it."""
         self._figures.append((step, figures))
 
     async def _drain(self) -> None:
@@ -96,15 +96,15 @@ class Outbox:
 
 
 class Inbox:
-    """The other end of every outbox: which batches were taken in."""
+    """The scheduler's side of all outboxes: remembers which batches it has received."""
 
     def __init__(self) -> None:
         self._taken: dict[tuple[str, Incarnation], int] = {}
 
     def takes(self, source: str, incarnation: Incarnation, sequence: int) -> bool:
-        """Whether a batch is to be handled: not one that was, which Ray has sent again. The first of an outbox always
-        is: where an actor died while there was no scheduler to see it, the next bears its name and counts from 1 again,
-        and an event that is handled twice changes nothing."""
+        """Whether to handle a batch. False for a batch that Ray resent. The first batch of an outbox is always handled:
+        if an actor died while there was no scheduler, its successor has the same name and counts from 1 again. Handling
+        an event twice changes nothing."""
         key = (source, incarnation)
         if 1 < sequence <= self._taken.get(key, 0):
             return False

@@ -30,21 +30,21 @@ from engine.states.waiting import are
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """`lock` is on the record, for the recorder that goes on with it. `missing`: groups that begin again although they
-    had trajectories; None: the run branches, and all that its weights do not hold begins again."""
+    """`lock`: holds the record for the recorder that continues it. `missing`: groups that are generated again although
+    they had trajectories; None: the run branches."""
 
     recovered: Recovered
     lock: RecordLock
     restore: Restore
     missing: tuple[GroupId, ...] | None = None
     rows: StepRows | None = None
-    """Of steps that are under way."""
+    """Rows of steps that are not finished."""
     torn: Torn | None = None
-    """What was cut off the trajectory store's end."""
+    """The torn end that was cut off the trajectory store."""
     damaged: tuple[str, ...] = ()
-    """What of the run's files was left out because it could not be read, or is not there and is not needed."""
+    """Files of the run that were left out because they are unreadable, or missing but not needed."""
     aside: tuple[Path, ...] = ()
-    """What was put aside."""
+    """New names of the files that were set aside."""
 
     def __str__(self) -> str:
         event = self.event(0)
@@ -64,11 +64,11 @@ class Past:
 
     @property
     def after(self) -> After:
-        """Where the record goes on."""
+        """Where the record continues."""
         return After(events=self.recovered.events, torn=self.recovered.torn)
 
     def event(self, replicas: int, again: bool = False) -> RunResumed:
-        """With which the run goes on."""
+        """The event that resumes the run."""
         if self.missing is not None:
             event = self.recovered.kept(replicas=replicas, missing=self.missing, checkpoint=self.restore.steps)
         else:
@@ -77,11 +77,11 @@ class Past:
 
 
 def past_of(plan: Plan, transitions: Transitions) -> Past:
-    """Take up the run in a plan's directory that ended before its time.
+    """Take over the unfinished run in a plan's directory.
 
-    Raises: `RecordError` where its record or its trajectories cannot be gone on with or another process writes them,
-    `RunDamaged` where something that the record refers to is missing, `RunFinished` where the run has finished,
-    `ConfigError` where its newest checkpoint is not what was written or cannot be used.
+    Raises: `RecordError` if its record or trajectories are damaged or another process writes them, `RunDamaged` if
+    something that the record refers to is missing, `RunFinished` if the run has finished, `ConfigError` if its newest
+    checkpoint is damaged or cannot be used.
     """
     assert plan.run_dir is not None
     schedule = plan.run_dir / "schedule"
@@ -109,7 +109,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
 
 
 def _record_interruption(recovered: Recovered, reason: str, schedule: Path, lock: RecordLock) -> RecordLock:
-    """Write into the record that the run was interrupted, and what its scheduler decides. Returns the lock on it."""
+    """Record that the run was interrupted, and the scheduler's decision. Returns the lock on the record."""
     after = After(events=recovered.events, torn=recovered.torn)
     event, answer = recovered.interrupt(clean(reason))
     if not answer:
@@ -122,7 +122,7 @@ def _record_interruption(recovered: Recovered, reason: str, schedule: Path, lock
 def _taken_up(
     plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows, validations: set[int]
 ) -> Past:
-    """What is gone on from; what does not lead there is put aside, once nothing is found to be missing."""
+    """What the run resumes from. Later data is set aside, once nothing is found to be missing."""
     assert plan.run_dir is not None
     state = recovered.scheduler.state
     saved = list_checkpoints(plan.run_dir / "checkpoints")
@@ -167,8 +167,8 @@ def _taken_up(
 
 
 def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> tuple[StepId, Path | None]:
-    """The checkpoint that the user names, else the newest. Raises: `RunDamaged` where that is not the newest that was
-    saved, as far as the record knows, `ConfigError` for a name that no checkpoint has."""
+    """The checkpoint that the user names, else the newest. Raises: `RunDamaged` if it is not the newest one in the
+    record, `ConfigError` for a name that no checkpoint has."""
     state = recovered.scheduler.state
     trained = state.steps_trained
     usable = [(steps, path) for steps, path in saved if steps <= trained and steps in state.updates_in]
@@ -187,7 +187,7 @@ def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) 
 
 
 def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> None:
-    """Raises: `RunDamaged` where the checkpoints are behind the record, or the record is behind the checkpoints."""
+    """Raises: `RunDamaged` if the checkpoints are behind the record, or the record is behind the checkpoints."""
     assert plan.run_dir is not None
     state, there = recovered.scheduler.state, saved[-1][0] if saved else 0
     usable = [steps for steps, _ in saved if steps <= state.steps_trained]
@@ -203,7 +203,7 @@ def _require_newest(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Rec
 
 
 def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> list[str]:
-    """Checkpoints older than the newest that should still be there and are not."""
+    """Missing checkpoints that are older than the newest one."""
     if plan.force_from is not None:
         return []
     state, there = recovered.scheduler.state, {steps for steps, _ in saved}

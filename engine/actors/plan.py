@@ -1,7 +1,7 @@
-"""Everything a run over Ray is made of, as values and functions that travel to the actors.
+"""`Plan`: everything that a run over Ray consists of, as values and functions that are sent to the actors.
 
-Made from a configuration by `models.plan_of`, or by a user who brings their own generator and trainer; carried out by
-`run.start`.
+`models.plan_of` makes it from a configuration. Users with a custom generator and trainer make it themselves.
+`run.start` carries it out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What a rollout actor hosts: a generator and, where held-out prompts are measured, one that takes the likeliest
-    token."""
+    """What a rollout actor hosts: a generator and, if held-out prompts are measured, a greedy one."""
 
     generator: Generator
     evaluator: Generator | None = None
@@ -35,41 +34,40 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redo:
-    """A train step that is trained again, from its batch in the trajectory store, as it was ordered."""
+    """A train step to retrain from its batch in the trajectory store, in its original order."""
 
     step: StepId
     groups: tuple[GroupId, ...]
     staleness: tuple[int, ...]
     reports: bool = False
-    """What the trainer said of it is not known any more."""
+    """The trainer's metrics for the step were lost, so they are reported again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """What a trainer that takes the place of a dead one goes on from: a checkpoint's directory, published weights, or
-    neither, which are the initial weights."""
+    """Where a new trainer begins: a checkpoint's directory, published weights, or with neither the initial weights."""
 
     steps: int
     """Train steps in the checkpoint or the weights."""
     optimizer_steps: int = 0
-    """Optimizer updates in those steps, by which learning rates are scheduled."""
+    """Optimizer updates in those steps, for learning rate schedules."""
     checkpoint: str | None = None
     version: Version = NO_VERSION
-    """Published weights to begin from; -1: the checkpoint, or the initial weights."""
+    """Published version to begin from; -1: the checkpoint, or the initial weights."""
     weights: Any = None
-    """Those of `version`, once they are there."""
+    """The weights of `version`, once they are loaded."""
     redo: tuple[Redo, ...] = ()
-    """The steps that follow, to be trained again before the trainer takes orders."""
+    """Later steps to retrain before the trainer takes orders."""
 
     @property
     def reaches(self) -> int:
-        """Train steps in what the trainer begins with."""
+        """Train steps in the weights that the trainer has before it takes orders."""
         return self.steps + len(self.redo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run. The functions are called in the actors they are for, on a thread where blocking does no harm."""
+    """One run. The functions are called in the actors that they are for, on a thread, so they may block."""
 
     limits: Limits
     samples: int
@@ -79,86 +77,87 @@ class Plan:
     replicas: int = 1
     slots: int = 8
     prefix_every_tokens: int = 1024
-    """New tokens of a trajectory after which its group's prefixes go to the trajectory store; 0: only at an abort."""
+    """A replica stores a group's prefixes after this many new tokens of a trajectory; 0: only at an abort."""
     make_gateway: Callable[[], "GatewayParts"] | None = None
-    """For generators whose groups are agents; None: there is no gateway."""
+    """Makes the gateway, for generators that run agents; None: no gateway."""
     restore_trainer: Callable[[Trainer, Restore], None] | None = None
-    """Brings a new trainer to where the dead one was; None: it cannot be, once a step is trained."""
+    """Restores a new trainer to the state of a lost one; None: a lost trainer cannot be replaced once a step is
+    trained."""
     make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None
-    """Makes what scores these tasks on a pool of their own (`Limits.scorers`); None: the trainer scores."""
+    """Makes the scorer of these tasks in a separate pool (`Limits.scorers`); None: the trainer scores."""
     make_work: Callable[[str], Work] | None = None
-    """Makes what is done in an added state whose policy has no `work` of its own; None: groups only pass."""
+    """Makes the work of an added state whose policy has no `work`; None: groups pass unchanged."""
     state_timeout_s: float | None = None
-    """How long the work on one group may take; in the state `rewarding` it is each call of the reward that is timed."""
+    """Seconds that the work on one group may take; in the state `rewarding`, each call of the reward."""
     reward_timeout_s: float = 0.0
-    """How long one call of the reward may take: `timeouts.group_s` is not set to less while the run goes on."""
+    """Seconds that one call of the reward may take. `timeouts.group_s` cannot be set below it in a running run."""
     transport: Transport = field(default_factory=ObjectStoreTransport)
     """How published weights reach the replicas."""
     resume: bool = False
-    """Go on with the run that `run_dir` holds."""
+    """Resume the run in `run_dir`."""
     policies: Mapping[str, str] = field(default_factory=dict)
     run_dir: Path | None = None
-    """Takes record, metrics, checkpoints and logs; None: nothing is kept."""
+    """Directory for record, metrics, checkpoints and logs; None: nothing is stored."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The full configuration, for the record."""
+    """The complete configuration, for the record."""
     held_out: Sequence[Prompt] = ()
-    """Measured as `limits.validation` says."""
+    """The held-out prompts, measured as `limits.validation` says."""
     metrics_host: str = "127.0.0.1"
     metrics_hosts: tuple[str, ...] = ()
-    """Further names under which requests may reach it."""
+    """Additional host names for requests to it."""
     metrics_port: int | None = None
-    """None: no endpoint; 0: any free port."""
+    """Port of the metrics endpoint. None: no endpoint; 0: any free port."""
     control_host: str = "127.0.0.1"
     control_hosts: tuple[str, ...] = ()
     control_port: int | None = None
-    """None: the run takes no orders; 0: any free port. Takes a `run_dir`, where the token is."""
+    """Port of the control endpoint. None: no control; 0: any free port. Needs a `run_dir`, which holds the token."""
     most_replicas: int = 4096
-    """As many there may be when a run is told to have another number of them."""
+    """Maximum number of replicas after `engine scale`."""
     silence_s: float = 300.0
-    """How long nothing may change before the run says what it waits for."""
+    """Seconds without a change after which the run reports what it waits for."""
     settings: Sequence[tuple[str, str]] = ()
-    """(path, value) of the live settings that a resumed run is to have from now on; with `rollout.replicas` among them
-    it has `replicas`, and not as many as were wanted last."""
+    """(path, value) of live settings to change when a run resumes. If `rollout.replicas` is among them, the run has
+    `replicas` replicas; otherwise as many as were last wanted."""
     endpoints: Path | None = None
-    """A folder in which every run that is going on says where its metrics are; None: only the run's own says it."""
+    """Folder in which each running run announces its metrics endpoint; None: only in the run's directory."""
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Where the lines of `metrics.jsonl` go besides: options by name (`metrics.sinks.CLIENTS`)."""
+    """Additional sinks for the lines of `metrics.jsonl`: options by name (`metrics.sinks.CLIENTS`)."""
     snapshot_every: int = 50_000
-    """Events after which the whole state goes into the record; 0: never."""
+    """Number of events between two snapshots in the record; 0: none."""
     trajectories: str = "disk"
-    """Where trajectories are kept: `memory`, or `disk`, in the run's directory if it has one."""
+    """Where trajectories are stored: `memory`, or `disk`, in the run's directory if there is one."""
     store_policy: StorePolicy = field(default_factory=StorePolicy)
-    """How they are kept on disk."""
+    """How the store uses its disk."""
     force_from: str | None = None
-    """With `resume`: the name of the checkpoint to go back to, or `initial` for the initial weights; what came after it
-    is put aside. None: nothing is given up, and whatever is missing is refused by name."""
+    """With `resume`: name of the checkpoint to go back to, or `initial` for the initial weights; later data is set
+    aside. None: the run resumes without loss, and a resume with missing data is refused."""
     again: bool = False
-    """With `resume`: the launching process resumes the run by itself, not a user."""
+    """With `resume`: the launching process resumed the run by itself, not a user."""
     interrupted: str = ""
     """With `again`: why the run could not continue, if its record does not say it."""
     scheduler_restarts: int = 20
-    """Times that the scheduler's process may be started again while the others live on; needs a `run_dir`."""
+    """Number of times that Ray may restart the scheduler while the other actors live; needs a `run_dir`."""
     orphan_s: float = 30.0
-    """Actors end by themselves so long after the scheduler is gone for good."""
+    """Seconds until actors end by themselves after the scheduler ended for good."""
     heartbeat_s: float = 10.0
-    """Actors are asked so often for a sign of life; one that misses `missed_beats` is taken for lost. 0: never."""
+    """Seconds between heartbeats; an actor that misses `missed_beats` of them is lost. 0: no heartbeats."""
     missed_beats: int = 3
     rollout_threads: int = 1
     trainer_threads: int = 0
-    """CPU threads; 0: as many as there are cores."""
+    """Number of CPU threads; 0: one for each core."""
     scorer_threads: Sequence[int] = ()
-    """Of each scorer, in the order of `Limits.scorers`; those not named have as many as the trainer."""
+    """CPU threads of each scorer, in the order of `Limits.scorers`; the others have as many as the trainer."""
     object_store_bytes: int | None = 256 << 20
-    """Of Ray's object store, where the run starts a cluster of its own; None: as much as may be."""
+    """Size of Ray's object store in a cluster that the run starts; None: as large as possible."""
     rollout_gpus: float = 0.0
-    """Of each replica; above 1 a whole number, together on one node."""
+    """GPUs of each replica. Above 1 it is a whole number, all on one node."""
     rollout_spread: bool = False
-    """Several GPUs of a replica may be on several nodes: vLLM's Ray executor takes them one by one."""
+    """GPUs of a replica may be on several nodes, because vLLM's Ray executor takes them one by one."""
     trainer_gpus: float = 0.0
     scorer_gpus: float = 0.0
     """Of each."""
     pool_shares: Sequence[float] = ()
-    """Of the cluster's GPUs, for each of `limits.pools`; empty: every actor has as much as any other."""
+    """Share of the cluster's GPUs for each of `limits.pools`; empty: every actor has the same share."""
 
     def __post_init__(self) -> None:
         self.limits.require_replicas(self.replicas)
@@ -171,7 +170,7 @@ class Plan:
             raise ConfigError("limits.validation.own_from", validation.own_from, law, f"use {self.replicas}")
 
     def require_scorers(self) -> None:
-        """Raises: `ConfigError` where scoring tasks stand apart from the trainer and nothing can score there."""
+        """Raises: `ConfigError` if scoring tasks have a separate pool but no scorer can be made."""
         tasks = [task for apart in self.limits.scorers() for task in apart]
         if tasks and self.make_scorer is None:
             law = f"{', '.join(tasks)} have a pool without train, and nothing there can score"
@@ -184,14 +183,14 @@ class Plan:
 
     @property
     def rewarded(self) -> bool:
-        """Whether replicas reward what they generate; else groups are rewarded in a state of its own."""
+        """Whether replicas compute rewards; otherwise an added state does."""
         return all(state.name != REWARDING for state in self.limits.added_states)
 
     @property
     def trajectories_dir(self) -> Path | None:
-        """Where trajectories are kept on disk; None: they are in memory."""
+        """Directory of trajectories on disk; None: they are in memory."""
         return None if self.run_dir is None or self.trajectories != "disk" else self.run_dir / "trajectories"
 
     def lives(self) -> list[ReplicaId]:
-        """Every replica to be started: those that generate, then those that only validate."""
+        """Every replica to start: those that generate, then those that only validate."""
         return [*range(self.replicas), *self.limits.validators()]

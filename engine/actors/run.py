@@ -1,8 +1,8 @@
-"""Start a run over Ray, watch it without polls, end it with everything it started.
+"""Starts a run over Ray, watches it without polling, and ends it with everything that it started.
 
-Called by the command line and by users with a plan of their own. The scheduler actor is a child of this process: when
-this process goes, however it goes, so does it, and the others end by themselves soon after. It begins the run again
-from its record when the scheduler says so, or has ended for good: then the next one decides (`scheduling/orders.py`).
+The command line calls it, and users with a custom plan. The scheduler actor is a child of this process and ends with
+it; the other actors end soon after. If the scheduler asks for it, or has ended for good, this process resumes the run
+from its record; in the second case the next scheduler decides whether it continues (`scheduling/orders.py`).
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster of this process' own, where nothing says what it must hold."""
 RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
-"""A setting of Ray: whether whoever launched a run is told, on their terminal, of each call that is made again."""
+"""Ray's setting that controls whether retried calls are printed on the terminal of the launching process."""
 GOODBYE_S = 10.0
-"""How long actors may take to end by themselves."""
+"""Seconds that actors get to end by themselves."""
 RESPITE_S = 5.0
-"""Between two launches of a run that begins again. Memory is given back a while after Ray says that whoever had it
-ended; nothing says when."""
+"""Seconds between two launches of a run that begins again: memory of ended processes is freed some time after Ray
+reports their end."""
 
 
 def launch(
@@ -98,17 +98,17 @@ def start(plan: Plan) -> "RunHandle":
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The scheduler actor of a run that has begun, and what the names of the others begin with."""
+    """A started run: its scheduler actor, and the prefix of its actors' names."""
 
     actor: Any
     launch: str
     metrics_url: str | None
     process: int = 0
-    """The scheduler's process id, on this node; 0 if it is not known."""
+    """Process id of the scheduler, on this node; 0 if unknown."""
 
     @classmethod
     def of(cls, plan: Plan, node: RayNode) -> "Launched":
-        """Start every actor of a plan. Where that fails none is left."""
+        """Start every actor of a plan. If that fails, no actor remains."""
         packed = PackedPlan.of(plan)
         restarts = plan.scheduler_restarts if packed.lasts else 0
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "enable_task_events": False}
@@ -128,7 +128,7 @@ class Launched:
         return cls(actor, packed.launch, url, process)
 
     def end(self) -> None:
-        """Leave no process of it behind."""
+        """End every process of it."""
         ray.kill(self.actor)
         end_living(self.launch)
 
@@ -159,21 +159,21 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
 
 
 class RunHandle:
-    """A run that goes on in other processes."""
+    """A run in other processes."""
 
     def __init__(self, plan: Plan, launched: Launched, node: RayNode) -> None:
         self.note: Callable[[str], None] = log.warning
-        """Told, in a line, that the run begins again from its record, or that a hung scheduler was killed; the latter
-        on another thread."""
+        """Receives one line when the run begins again from its record, or a hung scheduler was killed; the latter on
+        another thread."""
         self.told = False
-        """Somebody has told the run to end: whoever holds this, or as `updates` say."""
+        """Whether this process, or a user through `updates`, asked the run to end."""
         self._plan = plan
         self._launched = launched
         self._node = node
         self._seen = 0
         self._last: Status | None = None
         self._found: Status | None = None
-        """At its end, of a run that was to begin again and did not."""
+        """The end of a run that was to begin again and did not."""
         self._closed = False
         self._watch = self._begin_watch()
 
@@ -191,10 +191,10 @@ class RunHandle:
         return self._launched.metrics_url
 
     def updates(self) -> Iterator[Status]:
-        """The run's status whenever it has changed, a few times a second at most; ends with the status at its end.
+        """The status of the run after each change, at most a few times a second; the last one is the final status.
 
-        Raises: what ended the run, if that was a defect: `PolicyError`, `InvariantViolated`, `RecordError`, …;
-        `RayProcessEnded` as soon as Ray ends on this node.
+        Raises: the defect that ended the run: `PolicyError`, `InvariantViolated`, `RecordError`, …; `RayProcessEnded`
+        as soon as Ray ends on this node.
         """
         while self._last is None:
             try:
@@ -222,15 +222,15 @@ class RunHandle:
         return update
 
     def _story(self, error: RayError) -> EngineError:
-        """What went wrong; of a scheduler that was killed because it hung, that."""
+        """The error to report; for a scheduler that was killed because it hung, that reason."""
         killed = self._watch.killed if isinstance(error, RayActorError) else ""
         return RunFailed(killed) if killed else raised(error)
 
     def _begin_again(self, reason: str, *, recorded: bool) -> bool:
-        """Launch the run again from its record, unless a user has told it to end or there is no record. `recorded`: the
-        record says why. If the scheduler decides otherwise, or the run had finished, `_found` is how it ended.
+        """Resume the run from its record, unless a user asked it to end or there is no record. `recorded`: the record
+        says why. If the scheduler decides otherwise, or the run had finished, `_found` is how it ended.
 
-        Raises why it cannot be launched.
+        Raises: the reason why it cannot be launched.
         """
         if self._plan.run_dir is None or self.told:
             return False
@@ -263,19 +263,19 @@ class RunHandle:
         self._seen = 0
 
     def wait(self) -> Status:
-        """The status at the end of the run. Raises like `updates`."""
+        """Wait for the end of the run and return its final status. Raises like `updates`."""
         for _ in self.updates():
             pass
         assert self._last is not None
         return self._last
 
     def drain(self, reason: str) -> None:
-        """Let the run come to rest and end resumably: what is trained is trained to its end, a checkpoint is written.
-        `updates` then comes to its end."""
+        """Drain the run: the current batch is trained, a checkpoint is written, and the run stops and can be resumed.
+        `updates` then ends."""
         self._tell(Drain(reason=reason))
 
     def stop(self, reason: str) -> None:
-        """End the run resumably, at once; `updates` then comes to its end."""
+        """Stop the run at once; it can be resumed. `updates` then ends."""
         self._tell(Stop(reason=reason))
 
     def _tell(self, asked: Operation) -> None:
@@ -286,17 +286,17 @@ class RunHandle:
             raise raised(error) from unwrapped(error)
 
     def past(self) -> str:
-        """What a run that was resumed goes on from, in words; empty for a new one."""
+        """What a resumed run continues from, in words; empty for a new run."""
         told: str = self._node.answer(self._launched.actor.past.remote())
         return told
 
     def traffic(self) -> Traffic:
-        """Calls between the actors so far."""
+        """Number of calls between the actors so far."""
         traffic: Traffic = self._node.answer(self._launched.actor.traffic.remote())
         return traffic
 
     def close(self) -> None:
-        """Leave no process behind, whatever the run is doing."""
+        """End every process of the run, in any state."""
         if self._closed:
             return
         self._closed = True

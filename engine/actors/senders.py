@@ -1,7 +1,7 @@
-"""The weights store's side of transfers that an engine takes part in: one sender for each replica, and what it asks.
+"""The weights store's side of transfers in which an engine takes part: one sender for each replica, and its calls.
 
-Used by `stores.WeightsStoreActor`. A sender blocks, so it works on a thread; what it asks of the engine waits here
-until the replica comes for it. Whatever fails ends the group; the replica then forms another.
+Used by `stores.WeightsStoreActor`. A sender blocks, so it works on a thread; its calls to the engine wait here until
+the replica fetches them. Any failure ends the group; the replica then forms a new one.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ GIVEN_UP = "the group was given up"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How bytes pass from the store to an engine's workers."""
+    """How bytes travel from the store to an engine's workers."""
 
     backend: str
     bucket_bytes: int
     timeout_s: float
-    """How long either side waits for the other at any point; NCCL itself has no such bound."""
+    """Seconds that either side waits for the other at any point; NCCL itself has no such limit."""
     limit_s: float
-    """How long an engine may take to carry out one call."""
+    """Seconds that an engine may take for one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensors:
-    """A published version in the store's process: each tensor once, where they are sent from."""
+    """A published version in the store's process: each tensor once, in the memory from which it is sent."""
 
     manifest: Manifest
     tensors: tuple[Any, ...]
@@ -48,7 +48,7 @@ class KeptTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentByStore:
-    """A version in the store as a replica's engine is to see it: a `SentWeights`."""
+    """A version in the store, as a replica's engine sees it: a `SentWeights`."""
 
     manifest: Manifest
     wire: Wire
@@ -62,7 +62,7 @@ class SentByStore:
 
 
 class Senders:
-    """One for each replica at most, in its newest life."""
+    """At most one sender for each replica, for its newest life."""
 
     def __init__(self) -> None:
         self._conversations: dict[ReplicaId, Conversation] = {}
@@ -87,7 +87,7 @@ class Senders:
 
 
 class Conversation:
-    """A sender and what it asks of one engine, call by call."""
+    """A sender and its calls to one engine, one at a time."""
 
     def __init__(self, group: str, wire: Wire) -> None:
         self.group = group
@@ -112,7 +112,7 @@ class Conversation:
         return await self._next()
 
     def close(self) -> None:
-        """Give up the group; whoever waits in it fails, and nobody is asked any more."""
+        """Give up the group: waiting calls fail, and no new ones start."""
         waiting = [] if self._asked is None else [self._asked]
         while not self._calls.empty():
             waiting.append(self._calls.get_nowait()[1])
@@ -151,7 +151,7 @@ class Conversation:
         self._sender = Sender(self._ask, info)
 
     def _ask(self, call: Call) -> None:
-        """On a thread: wait until the engine has carried out a call. Raises: `EngineError` where it did not."""
+        """On a thread: wait until the engine has carried out a call. Raises: `EngineError` if it failed."""
         asked: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._calls.put_nowait, (call, asked))
         try:
@@ -162,7 +162,7 @@ class Conversation:
             raise EngineError(wrong)
 
     async def _next(self) -> Call | None:
-        """What the engine is to do now; nothing when the work is done. Raises: what the work ended with."""
+        """The next call for the engine; nothing if the work is done. Raises: the exception that ended the work."""
         assert self._work is not None
         asking = asyncio.ensure_future(self._calls.get())
         both: list[asyncio.Future[Any]] = [asking, self._work]

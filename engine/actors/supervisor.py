@@ -1,8 +1,8 @@
-"""Carries out what the scheduler decides about processes, and reports what befalls them. It decides nothing.
+"""Starts, stops and watches the processes that the scheduler asks for, and reports what happens to them. It decides
+nothing.
 
-Part of the scheduler actor, on its event loop. It starts and stops actors, sends them orders, watches them, and finds
-them again after the scheduler's process ended. Whether another life follows, and where it begins, is the core's
-decision (`scheduling/processes.py`).
+Part of the scheduler actor, on its event loop. It sends orders to the actors, and finds them again after a failover.
+The core decides whether a lost process restarts and where it begins (`scheduling/processes.py`).
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from engine.states.state import State
 log = logging.getLogger(__name__)
 
 STORE_PATIENCE = 4
-"""The weights store copies whole models on the event loop that gives its signs of life. A store may miss so many times
-as many as other processes."""
+"""Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
+heartbeats."""
 GOODBYE_S = 5.0
-"""How long a generator may take to close."""
+"""Seconds that a generator gets to close."""
 Key = tuple[str, int]
 
 
@@ -55,21 +55,21 @@ class Life:
         self.orders: list[Order] = []
         self.sequence = 0
         self.opening: asyncio.Future[None] | None = None
-        """The answer to `bring_up`, if the launch has asked."""
+        """The result of `bring_up`, if it was called."""
         self.pid = 0
-        """Of its process; 0: it has not given a sign of life yet."""
+        """Its process id; 0 until its first sign of life."""
         self.up = False
         self.watched = False
         """It is being brought up or watched."""
 
     def bring_up(self, *given: Any) -> "asyncio.Future[None]":
-        """Ask the actor to open what it hosts; `up` as soon as it has."""
+        """Ask the actor to load what it hosts; `up` when it has."""
         opening: asyncio.Future[None] = asyncio.ensure_future(self.actor.bring_up.remote(*given))
         opening.add_done_callback(self._opened)
         return opening
 
     def _opened(self, opening: "asyncio.Future[None]") -> None:
-        """Looks at the failure, too: else asyncio says that nobody did."""
+        """Read the failure, too: otherwise asyncio warns that nobody did."""
         self.up = not opening.cancelled() and opening.exception() is None
 
     def send(self, epoch: int) -> None:
@@ -78,7 +78,7 @@ class Life:
         self.orders = []
 
     def end(self) -> None:
-        """Kill the actor and give back what was set aside for it."""
+        """Kill the actor and free its placement group."""
         if self.actor is not None:
             ray.kill(self.actor)
         self._place.free()
@@ -98,8 +98,8 @@ class Supervisor:
         living: Living | None = None,
         epoch: int = 0,
     ) -> None:
-        """`living`: actors of an earlier process of the scheduler, for `take_up`. `epoch`: of this process; actors
-        refuse orders of lower ones. `give_up(reason)` ends the run after a defect of this class."""
+        """`living`: actors of an earlier scheduler process, for `take_up`. `epoch`: of this process; actors refuse
+        orders of lower ones. `give_up(reason)` ends the run after a defect of this class."""
         self._plan = plan
         self._given = given
         self._state = state
@@ -111,7 +111,7 @@ class Supervisor:
         self._lives: dict[Key, Life] = {}
         self._ordered: dict[Key, Life] = {}
         self._begun: dict[Key, Incarnation] = {}
-        """The newest life of each process that was started here, or was to be."""
+        """The newest life of each process that was started here, or will be."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._living = living
@@ -124,11 +124,11 @@ class Supervisor:
     # the launch
 
     async def open(self, restore: Restore | None = None) -> None:
-        """Start the first life of every process and wait until each is up, but for replicas that the cluster has no
-        room for; the trainer begins where `restore` says.
+        """Start the first life of every process and wait until each is up, except replicas without room in the cluster.
+        The trainer begins where `restore` says.
 
-        Raises the first thing that goes wrong, but for what befalls a replica once enough others are up: `start`
-        reports that.
+        Raises the first failure. Once enough replicas are up, failures of replicas are left to `start`, which reports
+        them.
         """
         replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
         workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
@@ -146,22 +146,21 @@ class Supervisor:
             raise raised(error) from None
 
     def begin(self) -> None:
-        """Watch what the launch has brought up, once the run has begun. Replicas are brought up by their orders."""
+        """Watch the processes of the launch, once the run has begun. The scheduler orders the start of replicas."""
         for life in list(self._lives.values()):
             if not life.watched and life.kind != REPLICA:
                 self._watch(life)
         self._report_gateway()
 
     def _report_gateway(self) -> None:
-        """Say that the gateway is up, unless that is known: the core orders none, and hears of the one that there
-        is."""
+        """Report the gateway as up, unless that is known. The core does not order its start."""
         life, known = self._lives.get((GATEWAY, 0)), self._state.find_process(GATEWAY, 0)
         if life is not None and (known is None or known.state != "up"):
             life.incarnation = self._newest((GATEWAY, 0)) + 1
             self._deliver(ProcessUp(kind=GATEWAY, index=0, incarnation=life.incarnation))
 
     def _make(self, key: Key) -> Life:
-        """The life after the last that the core knows of."""
+        """Make the next life of a process."""
         return self._bear(key, self._newest(key) + 1)
 
     def _newest(self, key: Key) -> Incarnation:
@@ -169,7 +168,7 @@ class Supervisor:
         return 0 if process is None else process.incarnation
 
     def _bear(self, key: Key, incarnation: Incarnation) -> Life:
-        """Make an actor. Raises whatever Ray says of its options."""
+        """Make an actor. Raises Ray's exception for invalid options."""
         self._begun[key] = incarnation
         actor, placed = self._births.make(*key, incarnation)
         life = self._lives[key] = Life(key, incarnation, actor, placed)
@@ -178,8 +177,8 @@ class Supervisor:
     # after the scheduler's process ended
 
     def take_up(self) -> None:
-        """Take hold of the processes that the state lists and that an earlier process of the scheduler started. Lives
-        that it does not list are ended."""
+        """Take over the processes in the state that an earlier scheduler process started. Lives that the state does not
+        list are ended."""
         assert self._living is not None
         listed: dict[tuple[str, Incarnation], Key] = {}
         for process in self._processes():
@@ -198,13 +197,13 @@ class Supervisor:
         return Life(key, incarnation, actor, self._found_place(source_of(*key), incarnation))
 
     def _found_place(self, source: str, incarnation: Incarnation) -> Place:
-        """What an earlier process of the scheduler set aside for a life; nothing for any but replicas."""
+        """The placement group of a life that an earlier scheduler process made; None for any process but a replica."""
         several = self._plan.rollout_gpus > 1
         return found_place(self._births.name(source, incarnation)) if several else Place({})
 
     def recover(self) -> None:
-        """Watch what `take_up` has found, and report what is gone. To be called after the open orders were reissued:
-        they start what was starting."""
+        """Watch the processes that `take_up` found, and report those that are gone. Call it after the open orders were
+        reissued, which start what was starting."""
         assert self._living is not None
         for process in self._processes():
             key = (process.kind, process.index)
@@ -218,15 +217,15 @@ class Supervisor:
         self._report_gateway()
 
     def _processes(self) -> list[Any]:
-        """Every process that the state knows."""
+        """Every process in the state."""
         replicas = [replica.process for replica in self._state.fleet.replicas.values()]
         return [*replicas, *self._state.processes.values()]
 
     # orders about processes
 
     def start(self, command: StartProcess) -> None:
-        """Bring up a life, unless it is there already; `ProcessUp` or `ProcessLost` says what came of it. Never raises:
-        a life that cannot be made is reported as lost, after the caller has finished."""
+        """Start a life, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: a life that
+        cannot be made is reported as lost, after the caller returns."""
         key, incarnation = (command.kind, command.index), command.incarnation
         life = self._lives.get(key)
         if life is not None and life.incarnation < incarnation:
@@ -249,7 +248,7 @@ class Supervisor:
             self._spawn(self._bring_up(life, command))
 
     def stop(self, command: StopProcess) -> None:
-        """End a life, and say so; also where it is gone."""
+        """End a life and report it, even if it has ended already."""
         if self._closed:
             return
         key = (command.kind, command.index)
@@ -263,14 +262,15 @@ class Supervisor:
         self._deliver(_lost(key, command.incarnation, command.reason))
 
     async def _end(self, life: Life, command: StopProcess) -> None:
-        """End a life of which more is to be known: the stacks of one that hangs, what a trainer leaves behind."""
+        """End a life after collecting more about it: the stacks of a hung process, what a trainer has published and
+        saved."""
         stacks = await self._stacks(life) if command.hung else ""
         if self._is_there(life):
             self._forget(life)
             await self._report((life.kind, life.index), life.incarnation, Ended(f"{command.reason}{stacks}"))
 
     def probe(self, command: ProbeProcess) -> None:
-        """Report what a life says that it waits for. Nothing is reported of one that says nothing."""
+        """Report what a life waits for. Reports nothing if the process does not answer."""
         life = self._lives.get((command.kind, command.index))
         if life is not None and life.incarnation == command.incarnation:
             self._spawn(self._probe(life, command.order))
@@ -310,7 +310,7 @@ class Supervisor:
         self._watch(life)
 
     def _is_there(self, life: Life) -> bool:
-        """Whether it is the life of its process, and its end would be news."""
+        """Whether it is the present life of its process, and its end is not reported yet."""
         return self._lives.get((life.kind, life.index)) is life and not self._closed
 
     def _restore(self, command: StartProcess) -> Restore | None:
@@ -337,8 +337,8 @@ class Supervisor:
         )
 
     async def _say_if_it_waits(self, life: Life, opening: "asyncio.Future[None]") -> None:
-        """Ray starts an actor as soon as the cluster has room, be that now or when a node is added. It learns late that
-        a node is lost, so it is asked again until the replica is up."""
+        """Report that a replica waits for room. Ray starts it when the cluster has room, perhaps on a node that is
+        added later. Ray learns late that a node is lost, so this asks again until the replica is up."""
         said = ""
         while self._plan.rollout_gpus and not opening.done():
             replicas = sum(key[0] == REPLICA for key in self._lives)
@@ -374,7 +374,7 @@ class Supervisor:
             await self._report(key, life.incarnation, ended)
 
     async def _stacks(self, life: Life) -> str:
-        """Where a process that hangs has written its stacks, if it is on this node."""
+        """Where a hung process has written its stacks, if it is on this node."""
         run_dir, pid = self._plan.run_dir, life.pid
         if run_dir is None or not pid:
             return ""
@@ -388,7 +388,7 @@ class Supervisor:
         await self._report(key, incarnation, Ended(f"it could not be started: {failure_reason(error)}"))
 
     async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
-        """Tell the scheduler of a lost life, and before that what it needs to know to begin another."""
+        """Report a lost life, after the events that the scheduler needs to start the next one."""
         log.warning("%s is lost (life %d): %s", name_of(*key), incarnation, ended.reason)
         known: dict[str, Any] = {}
         if key[0] == TRAINER:
@@ -401,7 +401,7 @@ class Supervisor:
             self._deliver(_lost(key, incarnation, reason, final=final or full, **known))
 
     async def _published(self) -> int:
-        """The newest version in the weights store; -1 if that does not answer."""
+        """The newest version in the weights store; -1 if the store does not answer."""
         try:
             newest: int = await asyncio.wait_for(self._given[3].newest.remote(), self._pulse.patience_s)
             return newest
@@ -409,7 +409,7 @@ class Supervisor:
             return NO_VERSION
 
     async def _saved(self) -> tuple[StepId, ...]:
-        """Train steps in checkpoints that are ordered, not reported and complete."""
+        """Train steps of checkpoints that are complete, were ordered, and were not reported."""
         if self._plan.run_dir is None:
             return ()
         directory = self._plan.run_dir / "checkpoints"
@@ -418,8 +418,8 @@ class Supervisor:
         return tuple(steps for steps, there in zip(ordered, sound, strict=True) if there)
 
     async def _report_damage(self, incarnation: Incarnation) -> None:
-        """Tell of checkpoints from which no trainer can begin after this life, and put them aside: else one of the same
-        steps would be taken for written already."""
+        """Report damaged checkpoints and set them aside. Otherwise a later checkpoint of the same steps would be taken
+        for written."""
         if self._plan.run_dir is None:
             return
         directory = self._plan.run_dir / "checkpoints"
@@ -440,14 +440,15 @@ class Supervisor:
     # orders to processes
 
     def order(self, kind: str, index: int, order: Order, incarnation: Incarnation | None = None) -> None:
-        """Keep an order for the end of the drain. One for a life that is over is for nobody: its loss is reported."""
+        """Queue an order until the end of the drain. An order for a life that has ended is dropped: its loss is
+        reported."""
         life = self._lives.get((kind, index))
         if life is not None and incarnation in (None, life.incarnation):
             life.orders.append(order)
             self._ordered[kind, index] = life
 
     def flush(self) -> int:
-        """Send what was ordered, one call per actor; how many calls."""
+        """Send the queued orders, one call for each actor. Returns the number of calls."""
         calls = len(self._ordered)
         for life in self._ordered.values():
             life.send(self._epoch)
@@ -455,7 +456,7 @@ class Supervisor:
         return calls
 
     async def hand_over(self, steps: StepId) -> None:
-        """Have the trainer hand over weights that it owes to scorers. Raises why it cannot."""
+        """Make the trainer hand weights over that it owes to scorers. Raises the reason why it cannot."""
         life = self._lives.get((TRAINER, 0))
         if life is None:
             raise EngineError("there is no trainer")
@@ -464,12 +465,11 @@ class Supervisor:
     # the end
 
     def stop_watching(self) -> None:
-        """Everything is being taken down: nobody's end is news any more."""
+        """Report no further ends: the run is shutting down."""
         self._closed = True
 
     async def close(self) -> None:
-        """Let generators give back what they hold, for a while, then kill every actor but the stores and the
-        gateway."""
+        """Give generators a limited time to close, then kill every actor except the stores and the gateway."""
         self.stop_watching()
         lives = [life for life in self._lives.values() if life.kind not in KEPT]
         closing = [
@@ -487,7 +487,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _forget(self, life: Life) -> None:
-        """End a life. Nobody listens to it any more."""
+        """End a life and report nothing more about it."""
         self._lives.pop((life.kind, life.index), None)
         self._ordered.pop((life.kind, life.index), None)
         if life.kind not in KEPT:
@@ -511,7 +511,7 @@ def _lost(key: Key, incarnation: Incarnation, reason: str, **known: Any) -> Proc
 
 
 async def _first_up(enough: int, opening: "list[asyncio.Future[None]]") -> None:
-    """Returns when so many replicas are open. Raises what one of them raises before."""
+    """Returns when this many replicas are up. Raises the first failure before that."""
     for count, opened in enumerate(asyncio.as_completed(opening), 1):
         await opened
         if count >= enough:

@@ -1,7 +1,7 @@
-"""What a scheduler's process that ended left behind while the actors of its run live on: the record, and the actors.
+"""What a restarted scheduler finds: the record of the run, and its running actors.
 
-Used by the scheduler actor that Ray has started again, before it handles anything. Nothing is taken back: the run goes
-on from the last event that was recorded.
+The scheduler actor uses it after Ray has restarted its process, before it handles an event. Nothing is taken back: the
+run continues after the last recorded event.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Survived:
-    """`lock` holds the record for the recorder that continues it."""
+    """`lock`: holds the record for the recorder that continues it."""
 
     recovered: Recovered
     lock: RecordLock
     rows: StepRows
-    """Of steps that are under way."""
+    """Rows of steps that are not finished."""
 
     @property
     def after(self) -> After:
-        """Where the record goes on."""
+        """Where the record continues."""
         return After(events=self.recovered.events, torn=self.recovered.torn)
 
     @property
     def failure(self) -> EngineError | None:
-        """What ended the run, if a defect did: the event after the last that was handled could not be."""
+        """The defect that ended the run, if one did: the event after the last handled one failed."""
         rejected = [one for one in self.recovered.report.rejected if one.event.id == self.recovered.events]
         return RunFailed(rejected[-1].reason) if rejected else None
 
@@ -60,7 +60,7 @@ class Survived:
 
 
 def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
-    """Read what is left of a run and take over its record. Raises: `RecordError`."""
+    """Read the record of a run and take it over. Raises: `RecordError`."""
     record = read(run_dir / "schedule")
     lock = RecordLock(run_dir / "schedule")
     try:
@@ -82,7 +82,7 @@ def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
 
 
 def status_at_end(run_dir: Path) -> Status:
-    """Of a run that has finished, as its record shows it. Raises: `RecordError`."""
+    """The status of a finished run, from its record. Raises: `RecordError`."""
     transitions = Transitions()
     survived = survived_of(run_dir, transitions)
     survived.lock.release()
@@ -90,14 +90,14 @@ def status_at_end(run_dir: Path) -> Status:
 
 
 def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:
-    """Of a run that has ended, whatever its end."""
+    """The metrics of a run that has ended, from its record."""
     metrics = RunMetrics(survived.recovered.scheduler, transitions)
     metrics.at = survived.recovered.at
     return metrics
 
 
 def _recorded(row: dict[str, Any], state: State) -> bool:
-    """Whether what a row of the metrics tells of is in the record, too; else it will be written again."""
+    """Whether the record contains what a row of the metrics reports. Otherwise the row will be written again."""
     if "validation" in row:
         validations = state.validations
         return bool(row["validation"] < validations.created and row["validation"] not in validations.runs)
@@ -105,9 +105,9 @@ def _recorded(row: dict[str, Any], state: State) -> bool:
 
 
 async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> Living:
-    """Find the actors of a launch and have them take orders from this process.
+    """Find the actors of a launch and make them take orders from this process.
 
-    Raises: `EngineError` where one is gone that nothing can take the place of.
+    Raises: `EngineError` if an actor that cannot be replaced is gone.
     """
     actors = await asyncio.to_thread(find_living, launch)
     known = Living(actors=actors, epoch=epoch)
@@ -129,8 +129,8 @@ async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> 
 async def let_take_over(
     known: Living, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
 ) -> dict[str, str]:
-    """Have the listed lives refuse the orders of earlier schedulers; why one does not answer, by its source. `listed`:
-    whether each is up. One that is being started is not waited for: there may be no room for it yet."""
+    """Make the listed lives refuse the orders of earlier schedulers. Returns why one does not answer, by its source.
+    `listed`: whether each life is up. A starting one is not waited for, because it may wait for room."""
     silent: dict[str, str] = {}
 
     async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:

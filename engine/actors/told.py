@@ -1,4 +1,4 @@
-"""What the scheduler actor tells the process that launched the run."""
+"""Messages from the scheduler actor to the launching process."""
 
 from dataclasses import dataclass
 
@@ -7,28 +7,28 @@ from engine.metrics.status import Status
 
 
 class BeginAgain(RunFailed):
-    """The run cannot go on where it is; it can begin again from its record."""
+    """The run cannot continue in its present processes, but can begin again from its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A status on its way to whoever shows the run. `last`: nothing follows it. `relaunch`: why the run is to be
-    started again from its record, if it is."""
+    """A status for the view of the run. `last`: no further one follows. `relaunch`: why the run begins again from its
+    record; empty if it does not."""
 
     number: int
     status: Status
     last: bool
     relaunch: str = ""
     told: bool = False
-    """Somebody has told the run to end."""
+    """A user has asked the run to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Calls between the actors so far, for benchmarks."""
+    """Number of calls between the actors so far, for benchmarks."""
 
     reports: int
     calls: int
     events: int
     decisions_s: tuple[float, ...]
-    """Of the newest slices of reports: from the report's arrival until what they led to was recorded and sent."""
+    """Seconds from the arrival of a report until its consequences were recorded and sent, for the newest reports."""

@@ -1,8 +1,8 @@
-"""How published weights get from the trainer to the weights store and from there to the replicas.
+"""Moves published weights from the trainer to the weights store, and from there to the replicas.
 
-Used by the weights clients and the store actor in `stores.py`; a plan names one for its whole run. Anything that is no
-mapping of tensors goes in the actors' answers themselves, whatever the transport. Must not import torch before weights
-pass: some of these processes set their threads first, some never need it.
+Used by the weights clients and the store actor in `stores.py`; a plan chooses one transport for its whole run. Weights
+that are not a mapping of tensors travel in the actors' answers with any transport. Must not import torch before weights
+pass: some of these processes set their thread counts first, some never need it.
 """
 
 import asyncio
@@ -19,32 +19,32 @@ from engine.ids import ReplicaId
 
 
 class Transport(Protocol):
-    """What passes between three processes. `answer` is a call to another actor that is under way."""
+    """The steps of a transfer between three processes. `answer`: the open call to another actor."""
 
     @property
     def store_gpus(self) -> float:
-        """GPUs that the store actor takes for itself. With any, every actor at either end needs one of its own."""
+        """GPUs of the store actor. If it has any, every actor that sends or receives needs one, too."""
 
     def pack(self, weights: Any) -> Any:
-        """In the trainer, on a thread: what is kept until the store has taken it."""
+        """In the trainer, on a thread: prepare what is kept until the store has it."""
 
     def hand_out(self, packed: Any) -> Any:
-        """In the trainer: what the store is answered."""
+        """In the trainer: the answer to the store."""
 
     async def keep(self, answer: Any) -> Any:
-        """In the store, from what the trainer answers: what is kept. Needs the trainer no more when it returns."""
+        """In the store: what is kept, from the trainer's answer. Does not need the trainer after it returns."""
 
     def give(self, kept: Any, reader: ReplicaId | None) -> Any:
-        """In the store: what a replica is answered, or with None a trainer that is restored and needs them whole."""
+        """In the store: the answer to a replica or, with None, to a restored trainer, which needs complete weights."""
 
     async def take(self, answer: Any) -> Any:
-        """In a replica, or in a trainer that is restored, from what the store answers: the weights."""
+        """In a replica or a restored trainer: the weights, from the store's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreTransport:
-    """Through Ray's object store. The store actor keeps a reference: what a caller is answered belongs to the caller,
-    so the tensors outlive the trainer without passing through the store's memory."""
+    """Sends weights through Ray's object store. The store actor keeps a reference, and the tensors belong to its
+    caller, so they survive the trainer without passing through the store's memory."""
 
     @property
     def store_gpus(self) -> float:
@@ -61,7 +61,7 @@ class ObjectStoreTransport:
         return answer
 
     def give(self, kept: Any, reader: ReplicaId | None) -> Any:
-        """The reference in a list: Ray would take a bare one for the answer itself."""
+        """The reference in a list, because Ray would resolve a bare one."""
         return [kept]
 
     async def take(self, answer: Any) -> Any:
@@ -71,13 +71,13 @@ class ObjectStoreTransport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedTransport:
-    """Over `torch.distributed`, one group of two for every transfer: `transfer.py`. The store actor holds the tensors
-    and sends them to each replica that asks, to several at once if they do."""
+    """Sends weights over `torch.distributed`, in one group of two for every transfer: `transfer.py`. The store actor
+    holds the tensors and sends them to each replica that asks, to several at once."""
 
     backend: str
     bucket_bytes: int
     timeout_s: float
-    """How long either side waits for the other at any point."""
+    """Seconds that either side waits for the other at any point."""
 
     @property
     def store_gpus(self) -> float:
@@ -108,7 +108,7 @@ class DistributedTransport:
         return self.hand_out(kept)
 
     async def take(self, answer: Any) -> Any:
-        """Raises: `EngineError` when the other side does not answer, ends or stalls."""
+        """Raises: `EngineError` if the other side does not answer, ends or stalls."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 answered = await answer
@@ -119,8 +119,8 @@ class DistributedTransport:
 
 @dataclass(frozen=True, slots=True)
 class VllmTransport:
-    """Into the store over `torch.distributed`; from there, within a replica's install, by vLLM's own weight transfer,
-    whose trainer the store plays: `senders.py`. A replica is answered what it must know beforehand, and no bytes."""
+    """Sends weights to the store over `torch.distributed`, and from there by vLLM's own weight transfer during a
+    replica's install; the store acts as vLLM's trainer: `senders.py`. The answer to a replica holds only metadata."""
 
     inward: DistributedTransport
     wire: Wire
@@ -138,7 +138,7 @@ class VllmTransport:
         return self.inward.hand_out(packed)
 
     async def keep(self, answer: Any) -> Any:
-        """On the store's own GPU if it has one, so that an install waits for the group alone."""
+        """Keep the tensors on the store's GPU, if it has one, so that an install does not wait for a copy."""
         weights = await self.inward.keep(answer)
         return await asyncio.to_thread(_kept, weights, self.inward.backend)
 
@@ -169,7 +169,7 @@ def _receive(offered: Offer) -> Any:
 
 
 def _tensors(weights: Any) -> bool:
-    """Whether weights are tensors by name; where torch was never imported there are none."""
+    """Whether weights are a mapping of tensors; false if torch was never imported."""
     torch = sys.modules.get("torch")
     return (
         torch is not None

@@ -1,13 +1,13 @@
-"""Who watches a run, and when they are told that there is something new. Part of the scheduler actor, on its loop."""
+"""Wakes the observers of a run when its status changes. Part of the scheduler actor, on its event loop."""
 
 import asyncio
 
 STATUS_EVERY_S = 0.2
-"""A status goes out at most so often, and only after something happened."""
+"""Minimum seconds between two statuses. One is sent only after an event."""
 
 
 class Watchers:
-    """`number` counts the statuses; who waits for a newer one is woken by `changed`, or some time after `soon`."""
+    """`number` counts the statuses. `changed` wakes the observers at once, `soon` after a short delay."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -15,18 +15,18 @@ class Watchers:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def wait(self) -> None:
-        """Until the next change."""
+        """Wait for the next change."""
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
         await changed
 
     def soon(self) -> None:
-        """Something happened."""
+        """Something happened: wake the observers soon."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(STATUS_EVERY_S, self.changed)
 
     def changed(self) -> None:
-        """A newer status is there."""
+        """There is a new status: wake the observers now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""What the actors say to each other: batches of events and orders as bytes, and calls put back into their order.
+"""The format of messages between the actors: batches of events and orders as bytes, and calls in their order.
 
-Events and commands travel in the record's own strict form, so that what cannot be recorded fails at its sender.
-The lists around them are pickled, as Ray does with every call: they pass only between processes of one run and are
-never read from disk. Trajectories are not: `hosts.packed`.
+Events and commands use the record's strict format, so the sender fails if something cannot be recorded. The lists
+around them are pickled, as Ray does with every call: they pass only between processes of one run and are never read
+from disk. Trajectories are not pickled: `hosts.packed`.
 """
 
 import pickle
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Order(NamedTuple):
-    """A command on its way to an actor, and the prompt that a generator needs to carry it out."""
+    """A command for an actor, with the prompt that a generator needs."""
 
     command: Command
     prompt: Prompt | None = None
@@ -51,13 +51,13 @@ def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
 
 
 def _listed(plain: Sequence[object]) -> list[object]:
-    """As the codec reads it from bytes: arrays are lists."""
+    """As the codec decodes it from bytes, with lists for arrays."""
     return [list(value) if isinstance(value, tuple) else value for value in plain]
 
 
 class InOrder(Generic[Item]):
-    """Calls to an asynchronous actor may begin in any order; numbered from 1 in each epoch by their sender, they come
-    out in theirs. An epoch ends when a call of a higher one comes."""
+    """Restores the order of numbered calls to an asynchronous actor, which may start in any order. Each sender numbers
+    its calls from 1 in each epoch. A call of a higher epoch ends the present one."""
 
     def __init__(self) -> None:
         self._epoch = -1
@@ -65,8 +65,8 @@ class InOrder(Generic[Item]):
         self._early: dict[int, Item] = {}
 
     def begin(self, epoch: int) -> bool:
-        """Drop the calls of earlier epochs that wait, and refuse those that still come. False: the epoch has begun
-        before."""
+        """Begin an epoch: drop waiting calls of earlier epochs, and refuse later ones of them. False: the epoch has
+        begun before."""
         if epoch <= self._epoch:
             return False
         self._epoch, self._next = epoch, 1
@@ -74,7 +74,7 @@ class InOrder(Generic[Item]):
         return True
 
     def take(self, epoch: int, sequence: int, item: Item) -> list[Item]:
-        """What can be carried out now. A number that was taken before brings nothing, nor does an earlier epoch."""
+        """The calls that can be carried out now. Repeated calls and calls of earlier epochs give none."""
         self.begin(epoch)
         if epoch < self._epoch or sequence < self._next:
             return []

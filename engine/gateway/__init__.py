@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint for agents, which keeps every conversation token by token (docs/AGENTS.md)."""
+"""An OpenAI-compatible endpoint for agents that records every conversation token by token (docs/AGENTS.md)."""

@@ -1,7 +1,7 @@
-"""Which agent is whose: every group of agents of a run, begun, cut short and ended, and their keys.
+"""The agents of a run, by group: starts, cuts short and ends them, and issues their keys.
 
-Called by `server.py` to know a key and by `actors.gateway` for every order about a group. It must never leave an agent
-or a key behind when their group ends.
+`server.py` calls it to check a key, `actors.gateway` for every order about a group. No agent and no key may remain when
+their group ends.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from engine.rollout.agent import GroupOutcome, OpenGroup
 from engine.trajectory import Prompt
 
 Launch = Callable[[str, Prompt], Coroutine[Any, Any, float | None]]
-"""Runs one agent to its end: (its key, its prompt) → its own reward, or None."""
+"""Runs one agent to its end: (key, prompt) → the reward that the agent returns, or None."""
 
 
 class Agents:
-    """Every group of agents of a run. `launch` runs one agent."""
+    """The agents of a run, by group. `launch` runs one agent."""
 
     def __init__(self, bounds: Bounds, launch: Launch) -> None:
         self.bounds = bounds
@@ -27,18 +27,18 @@ class Agents:
         self._groups: dict[GroupId, AgentGroup] = {}
         self._keys: dict[str, Session] = {}
         self._early: dict[GroupId, tuple[int, str]] = {}
-        """Orders to cut that came before the opening they are about."""
+        """Orders to cut a group that arrived before the `open` of its attempt."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def session(self, key: str) -> Session | None:
-        """Whose key it is; None for a key that no living agent has."""
+        """The session of a key; None if no running agent has the key."""
         session = self._keys.get(key)
         return session if session is not None and not session.ended else None
 
     async def open(self, work: OpenGroup, sampler: Sampler) -> GroupOutcome:
-        """Begin the agents of a group, or let them go on, on a replica; returns when `AgentGroup.open` is answered.
+        """Start the agents of a group on a replica, or continue them there. Returns when `AgentGroup.open` is answered.
 
-        Raises: what an agent failed of: `DataFailure` if it raised or took too long, else `EngineError`.
+        Raises: the failure of an agent: `DataFailure` if it raised or exceeded its time limit, else `EngineError`.
         """
         group = self._groups.get(work.group)
         carried = group is not None
@@ -62,7 +62,7 @@ class Agents:
         return answer
 
     def cut(self, group: GroupId, attempt: int, how: str) -> None:
-        """See `AgentGroup.cut`. For an attempt that is not open yet, as soon as it is."""
+        """See `AgentGroup.cut`. For an attempt that is not open yet, the cut happens when it opens."""
         known = self._groups.get(group)
         if known is not None and known.attempt >= attempt:
             known.cut(attempt, how)
@@ -70,7 +70,7 @@ class Agents:
             self._early[group] = (attempt, how)
 
     def discard(self, groups: Sequence[GroupId]) -> None:
-        """End groups that nobody wants any more."""
+        """End the agents of groups that are no longer needed."""
         for id in groups:
             self._early.pop(id, None)
             if id in self._groups:

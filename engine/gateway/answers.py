@@ -1,6 +1,6 @@
-"""Answers in OpenAI's words: whole, or as the events of a stream.
+"""Builds answers in OpenAI's format: as one body, or as the events of a stream.
 
-Called by `server.py` with what `sessions.py` has sampled. A stream says the same as the whole answer, in pieces.
+`server.py` calls it with the output of `sessions.py`. A stream has the same content as the whole answer, in pieces.
 """
 
 import json
@@ -13,7 +13,7 @@ from engine.gateway.tool_calls import ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answered call. `logprobs` has one (token text, log-prob) for each sampled token, where asked for."""
+    """One answered call. `logprobs`: (token text, log-prob) of each sampled token, if requested."""
 
     id: str
     created: int
@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant's message, as a later call is to bring it back."""
+        """The assistant's message. A later call must send it back unchanged."""
         if not self.tool_calls:
             return {"role": "assistant", "content": self.text}
         calls = [
@@ -49,7 +49,7 @@ class Answer:
 
 
 def chat_body(answer: Answer) -> dict[str, Any]:
-    """Of `/v1/chat/completions`."""
+    """The body of an answer of `/v1/chat/completions`."""
     choice = {
         "index": 0,
         "message": answer.message,
@@ -60,7 +60,7 @@ def chat_body(answer: Answer) -> dict[str, Any]:
 
 
 def text_body(answer: Answer) -> dict[str, Any]:
-    """Of `/v1/completions`."""
+    """The body of an answer of `/v1/completions`."""
     choice = {
         "index": 0,
         "text": answer.text,

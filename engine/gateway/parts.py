@@ -1,4 +1,4 @@
-"""What a gateway is made of, apart from its HTTP server, which only the gateway's own process need load."""
+"""The parts of a gateway other than its HTTP server. Other processes can import this without loading the server."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from engine.rollout.chat import Chat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
-    """`Plan.make_gateway` makes them in the gateway's actor."""
+    """The parts of a gateway. `Plan.make_gateway` creates them in the gateway's actor."""
 
     chat: Chat
     runner: Runner

@@ -1,7 +1,7 @@
-"""What an agent asks for, in OpenAI's words, checked; and what is wrong with it, as OpenAI's error object.
+"""Parses and checks agents' requests in OpenAI's format; faults become OpenAI error objects.
 
-Called by `server.py`. Fields that this gateway has no use for are ignored, as other servers do: temperature, top-p and
-seed are the run's, since tokens of another distribution than the trained one would spoil the log-probs.
+Called by `server.py`. Unknown and unused fields are ignored, as other servers do. Temperature, top-p and seed are
+always those of the run, because tokens of another distribution would make the log-probs wrong.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class RequestError(Exception):
-    """A call that is answered with an error: its HTTP status and OpenAI's error object."""
+    """A request that is answered with an error: an HTTP status and OpenAI's error object."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class RequestError(Exception):
 
 
 class Asking(BaseModel):
-    """What both endpoints take."""
+    """Fields that both endpoints accept."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -49,7 +49,7 @@ class Asking(BaseModel):
 
 
 class Part(BaseModel):
-    """A part of a message's content; others than text are not for a language model."""
+    """A part of a message's content. Only text is accepted."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -79,7 +79,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatAsking(Asking):
-    """`/v1/chat/completions`."""
+    """A request to `/v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -101,7 +101,7 @@ class ChatAsking(Asking):
 
 
 class TextAsking(Asking):
-    """`/v1/completions`: a text, or token ids."""
+    """A request to `/v1/completions`: a text, or token ids."""
 
     prompt: str | Annotated[list[int], Field(min_length=1)]
     logprobs: int | None = None
@@ -115,7 +115,7 @@ Kind = TypeVar("Kind", bound=Asking)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """The request that a body holds. Raises: `RequestError` that names the field."""
+    """Parse a request body. Raises: `RequestError` that names the field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""How an agent is run: a coroutine of the user's, or a program of theirs in a process group of its own.
+"""Runs one agent: the user's coroutine, or the user's program in a separate process group.
 
-Called by `actors.gateway`, once for every agent. Coroutines run on a thread and an event loop of their own, so that one
-that blocks cannot keep the gateway from answering. Nothing that an agent started may outlive it.
+`actors.gateway` calls it once for every agent. Coroutines run on a separate thread and event loop, so a blocking one
+cannot stop the gateway from answering. No process that an agent started may outlive it.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from engine.trajectory import Prompt
 from engine.user_code import awaited
 
 TOLD = 2000
-"""Characters of a program's standard error that a failure repeats."""
+"""Number of characters of a program's standard error that a failure quotes."""
 PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Runner(Protocol):
     async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
-        """One agent to its end; its own reward, or None. Raises `DataFailure` for what is the agent's fault. When
-        cancelled, it returns once nothing of the agent runs any more."""
+        """Run one agent to its end. Returns its reward, or None. Raises: `DataFailure` if the agent fails. When
+        cancelled, it returns once every process of the agent has ended."""
 
     def close(self) -> None: ...
 
 
 class FunctionRunner:
-    """`async def run(base_url, api_key, prompt) -> float | None`."""
+    """Runs `async def run(base_url, api_key, prompt) -> float | None`."""
 
     def __init__(self, function: Callable[[str, str, Prompt], Coroutine[Any, Any, float | None]]) -> None:
         self._function = function
@@ -58,7 +58,7 @@ class FunctionRunner:
 
 
 class CommandRunner:
-    """A program; that it ends with 0 says that the rollout is to be scored."""
+    """Runs a program. With exit code 0 the rollout is scored."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
@@ -100,12 +100,12 @@ class CommandRunner:
 
 
 def _die_with_parent() -> None:
-    """In the new process: the kernel kills it when the gateway's process is gone."""
+    """Called in the new process: makes the kernel kill it when the gateway's process ends."""
     _LIBC.prctl(PDEATHSIG, signal.SIGKILL)
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """The last of what a program writes, once it writes no more."""
+    """The last output of a program that has ended."""
     kept: deque[bytes] = deque(maxlen=2)
     while stream is not None and (piece := await stream.read(2 * TOLD)):
         kept.append(piece)
@@ -113,7 +113,7 @@ async def _tail(stream: asyncio.StreamReader | None) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the whole process group, whoever is left in it."""
+    """Kill the whole process group, whichever of its processes remain."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

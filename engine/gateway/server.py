@@ -1,7 +1,7 @@
-"""The HTTP side: routes, bodies, keys and streams.
+"""The HTTP server of the gateway: routes, request bodies, keys and streams.
 
-Started by `actors.gateway`, and by tests. Answers whoever has the key of a living agent, and nobody else. It must never
-read a body beyond its bound, nor answer with anything but OpenAI's objects, errors included.
+`actors.gateway` and tests start it. It answers only requests with the key of a running agent, always with OpenAI's
+objects, errors included. It must never read a body beyond the size limit.
 """
 
 import logging
@@ -27,14 +27,15 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 CONNECTIONS = 16_384
-"""Open at once, at most: agents hold one for each call, and a few between calls."""
+"""Maximum number of open connections: agents hold one for each call, and a few between calls."""
 HEAD_S = 75.0
-"""How long an agent may keep a connection between two calls."""
+"""Seconds that an agent may keep a connection between two calls."""
 BODY_S = 120.0
 
 
 class GatewayServer:
-    """Serves the agents of `agents`. `parser` finds tool calls in answers; bodies are of `max_body_bytes` at most."""
+    """Serves the agents of `agents`. `parser` finds tool calls in answers; request bodies have at most
+    `max_body_bytes`."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class GatewayServer:
         self._listener = Listener(self._speak_openai, _refusal, bounds, cancels=True)
 
     async def start(self, host: str, port: int) -> str:
-        """Listen; returns the base URL for agents. Raises: OSError where the port is taken."""
+        """Start listening. Returns the base URL for agents. Raises: OSError if the port is in use."""
         address = await self._listener.start(host, port)
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         return f"http://{shown}:{address[1]}/v1"
@@ -123,7 +124,7 @@ class GatewayServer:
         return answer
 
     def _ending(self, call: Call, stops: list[str]) -> tuple[str, str]:
-        """The text of an answer and what its tokens say after it; cut where a string of the agent's ends it."""
+        """The text of an answer, cut at a stop string of the agent, and the hidden text behind it."""
         stopped = self._chat.find_stop(call.token_ids, stops) if stops else None
         if stopped is None:
             return self._chat.answer(call.token_ids), self._chat.ending(call.token_ids)
@@ -160,7 +161,7 @@ class GatewayServer:
         return handler
 
     async def _speak_openai(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Every failure is OpenAI's error object."""
+        """Turn every failure into OpenAI's error object."""
         try:
             return await self._route(request)(request)
         except RequestError as error:

@@ -1,8 +1,8 @@
-"""Agents and their conversations, by group, and the replica that a group samples on.
+"""Agents and their conversations by group, and the replica that each group samples on.
 
-Called by `server.py` for every call and by `agents.py` for every order about a group. A group of agents outlives its
-replica: while none is open to it, its calls wait where they are and go on from their prefixes on the next one. It must
-never let two attempts of a group answer each other's orders.
+`server.py` calls it for every request, `agents.py` for every order about a group. The agents of a group survive its
+replica: meanwhile their calls wait, and continue from their prefixes on the next replica. Two attempts of a group must
+never answer each other's orders.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Sampler(Protocol):
     """The sampling side: one replica."""
 
     def sample(self, call: AgentCall) -> Coroutine[Any, Any, SampleResult]:
-        """As `RolloutBackend.sample`. Raises `DataFailure` for what no replica could sample; whatever else it raises
+        """As `RolloutBackend.sample`. Raises: `DataFailure` if no replica could sample the request. Any other exception
         is this replica's failure, and the call continues on another replica."""
 
 
@@ -33,12 +33,12 @@ class SessionOver(Exception):
 
 
 class ContextSpent(DataFailure):
-    """The history leaves no room for an answer in the model's context."""
+    """The history leaves no room for an answer within the model's context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What bounds every agent. `context` is in tokens; None where only the sampling side knows it."""
+    """Limits of every agent. `context` is in tokens; None if only the sampling side knows it."""
 
     max_tokens: int
     context: int | None
@@ -47,16 +47,16 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """The way to the replica that an attempt runs on."""
+    """The connection to the replica on which an attempt runs."""
 
     sampler: Sampler
     attempt: int
     replaced: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the group is open on another replica: running calls here are lost."""
+    """Set when the group is open on another replica; calls that still run on this one are lost."""
 
 
 class Session:
-    """One agent: its key, its conversation, what came of it."""
+    """One agent: its key, its conversation and its result."""
 
     def __init__(self, group: "AgentGroup", index: int, key: str) -> None:
         self.group = group
@@ -70,7 +70,7 @@ class Session:
         self._sampling: dict[asyncio.Task[None], None] = {}
 
     def begin(self, asked: Asked) -> Call:
-        """Take a history in. Raises: `ContextSpent`."""
+        """Accept the history of a call. Raises: `ContextSpent`."""
         call = self.conversation.begin(asked)
         self.calls_begun += 1
         tokens, context = len(call.prompt_ids), self.group.bounds.context
@@ -80,9 +80,9 @@ class Session:
         return call
 
     async def sample(self, call: Call, limit: int | None) -> None:
-        """Sample an answer of at most `limit` tokens, on one replica after the other if it must be.
+        """Sample an answer of at most `limit` tokens, on several replicas in turn if necessary.
 
-        Raises: `SessionOver`, `ContextSpent`, `DataFailure`; the call is dropped then.
+        Raises: `SessionOver`, `ContextSpent`, `DataFailure`; the call is then dropped.
         """
         bounds = self.group.bounds
         most = min(bounds.max_tokens, limit or bounds.max_tokens)
@@ -106,7 +106,7 @@ class Session:
         self.conversation.drop(call)
 
     def end(self) -> None:
-        """No call is answered any more, and the agent is cancelled if it still runs."""
+        """Refuse further calls, and cancel the agent if it still runs."""
         if self.agent is not None and self.agent is not asyncio.current_task():
             self.agent.cancel()
         for task in self._sampling:
@@ -115,8 +115,7 @@ class Session:
             self.drop(call)
 
     def outcome(self, finish: str) -> RolloutOutcome:
-        """What there is. `finish`: for an agent that has not ended, why it counts as finished; empty if it does
-        not."""
+        """The trajectories so far. `finish`: why an agent that still runs counts as finished; empty if it does not."""
         reason = self.conversation.finish_reason or "stop"
         trajectories = self.conversation.trajectories()
         for place, trajectory in enumerate(trajectories, 1):
@@ -130,7 +129,7 @@ class Session:
 
 
 class AgentGroup:
-    """The agents of one prompt group, from the first attempt that began them until they end."""
+    """The agents of one prompt group, from the attempt that started them until they end."""
 
     def __init__(self, work: OpenGroup, bounds: Bounds) -> None:
         self.id = work.group
@@ -153,12 +152,12 @@ class AgentGroup:
 
     @property
     def attempt(self) -> int:
-        """The newest it was opened for."""
+        """The newest attempt."""
         return self._line.attempt if self._line is not None else 0
 
     def open(self, line: Line) -> "asyncio.Future[GroupOutcome]":
-        """Let calls through to a replica. The future is done when every agent has ended, or with what is there when
-        the replica is taken away."""
+        """Let calls sample on a replica. The future is done when every agent has ended, or, with the partial result,
+        when the replica is taken away."""
         self._resolve(self._story(aborted=True))
         if self._line is not None:
             self._line.replaced.set()
@@ -190,14 +189,15 @@ class AgentGroup:
             self._resolve(self._story(aborted=True))
 
     def newer_than(self, version: Version) -> bool:
-        """Whether any token is of newer weights than these: a replica that has them cannot go on from it."""
+        """Whether any token comes from newer weights than these. Such a group cannot continue on a replica that has
+        them."""
         seen = [session.conversation.newest_version for session in self.sessions]
         return any(newest is not None and newest > version for newest in seen)
 
     # what the agents do
 
     async def sample(self, session: Session, call: Call, most: int, number: int) -> None:
-        """Sample for a call until it has its answer, wherever the group is open."""
+        """Sample for a call until it has its answer, on whichever replica the group is open."""
         while True:
             await self._gate.wait()
             line = self._line
@@ -227,7 +227,7 @@ class AgentGroup:
                 self._gate.clear()  # whoever aborted it says next what becomes of the group
 
     async def _fly(self, line: Line, asked: AgentCall) -> SampleResult | None:
-        """What a replica makes of a call; None if another one has taken its place meanwhile."""
+        """The answer of a replica to a call; None if another replica has replaced it meanwhile."""
         self._flying += 1
         self._landed.clear()
         loop = asyncio.get_running_loop()
@@ -243,7 +243,7 @@ class AgentGroup:
                 self._landed.set()
 
     def _broken(self, line: Line, error: Exception) -> None:
-        """A replica failed a call: its attempt is over, the agents wait for another."""
+        """A replica failed a call: the attempt ends, and the agents wait for another replica."""
         log.warning("group %d cannot sample in attempt %d: %s", self.id, line.attempt, error)
         if self._line is line:
             self._shut()
@@ -258,7 +258,7 @@ class AgentGroup:
         self.look()
 
     def fail(self, error: Exception) -> None:
-        """An agent failed: so has the attempt, and the group begins anew in the next."""
+        """An agent failed: the attempt fails, and the next attempt starts the group again."""
         if self.failure is None:
             self.failure = error
             self._shut()
@@ -267,7 +267,7 @@ class AgentGroup:
             self.look()
 
     def look(self) -> None:
-        """Answer if there is nothing to wait for any more."""
+        """Answer `open` if no agent is left to wait for."""
         if self._outcome is None or self._outcome.done():
             return
         if self.failure is not None:

@@ -1,7 +1,7 @@
-"""Tool calls as models write them into their answers, by the format's name.
+"""Parsers for tool calls in models' answers, by the name of the format.
 
-Called by `answers.py` for calls that offer tools. A parser takes the text of an answer and gives what is left of it
-with the calls that it holds. What does not parse stays text, so that nothing a model says can fail a call.
+`answers.py` uses them for requests that offer tools. A parser returns the text without the calls, and the calls. Text
+that does not parse stays text, so no output of a model can fail a request.
 """
 
 import json
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 class ToolCall(NamedTuple):
-    """A function's name, and its arguments as JSON."""
+    """A tool call: the function's name, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 Parser: TypeAlias = Callable[[str], tuple[str, list[ToolCall]]]
-"""The text of an answer → the text without its calls, and the calls."""
+"""Parser: text of an answer → (text without the calls, calls)."""
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+    """Parses `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes and Qwen."""
     calls: list[ToolCall] = []
 
     def take(found: re.Match[str]) -> str:
@@ -39,13 +39,13 @@ def hermes(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def whole_json(text: str) -> tuple[str, list[ToolCall]]:
-    """An answer that is one object, `{"name": ..., "parameters": {...}}`, as Llama 3 writes it."""
+    """Parses an answer that is one object, `{"name": ..., "parameters": {...}}`, the format of Llama 3."""
     call = _call(text, "parameters")
     return (text, []) if call is None else ("", [call])
 
 
 def none(text: str) -> tuple[str, list[ToolCall]]:
-    """Everything is text."""
+    """Finds no tool calls."""
     return text, []
 
 
@@ -61,4 +61,4 @@ def _call(text: str, arguments: str) -> ToolCall | None:
 
 
 PARSERS: dict[str, Parser] = {"hermes": hermes, "json": whole_json, "none": none}
-"""By `agent.tool_parser`."""
+"""Parsers by the value of `agent.tool_parser`."""

@@ -1,7 +1,6 @@
-"""Orders carried out one at a time, in the order in which they came, their blocking calls on one thread.
+"""Base class of hosts that carry out orders one at a time, in the order of arrival, with blocking calls on one thread.
 
-What the hosts of trainers and scorers have in common: `trainer.py` and `scorer.py`. It must never run two calls at
-once, or carry out a repeated order again.
+Used by `trainer.py` and `scorer.py`. It must never run two calls at once, or carry out a repeated order again.
 """
 
 import asyncio
@@ -14,20 +13,20 @@ from engine.events import Event
 from engine.hosts.threads import contained
 
 REMEMBERED_ORDERS = 1024
-"""So many orders are kept in mind, the newest, so that a repeat is known as one; far fewer wait for their answer."""
+"""Number of newest orders that are remembered, to detect repeats. Far fewer are open at once."""
 
 Orders = TypeVar("Orders", bound=Command)
 
 
 class OneByOne(Generic[Orders]):
-    """A host says what tells a repeat from a new order, `_key`, and how an order ends, `_answer`. `emit` takes events;
-    `name` is the thread's."""
+    """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
+    `emit` receives events; `name` is the thread's name."""
 
     def __init__(self, name: str, emit: Callable[[Event], None]) -> None:
         self._emit = emit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._seen: dict[tuple[object, ...], None] = {}
-        """Keys of the newest orders; a dict for its order."""
+        """Keys of the newest orders, oldest first."""
         self._orders: asyncio.Queue[Orders] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._abandoned = False
@@ -36,7 +35,7 @@ class OneByOne(Generic[Orders]):
         raise NotImplementedError
 
     async def _answer(self, command: Orders) -> Event:
-        """Carry out one order; the event that says how it ended."""
+        """Carry out one order. Returns the event that answers it."""
         raise NotImplementedError
 
     def carry_out(self, command: Orders) -> None:
@@ -52,11 +51,11 @@ class OneByOne(Generic[Orders]):
             self._worker = asyncio.get_running_loop().create_task(self._work())
 
     def abandon(self) -> None:
-        """The call that runs hangs: `close` does not wait for it. A thread cannot be killed."""
+        """The present call hangs: `close` does not wait for it, because a thread cannot be killed."""
         self._abandoned = True
 
     async def close(self) -> None:
-        """End when the call that runs has returned; nothing queued is begun, nothing is reported any more."""
+        """Return when the present call has ended. Queued orders are dropped, and nothing more is reported."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""`Recent`: entries of a store as they were written last, so that what is read soon is not read from the disk.
+"""`Recent`: a memory cache of the entries that a store wrote last, so that most reads need no disk.
 
-Used by `durable.py`. A batch is mostly read before its groups leave here; what has left is on the disk.
+Used by `durable.py`. Most batches are read before their groups are evicted; evicted groups are on disk.
 """
 
 from collections import OrderedDict
@@ -8,16 +8,16 @@ from collections.abc import Hashable
 
 
 class Recent:
-    """At most so many bytes, those kept last."""
+    """A cache of at most `most` bytes, with the newest entries."""
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes; 0 keeps nothing."""
+        """`most`: size in bytes; 0 caches nothing."""
         self._most = self._room = most
         self._data: OrderedDict[Hashable, bytes] = OrderedDict()
-        """A plain `dict` looks for its first entry past all that were dropped before it."""
+        """Ordered: a plain `dict` finds its first entry by passing all that were deleted before it."""
 
     def keep(self, place: Hashable, data: bytes) -> None:
-        """`place` holds nothing yet."""
+        """Add an entry; `place` must be new."""
         if len(data) > self._most:
             return
         self._room -= len(data)
@@ -29,5 +29,5 @@ class Recent:
         return self._data.get(place)
 
     def drop(self, place: Hashable) -> None:
-        """Where it is here; of no use any more."""
+        """Remove an entry, if it is in the cache."""
         self._room += len(self._data.pop(place, b""))

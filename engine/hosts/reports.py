@@ -1,6 +1,6 @@
-"""What the scheduler is told of a prompt group: lengths, versions and rewards, never a token.
+"""Builds the events about prompt groups: lengths, versions and rewards, never tokens.
 
-Called by `replica.ReplicaHost` with groups that `checks` has passed.
+`replica.ReplicaHost` calls it with groups that `checks` has accepted.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from engine.trajectory import TrajectoryGroup
 def generated_event(
     group: TrajectoryGroup, attempt: int, replica: ReplicaId, incarnation: Incarnation
 ) -> GroupGenerated:
-    """Rewards are as `reward_figures` has them."""
+    """The `GroupGenerated` event of a group. Its rewards come from `reward_figures`."""
     oldest, newest = group.versions() or (NO_VERSION, NO_VERSION)
     live, mean, spread = reward_figures(group)
     return GroupGenerated(
@@ -31,8 +31,7 @@ def generated_event(
 
 
 def reward_figures(group: TrajectoryGroup) -> tuple[int, float, float]:
-    """How many rollouts are live, with tokens to train on in any segment; mean and spread of their rewards, 0 where
-    there are none."""
+    """Number of rollouts with tokens to train on, and the mean and spread of their rewards; 0 if there are none."""
     rewards = [float(r[0].reward or 0.0) for r in group.rollouts if any(1 in t.loss_mask for t in r)]
     if not rewards:
         return 0, 0.0, 0.0

@@ -1,6 +1,6 @@
-"""The scores of a group on their way between a scorer, the trajectory store and the trainer: checked, and as bytes.
+"""Scores of a group as checked arrays and as bytes, between scorer, trajectory store and trainer.
 
-Used by both scorers' and trainers' hosts and by both stores.
+Used by the hosts of scorers and trainers, and by both stores.
 """
 
 from array import array
@@ -11,11 +11,11 @@ from engine.errors import EngineError
 from engine.trajectory import TrajectoryGroup
 
 ScoreRow: TypeAlias = "array[float]"
-"""The log-probs of a trajectory's trained tokens, float32."""
+"""Log-probs of the trained tokens of one trajectory, float32."""
 
 
 def checked_scores(groups: Sequence[TrajectoryGroup], scores: Any) -> list[list[ScoreRow]]:
-    """What a scorer returned, as float32. Raises: `EngineError` where it is not one number for each trained token."""
+    """A scorer's result as float32. Raises: `EngineError` unless it has one number for each trained token."""
     if not isinstance(scores, Sequence) or len(scores) != len(groups):
         raise EngineError(f"score() must return a list for each of the {len(groups)} groups")
     checked = []
@@ -32,7 +32,7 @@ def checked_scores(groups: Sequence[TrajectoryGroup], scores: Any) -> list[list[
 
 
 def pack_scores(rows: Sequence[ScoreRow]) -> bytes:
-    """Number of trajectories, their lengths (uint32 each), then all log-probs (float32), as this machine has them."""
+    """Packs the number of trajectories, their lengths (uint32) and all log-probs (float32), in native byte order."""
     lengths = array("I", [len(rows), *map(len, rows)])
     return lengths.tobytes() + b"".join(row.tobytes() for row in rows)
 

@@ -1,7 +1,7 @@
-"""A user's blocking call on a thread: whatever it raises must come back to the event loop.
+"""Runs a user's blocking call on a thread, so that any exception it raises reaches the event loop.
 
-Called by `hosts.trainer` and by the actors that make what the user's factories make. A future cannot carry every
-exception: one with `StopIteration` is never done, one with `CancelledError` cancels whoever waits for it.
+Used by `hosts.trainer` and the actors. A future cannot carry every exception: with `StopIteration` it never completes,
+and `CancelledError` cancels the waiting task.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ Value = TypeVar("Value")
 
 
 def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """`function(...)`, to be called on a thread. One that wants to end the process has only failed.
+    """Call `function(...)` on a thread. An attempt to end the process counts as a failure.
 
-    Raises: what it raises, and `RuntimeError` naming it in place of what a future cannot carry.
+    Raises: its exception, or a `RuntimeError` that names it if a future cannot carry it.
     """
     try:
         return function(*args, **kwargs)

@@ -1,8 +1,7 @@
-"""The trajectory store: finished groups and the partial ones that aborts leave behind, until the scheduler discards
-them.
+"""The trajectory store: finished groups, and partial ones after an abort, until the scheduler discards them.
 
-Held in process by `local` and in an actor of its own by `actors`, so that it outlives the replicas. It never looks
-into what it keeps: `local` puts groups, `actors` puts packed bytes. `durable.DurableStore` keeps these on disk.
+`local` holds it in process, `actors` in a separate actor, so that it survives the replicas. It never looks into its
+payloads: `local` puts groups, `actors` packed bytes. `durable.DurableStore` keeps them on disk.
 """
 
 from collections.abc import Container, Sequence
@@ -18,30 +17,31 @@ Payload = TypeVar("Payload")
 
 
 class Trajectories(Protocol):
-    """A trajectory store as the hosts use it, wherever it is."""
+    """The interface of a trajectory store for the hosts."""
 
     async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-        """Keep a group; returns once it is kept. What a later attempt left there stays."""
+        """Store a group; returns when it is stored. Does not overwrite the data of a later attempt."""
 
     async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
-        """Put a group in the place of what is kept of it; one that was forgotten stays so."""
+        """Replace the stored group; a discarded group stays discarded."""
 
     async def partial(self, group: GroupId) -> TrajectoryGroup | None:
-        """What an earlier attempt left behind, for the caller to change as it likes; None if there is nothing."""
+        """The stored group of an earlier attempt, which the caller may change; None if there is none."""
 
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
-        """The groups of a batch, in order. Raises `EngineError` naming those that are not there."""
+        """The groups of a batch, in order. Raises: `EngineError` that names the missing ones."""
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
     ) -> None:
-        """Keep what a task of a step made of groups: for each, a row of log-probs for each of its trajectories."""
+        """Store the scores of a task for the groups of a step: for each group, one row of log-probs for each
+        trajectory."""
 
     async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
-        """As put last for that step. Raises `EngineError` naming the groups that have none."""
+        """The newest scores for that step. Raises: `EngineError` that names groups without scores."""
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
-        """Forget groups; unknown ones are ignored. With `attempt`, what a later attempt left there stays."""
+        """Delete groups; unknown ones are ignored. With `attempt`, the data of later attempts stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class StoreStats:
     groups: int
     bytes: int
     disk_bytes: int = 0
-    """What it takes on disk, groups that are discarded and not yet cleared away included."""
+    """Bytes on disk, including discarded groups that are not deleted yet."""
 
 
 def require_kept(groups: Sequence[GroupId], kept: Container[GroupId]) -> None:
-    """Raises: `EngineError`, naming the groups that are not there."""
+    """Raises: `EngineError` that names the missing groups."""
     missing = [group for group in groups if group not in kept]
     if missing:
         story = f"the trajectory store does not hold groups {missing[:8]} ({len(missing)} in all)"
@@ -63,7 +63,7 @@ def require_kept(groups: Sequence[GroupId], kept: Container[GroupId]) -> None:
 
 
 def require_scored(groups: Sequence[GroupId], scored: Container[GroupId], task: str, step: StepId) -> None:
-    """Raises: `EngineError`, naming the groups that were not scored for that step."""
+    """Raises: `EngineError` that names the groups that were not scored for that step."""
     missing = [group for group in groups if group not in scored]
     if missing:
         story = f"the trajectory store holds no {task} of step {step} for groups {missing[:8]}"
@@ -71,7 +71,7 @@ def require_scored(groups: Sequence[GroupId], scored: Container[GroupId], task: 
 
 
 class TrajectoryStore(Generic[Payload]):
-    """One payload per group: that of its latest attempt."""
+    """Stores one payload for each group: that of its latest attempt."""
 
     def __init__(self) -> None:
         self._kept: dict[GroupId, tuple[int, Payload, int]] = {}
@@ -79,7 +79,7 @@ class TrajectoryStore(Generic[Payload]):
         self._bytes = 0
 
     def put(self, group: GroupId, attempt: int, payload: Payload, bytes: int) -> bool:
-        """Keep a payload unless one of a later attempt is here: the echo of an attempt already over changes nothing."""
+        """Store a payload, unless one of a later attempt is stored."""
         kept = self._kept.get(group)
         if kept is not None:
             if kept[0] > attempt:
@@ -103,7 +103,7 @@ class TrajectoryStore(Generic[Payload]):
         return [self._kept[group][1] for group in groups]
 
     def put_scores(self, step: StepId, task: str, groups: Sequence[GroupId], packed: Sequence[bytes]) -> None:
-        """Keep each group's packed scores as long as the group itself; of one that is gone nobody wants them."""
+        """Store each group's packed scores for as long as the group; ignores groups that are gone."""
         for group, data in zip(groups, packed, strict=True):
             if group in self._kept:
                 self._forget_scores(group, task)
@@ -133,23 +133,23 @@ class TrajectoryStore(Generic[Payload]):
         self._bytes -= len(data)
 
     def flush(self) -> None:
-        """What was put is kept, as far as it can be here."""
+        """Ensure that stored data is as durable as this store can make it."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Release resources; there are none."""
 
     def stats(self) -> StoreStats:
         return StoreStats(groups=len(self._kept), bytes=self._bytes)
 
 
 def copy_group(group: TrajectoryGroup) -> TrajectoryGroup:
-    """A group whose trajectories, their lists and the prompt's fields are its own; the values of fields are shared."""
+    """A copy of a group with new trajectories, lists and prompt fields. It shares the values of the fields."""
     prompt = replace(group.prompt, fields=dict(group.prompt.fields))
     return TrajectoryGroup(group=group.group, prompt=prompt, trajectories=[t.copy() for t in group.trajectories])
 
 
 def size_of(group: TrajectoryGroup) -> int:
-    """About how many bytes a group takes in memory: lists of numbers, and text."""
+    """Approximate size of a group in memory, in bytes."""
     return sum(
         256 + 8 * len(t.prompt_ids) + 24 * len(t.token_ids) + 72 * len(t.spans) + len(t.text)
         for t in group.trajectories

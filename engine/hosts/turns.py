@@ -1,7 +1,7 @@
-"""A trainer that takes turns with replicas on the hardware of its pool: off the accelerator but while it works.
+"""Lets a trainer take turns with replicas on the hardware of a pool: it leaves the accelerator when it does not work.
 
-Put around the trainer by `local` and by the trainer actor where `Limits.trains_in_turns`. The scheduler gives
-rollout the pool back only after `train` has returned and what it publishes is in the weights store.
+`local` and the trainer actor wrap the trainer in it if `Limits.trains_in_turns`. The scheduler gives rollout the pool
+back only after `train` has returned and the published weights are in the weights store.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from engine.roles import Batch, Offloadable, Trainer
 
 
 def taking_turns(trainer: Trainer) -> Trainer:
-    """The trainer itself where it cannot leave the accelerator."""
+    """The wrapped trainer, or the trainer itself if it cannot leave the accelerator."""
     return TakingTurns(trainer, trainer) if isinstance(trainer, Offloadable) else trainer
 
 
 class TakingTurns:
-    """Passes every call on. From the first score or training of a step to the end of its training the trainer is on the
-    accelerator; a step that fails leaves it, and comes back with its retry."""
+    """Forwards every call. The trainer is on the accelerator from the first score or training of a step until the step
+    is trained. A failed step leaves the accelerator; its retry returns to it."""
 
     def __init__(self, trainer: Trainer, offloadable: Offloadable) -> None:
         self._trainer = trainer

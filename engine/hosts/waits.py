@@ -1,4 +1,4 @@
-"""Calls to other processes that are not answered yet. A probe asks for the oldest."""
+"""The calls to other processes that are still open. A probe asks for the oldest one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ class Waits:
 
     @contextmanager
     def on(self, process: str) -> Iterator[None]:
-        """Around a call to a process, given by its name."""
+        """Context manager around a call to a process, given by name."""
         call = object()
         self._calls[call] = process
         try:
@@ -22,5 +22,5 @@ class Waits:
 
     @property
     def oldest(self) -> str:
-        """The process whose answer is outstanding longest; empty: none is."""
+        """The process that has not answered for longest; empty if no call is open."""
         return next(iter(self._calls.values()), "")

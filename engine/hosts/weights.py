@@ -1,8 +1,7 @@
-"""The weights store: published versions, from their publication until the scheduler retires them; and for scorers, what
-was trained last.
+"""The weights store: published versions until the scheduler retires them and, for scorers, the newest trained weights.
 
-Held in process by `local` and in an actor of its own by `actors` (there it holds references into the Ray object
-store), so that published weights outlive the trainer.
+`local` holds it in process, `actors` in a separate actor with references into Ray's object store, so that published
+weights survive the trainer.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -12,23 +11,23 @@ from engine.ids import StepId, Version
 
 
 class Trained(NamedTuple):
-    """The weights after so many train steps, published or not. The newest take the place of those before."""
+    """The weights after a number of train steps, published or not. New ones replace the earlier ones."""
 
     steps: StepId
 
 
 class Weights(Protocol):
-    """A weights store as the hosts use it, wherever it is."""
+    """The interface of a weights store for the hosts."""
 
     async def put(self, version: Version | Trained, weights: Any) -> None:
-        """Keep a version; returns once it is kept and the caller may change its own copy."""
+        """Store a version. When it returns, the caller may change its own copy."""
 
     async def get(self, version: Version | Trained) -> Any:
-        """The weights of a version, not to be changed. Raises `EngineError` when it was retired or never published."""
+        """The weights of a version, read-only. Raises: `EngineError` if it was retired or never published."""
 
 
 class WeightsStore:
-    """Published versions by number, and what was trained last."""
+    """Published versions by number, and the newest trained weights."""
 
     def __init__(self) -> None:
         self._kept: dict[Version, Any] = {}
@@ -37,7 +36,7 @@ class WeightsStore:
 
     @property
     def newest(self) -> Version:
-        """The newest version ever put; 0 before the first."""
+        """The newest version so far; 0 before the first."""
         return self._newest
 
     def put(self, version: Version | Trained, weights: Any) -> None:
@@ -60,7 +59,7 @@ class WeightsStore:
         return self._kept[version]
 
     def retire(self, version: Version) -> None:
-        """Drop a version; one that is not here is ignored."""
+        """Delete a version; one that is not there is ignored."""
         self._kept.pop(version, None)
 
     def _after(self, wanted: Trained) -> Any:

@@ -65,53 +65,54 @@ __all__ = ["HasState", "RunMetrics", "TakesRows", "Transitions"]
 
 
 class HasState(Protocol):
-    """The scheduler, as far as metrics look into it."""
+    """The parts of the scheduler that metrics read."""
 
     @property
     def state(self) -> State: ...
 
 
 class TakesRows(Protocol):
-    """Where a row for each train step goes: the journal, alone or with sinks."""
+    """Receives one row for each train step: the journal, alone or with sinks."""
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
 
 class RunMetrics:
-    """The figures of one run. `observe` is the driver's; `report` and `validated` are the trainer's side's."""
+    """The metrics of one run. The driver calls `observe`; the trainer's side calls `report` and `validated`."""
 
     def __init__(
         self, scheduler: HasState, transitions: Transitions, journal: TakesRows | None = None,
         rows: StepRows | None = None,
     ) -> None:  # fmt: skip
-        """`rows`: those that an earlier life of the run left unfinished."""
+        """`rows`: rows that an earlier process of the run left unfinished."""
         self.state = scheduler.state
         self.transitions = transitions
         self.idle = IdleTime(self.state)
         self.retries = dict.fromkeys(RETRY_CAUSES, 0)
         self.deaths = dict.fromkeys(KINDS, 0)
-        """Processes that ended although they were wanted, by kind."""
+        """Number of processes that died, by kind."""
         self.failed_group: dict[str, int] = {}
-        """The group that last cost an attempt, by cause."""
+        """The group whose attempt failed last, by cause."""
         self.last_failure = ""
-        """What failed last and why."""
+        """The newest failure and its reason."""
         self.replicas = Replicas()
         self.generated = GeneratedGroups(self.replicas)
         self.staleness = Histogram(STALENESS_BUCKETS)
         self.phase_s = {phase: Histogram(PHASE_BUCKETS) for phase in STEP_PHASES}
         self.decision_s = Histogram(DECISION_BUCKETS)
         self.figures: dict[str, float] = {}
-        """What the trainer said of the newest step it reported."""
+        """The trainer's metrics for the newest step that it reported."""
         self.finished_at = 0.0
-        """When a train step was last finished, or the run went on."""
+        """When the last train step finished, or the run was resumed."""
         self.step_staleness: tuple[int, ...] = ()
-        """Of the groups of the newest trained step."""
+        """Staleness of the groups of the newest trained step."""
         self.tokens_trained = 0
         self.since: dict[tuple[str, int], float] = {}
-        """When replicas, steps under way and the newest checkpoint came to where they are; see `states.waiting`."""
+        """Since when replicas, open steps and the newest checkpoint have been in their present state; see
+        `states.waiting`."""
         self.silence = (-1, "")
-        """(changes so far, text) of the last report of silence."""
+        """(changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []
         """Mean reward of each finished step of this run, in order."""
         self.accuracies: list[tuple[int, float]] = []
@@ -129,14 +130,14 @@ class RunMetrics:
         transitions.replicas.clear()
         self._journal = journal
         self._events: Counter[type[Event]] = Counter()
-        """All but those that are in `generated`."""
+        """Number of events by class, without those that `generated` counts."""
         self._stale_before = self.state.stale_echoes
         self.groups = GroupCounts(self.state, transitions)
         self._finished_at: deque[float] = deque(maxlen=11)
         self._counted = self._counters()
 
     def _counters(self) -> dict[type[Event], Callable[[Any], None]]:
-        """What is done with the events of each class that are no echoes."""
+        """The method that counts events of each class; stale echoes are not passed to it."""
         return {
             GroupGenerated: self._group_generated,
             GroupAborted: self.replicas.aborted,
@@ -159,7 +160,7 @@ class RunMetrics:
         }
 
     def go_on(self) -> None:
-        """After a record was replayed up to the present: open orders and waits are known from here on."""
+        """Call it when a replay has reached the present. From then on, open orders and waits are known."""
         self.finished_at = self.going_on.checkpoint_at = self.state.now
         for step in self.state.steps.values():
             if step.groups or step.state == "collecting":
@@ -171,7 +172,7 @@ class RunMetrics:
     # what is fed in
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
-        """Count an event that the scheduler has handled, and what it ordered."""
+        """Count an event that the scheduler has handled, and its commands."""
         idle = self.idle
         idle.at = event.at
         if type(event) is not GroupGenerated or self.transitions.others_changed:
@@ -188,7 +189,7 @@ class RunMetrics:
         idle.group_changed()
 
     def _observe_all(self, event: Event, commands: Sequence[Command]) -> None:
-        """Whatever an event may be about."""
+        """Count an event of any kind."""
         kind, transitions = type(event), self.transitions
         counted, quiet = self._counted.get(kind), kind is WeightsStaged and not commands
         stale = self.state.stale_echoes != self._stale_before
@@ -224,18 +225,18 @@ class RunMetrics:
             self.steps.flush()
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
-        """What the trainer says of a step it trained; names become keys of its line in `metrics.jsonl`."""
+        """Take the trainer's metrics for a step. Their names become keys of its row in `metrics.jsonl`."""
         self.steps.report(step, metrics)
         for name, value in metrics.items():
             if isinstance(value, int | float) and (name in self.figures or len(self.figures) < FIGURES_KEPT):
                 self.figures[name] = float(value)
 
     def validated(self, steps: int, accuracy: float) -> None:
-        """Of the weights after `steps` train steps, on held-out prompts."""
+        """Take the accuracy of the weights after `steps` train steps."""
         self.accuracies.append((steps, accuracy))
 
     def close(self) -> None:
-        """Write what waits to be written."""
+        """Write the rows that still wait."""
         self.steps.flush()
         if self._journal is not None:
             self._journal.close()
@@ -244,7 +245,7 @@ class RunMetrics:
     # what is read out
 
     def catch_up(self) -> None:
-        """Count what was only set down. Called before figures are read, from any thread."""
+        """Count the groups that were only noted. Call it before reading figures; safe on any thread."""
         self.generated.catch_up()
 
     @property
@@ -272,15 +273,15 @@ class RunMetrics:
 
     @property
     def changes(self) -> int:
-        """Events so far that were no echoes of what is over."""
+        """Number of events so far that were no stale echoes."""
         return self.events.total() - self.state.stale_echoes
 
     def status(self, now: float | None = None) -> Status:
-        """A snapshot for the live view. `now`: seconds since the run began; the newest event's time if not given."""
+        """A snapshot for the live view. `now`: seconds since the run began; by default the time of the newest event."""
         return describe(self, self.at if now is None else max(now, self.at))
 
     def reported(self) -> list[Row]:
-        """Rows of the validations that came to their report, oldest first."""
+        """Rows of the reported validations, oldest first."""
         return [row for row in self.validations if row["outcome"] == "reported"]
 
     def validations_by_state(self) -> dict[str, int]:
@@ -295,7 +296,7 @@ class RunMetrics:
         return self.generated.tokens_per_s(now)
 
     def eta_s(self, now: float) -> float | None:
-        """Seconds to the last step at the pace of the newest ones; None where the last step or the pace is unknown."""
+        """Seconds until the last step at the present pace; None if the last step or the pace is unknown."""
         last, done = self.state.limits.max_steps, self.state.steps_trained
         over = self.state.outcome is not None and done != last
         if last is None or over or not self._finished_at:

@@ -1,22 +1,23 @@
-"""`docs/METRICS.md`, written from `names.py`: `python -m engine.metrics.document > docs/METRICS.md`.
+"""Generates `docs/METRICS.md` from `names.py`: `python -m engine.metrics.document > docs/METRICS.md`.
 
-A test says when it is out of date.
+A test fails if the page is out of date.
 """
 
 from engine.metrics.names import METRICS, Metric
 
 HEAD = """# Metrics
 
-The metrics that a run exports to Prometheus, on `http://127.0.0.1:PORT/metrics`. `metrics.port` sets the port;
-0, the default, uses any free port. The run prints it and writes it to `endpoint.json` in its directory and to
-`runs/.endpoints/`, which Prometheus reads as file-based service discovery. [OPERATIONS.md](OPERATIONS.md) shows how to
-set up Prometheus and Grafana. Generated from `engine/metrics/names.py` by
-`python -m engine.metrics.document > docs/METRICS.md`.
+Every metric that a run exports to Prometheus, its name in other systems, and the fields of `metrics.jsonl`.
+[MONITORING.md](MONITORING.md) shows how to set up Prometheus and Grafana.
 
-A metric marked *run directory* or *Ray* exists only in runs that have one. Values are read from the scheduler when
-they are scraped; no label holds the id of a group, a step or a version, so the number of series stays constant.
-Exemplars (OpenMetrics, Prometheus with `--enable-feature=exemplar-storage`) carry the id of a group, for
-`engine replay --group`.
+A run serves its metrics on `http://127.0.0.1:PORT/metrics`. `metrics.port` sets the port; 0, the default, uses any
+free port. The run prints the address and writes it to `endpoint.json` in its directory and to `runs/.endpoints/`, which
+Prometheus reads as file-based service discovery.
+
+A metric marked *run directory* or *Ray* exists only in runs that have one. Values are read at each scrape. No label
+holds the id of a group, a step or a version, so the number of series stays constant. Exemplars (OpenMetrics; Prometheus
+with `--enable-feature=exemplar-storage`) carry the id of a group for `engine replay --group`. This page is generated
+from `engine/metrics/names.py`: `python -m engine.metrics.document > docs/METRICS.md`.
 
 | name | type | unit | labels | meaning |
 |---|---|---|---|---|
@@ -31,7 +32,7 @@ IDLE_SHARE = """\
 """
 
 OTHERS = f"""
-## The names you may know
+## Names in other systems
 
 | here | SkyRL | verl | vLLM |
 |---|---|---|---|
@@ -54,40 +55,40 @@ OTHERS = f"""
 | `engine_validation_seconds` | `timing/eval` | | |
 | `engine_trainer_figure` | what the trainer logs | what the actor logs | |
 
-An idle share over the last minute, for example:
+Example: the share of slot time that was idle in the last minute, for each run:
 
 {IDLE_SHARE}
 ## metrics.jsonl
 
-A line of JSON per train step, and one per validation that ended; a figure that is not finite is null. Groups aborted,
-resumed and filtered count those since the line before. Lines of train steps have a `step`:
+One line of JSON for each train step, and one for each validation that ended. A number that is not finite is written as
+null. Lines of train steps have a `step`:
 
 | key | meaning |
 |---|---|
 | `step` | train step, counted from 0 as in the recorded schedule |
-| `version` | newest weights version published when the step was finished |
-| `groups` | prompt groups trained on |
-| `reward_mean` | mean reward over them |
-| `accuracy` | share of trajectories with a reward of at least 1, as the trainer reports it |
+| `version` | newest published weights version when the step finished |
+| `groups` | number of prompt groups trained |
+| `reward_mean` | their mean reward |
+| `accuracy` | as the trainer reports it: share of trajectories with a reward of at least 1 |
 | `loss` | as the trainer reports it |
-| `staleness_min`, `staleness_mean`, `staleness_max` | of the groups, in train steps |
+| `staleness_min`, `staleness_mean`, `staleness_max` | staleness of the groups, in train steps |
 | `tokens` | response tokens of the groups |
 | `elapsed_s` | seconds from the start of the run to the end of the step |
 | `seconds` | seconds by phase: `collecting`, `scoring`, `training`, `publishing`, and their `total` |
-| `groups_aborted`, `groups_resumed`, `groups_filtered` | since the line before |
-| others | what the trainer reports ([OBJECTIVES.md](OBJECTIVES.md)), its own timings under `trainer_seconds` |
+| `groups_aborted`, `groups_resumed`, `groups_filtered` | number of groups since the previous line |
+| others | metrics of the trainer ([OBJECTIVES.md](OBJECTIVES.md)); its own timings under `trainer_seconds` |
 
-Lines of validations have a `validation` instead, and always the version they measured:
+Lines of validations have a `validation` instead:
 
 | key | meaning |
 |---|---|
-| `validation` | its number, counted from 0 |
-| `version`, `steps` | weights version measured, and the train steps it contains |
-| `outcome` | `reported`, `cancelled` or `failed`; then `reason` says why |
-| `accuracy`, `reward_mean` | share of the rows measured with a reward of at least 1, and their mean reward |
-| `rows`, `measured` | held-out rows, and those of them that could be measured |
-| `elapsed_s` | seconds from the start of the run to its end |
-| `seconds` | seconds `queued` and `running` |
+| `validation` | number of the validation, counted from 0 |
+| `version`, `steps` | the weights version that was measured, and the train steps in it |
+| `outcome` | `reported`, `cancelled` or `failed`; `reason` says why it failed or was cancelled |
+| `accuracy`, `reward_mean` | of the measured rows: share with a reward of at least 1, and mean reward |
+| `rows`, `measured` | number of held-out rows, and of those that could be measured |
+| `elapsed_s` | seconds from the start of the run to the end of the validation |
+| `seconds` | seconds in the states `queued` and `running` |
 """
 
 

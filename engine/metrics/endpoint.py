@@ -1,10 +1,10 @@
-"""Where a run can be asked what it is doing: a small file that a run leaves while it lasts.
+"""The files that announce the address of a run's metrics endpoint while the run is running.
 
-Written by the scheduler actor, read by `engine top` and, since it has the form of Prometheus' file-based service
-discovery, by Prometheus itself: a run that begins is scraped, and one that has ended is not missed. A run that was
-killed leaves its file behind, which is how its loss is noticed; the next run in the same folder deletes the file.
+The scheduler actor writes them. `engine top` and Prometheus (file-based service discovery) read them, so Prometheus
+scrapes a new run and drops one that ended. A killed run leaves its file behind, which triggers the alert; the next run
+in the same folder deletes the file.
 
-A live run holds a lock on its file, which the operating system takes back when the process ends, however it ends.
+A running run holds a lock on its file. The operating system releases the lock however the process ends.
 """
 
 import fcntl
@@ -19,18 +19,18 @@ from engine.errors import ConfigError
 from engine.private_files import make_directory, private_opener
 
 FILE = "endpoint.json"
-"""In the run's directory."""
+"""File name in the run's directory."""
 MAX_BYTES = 1 << 16
 FOLDER = ".endpoints"
-"""Beside the runs, with a file for each that is going on: the last part of Prometheus' pattern may hold a `*`, no part
-before it."""
+"""Folder beside the runs, with one file for each running run. In Prometheus' pattern only the last part may hold a `*`.
+"""
 HOST = "__host__"
-"""The label that says on which machine the run is. Prometheus drops labels that begin so once it has read them."""
+"""Label with the machine of the run. Prometheus drops labels with this prefix after reading them."""
 
 
 def announce(places: Sequence[Path], address: str, run: str) -> ExitStack:
-    """Say in each of `places` that `run` answers at `address` (`host:port`). The run counts as live until the returned
-    stack is closed or this process ends. Raises: OSError."""
+    """Write the address (`host:port`) of `run` to each of `places`. The run counts as running until the returned stack
+    is closed or this process ends. Raises: OSError."""
     labels = {"run": run, HOST: socket.gethostname()}
     text = json.dumps([{"targets": [address], "labels": labels}]) + "\n"
     with ExitStack() as files:
@@ -54,8 +54,8 @@ def announce(places: Sequence[Path], address: str, run: str) -> ExitStack:
 
 
 def remove_dead(folder: Path) -> None:
-    """Delete the files that runs of this machine left in `folder` when they were killed. Files of live runs, of other
-    machines and users, and those that no run wrote stay."""
+    """Delete the files in `folder` that killed runs of this machine left. Files of running runs, of other machines and
+    users, and files that no run wrote stay."""
     for place in sorted(folder.glob("*.json")):
         with suppress(OSError):
             handle = os.open(place, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -69,7 +69,7 @@ def remove_dead(folder: Path) -> None:
 
 
 def _run_and_host(text: bytes) -> tuple[str, str] | None:
-    """Of a file that `announce` wrote; None for any other."""
+    """The run and the host of a file that `announce` wrote; None for any other file."""
     try:
         (group,) = json.loads(text)
         return group["labels"]["run"], group["labels"][HOST]
@@ -78,7 +78,7 @@ def _run_and_host(text: bytes) -> tuple[str, str] | None:
 
 
 def withdraw(places: Sequence[Path]) -> None:
-    """The run has ended. A file that cannot be removed stays."""
+    """Delete the file of a run that ended. A file that cannot be deleted stays."""
     for place in places:
         try:
             place.unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def withdraw(places: Sequence[Path]) -> None:
 
 
 def address_of(directory: Path, shown: str) -> str:
-    """`host:port` of the run in a directory. Raises: ConfigError where it has ended, or never had an endpoint."""
+    """`host:port` of the run in a directory. Raises: ConfigError if the run has ended or never had an endpoint."""
     try:
         with (directory / FILE).open("rb") as file:
             told = json.loads(file.read(MAX_BYTES))

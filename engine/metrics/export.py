@@ -1,8 +1,8 @@
-"""From `RunMetrics` to Prometheus: families made when scraped, in a registry of their own.
+"""Exports the figures of `RunMetrics` to Prometheus, in a separate registry, at each scrape.
 
-The exporter reads counters, sizes and the first few records only, so that a scrape from the server's thread costs the
-same however many groups live, and never walks what the scheduler is changing. It exports exactly the names of
-`names.py`, and those that belong to a run directory or to Ray where there is one.
+The exporter reads counters and sizes only, so a scrape costs the same for any number of groups. It runs on the server's
+thread and never iterates over what the scheduler changes. It exports exactly the names of `names.py`; those marked run
+directory or Ray only if the run has one.
 """
 
 import shutil
@@ -30,29 +30,29 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 Read = Callable[[], Samples]
 
 TRIES = 8
-"""Times a look at what another thread changes is tried again; it fails only while a dictionary is growing."""
+"""How often a read is retried if another thread changes the data meanwhile. Only a growing dictionary makes it fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What the scheduler does not know of its own run; each asked for at a scrape, None where there is no such thing.
+    """Figures that the scheduler does not have, read at each scrape; None if the run does not have the source.
 
-    None of them may block.
+    The functions must not block.
     """
 
     now: Callable[[], float] | None = None
-    """Seconds since the run began; the newest event's time if not given."""
+    """Seconds since the run began; by default the time of the newest event."""
     events_waiting: Callable[[], int] | None = None
     record: Callable[[], tuple[int, int]] | None = None
-    """(bytes written, bytes the operating system does not have yet) of the schedule record."""
+    """(bytes written, bytes that wait in memory) of the schedule record."""
     store: Callable[[], tuple[int, int, int]] | None = None
     """(groups, bytes, bytes on disk) of the trajectory store."""
     directory: Path | None = None
-    """The run's directory, whose disk is watched."""
+    """The run's directory, for the figures of its disk."""
 
 
 class Exporter(Collector):
-    """Turns the figures of one run into families."""
+    """Creates the Prometheus metric families of one run."""
 
     def __init__(self, metrics: RunMetrics, around: Around | None = None) -> None:
         self._metrics = metrics
@@ -180,7 +180,7 @@ class Exporter(Collector):
         modes, ends = names.SYNC_MODES, REPLICA_GROUP_ENDS
 
         def alive() -> list[tuple[str, int, int, int]]:
-            """(replica, version, slots held, slots) of those that are up."""
+            """(replica, version, slots in use, slots) of the replicas that are up."""
             living = [r for r in list(fleet.replicas.values()) if r.state != "down"]
             return [(str(r.id), r.version, len(r.groups), r.slots) for r in living]
 
@@ -265,14 +265,14 @@ class Exporter(Collector):
 
 
 def registry(metrics: RunMetrics, around: Around | None = None) -> CollectorRegistry:
-    """A registry of its own that exports one run and nothing else."""
+    """A registry that exports one run and nothing else."""
     own = CollectorRegistry(auto_describe=False)
     own.register(Exporter(metrics, around))
     return own
 
 
 def steady(read: Callable[[], list[tuple[tuple[str, ...], float]]]) -> list[tuple[tuple[str, ...], float]]:
-    """What a look at the state gives, taken again where it met a change half way; nothing if it always did."""
+    """The result of reading the state, retried if the state changes meanwhile; nothing if every try failed."""
     for _ in range(TRIES):
         try:
             return read()

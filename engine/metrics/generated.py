@@ -1,7 +1,7 @@
-"""Groups that were generated: their tokens, lengths and times, counted many at once.
+"""Counts generated groups in batches: their tokens, lengths and times.
 
-Nearly every event of a run is one of these. `collector.RunMetrics` only sets them down; what they add up to is worked
-out when `BATCH` of them wait or when somebody asks, with exactly the figures that one by one would give.
+Nearly every event of a run is a `GroupGenerated`. `collector.RunMetrics` only appends them; they are counted when
+`BATCH` of them wait or when somebody reads the figures. The figures are the same as if each were counted at once.
 """
 
 import threading
@@ -18,11 +18,11 @@ TOKEN_SAMPLE_S = 0.25
 
 
 class GeneratedGroups:
-    """What `waiting` holds is taken in by `catch_up`, from any thread."""
+    """Figures of generated groups. `catch_up` counts the ones in `waiting`, on any thread."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.waiting: deque[tuple[GroupGenerated, float | None]] = deque()
-        """(event, when the group was first started; None if it was released at once)."""
+        """(event, time of the group's first start; None if the group was released at once)."""
         self.groups = 0
         self.tokens = 0
         self.response_tokens = Histogram(TOKEN_BUCKETS)
@@ -32,7 +32,7 @@ class GeneratedGroups:
         self._counting = threading.Lock()
 
     def catch_up(self, *, blocking: bool = True) -> None:
-        """Count what waits. The run itself does not block: where somebody else is counting it has nothing to do."""
+        """Count the waiting groups. Never blocks: if another thread counts, it returns at once."""
         if not self._counting.acquire(blocking=blocking):
             return
         try:

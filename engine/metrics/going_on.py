@@ -1,6 +1,6 @@
-"""What interrupts a run or changes it, and what it could go on from: recoveries, requests, checkpoints.
+"""Figures about recoveries, users' requests, drains, parked groups and checkpoints.
 
-Kept by `collector.RunMetrics` from events and orders, O(1) each.
+Updated by `collector.RunMetrics` for each event and command, in O(1).
 """
 
 from engine.commands import ParkGroup
@@ -11,20 +11,20 @@ from engine.states.state import State
 
 
 class GoingOn:
-    """Counts since this process started or resumed the run, except those that the state or `transitions` have."""
+    """Counts since this process started or resumed the run. `state` and `transitions` have counts of the whole run."""
 
     def __init__(self, state: State, transitions: Transitions) -> None:
         self._state = state
         self._transitions = transitions
         self.requests = dict.fromkeys(REQUESTS.values(), 0)
         self.parked = dict.fromkeys(PARKED_REASONS, 0)
-        """Running groups that were ordered to be parked, by why."""
+        """Running groups that were parked, by reason."""
         self.checkpoint_at = 0.0
-        """When a checkpoint was last complete, or the run went on."""
+        """When the last checkpoint was saved, or the run was resumed; seconds since the run began."""
 
     @property
     def recoveries(self) -> dict[str, int]:
-        """Times the run went on, by how."""
+        """Number of recoveries, by kind (`labels.RECOVERY_KINDS`)."""
         return self._transitions.recoveries
 
     def requested(self, kind: type[Event]) -> None:
@@ -46,16 +46,16 @@ class GoingOn:
         self.parked["timeout" if command.reason else "moved"] += 1
 
     def draining_s(self, now: float) -> float:
-        """How long the run has been coming to rest; 0 where nobody asked it to."""
+        """Seconds since the current drain began; 0 if the run is not draining."""
         since = self._transitions.draining_since
         return max(0.0, now - since) if self._state.draining and since is not None else 0.0
 
     @property
     def replicas_wanted(self) -> int:
-        """Replicas that generate and are wanted, also those that are down."""
+        """Number of generating replicas that the run should have, including those that are down."""
         return sum(replica.process.wanted for replica in list(self._state.fleet.rollouts()))
 
     @property
     def slow(self) -> list[int]:
-        """Replicas that are slower than the others by more than may be."""
+        """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
         return [r.id for r in list(self._state.fleet.replicas.values()) if r.slow and r.state != "down"]

@@ -1,6 +1,6 @@
-"""How many prompt groups are in which state, and how they ended: from counters, never from walking the records.
+"""Number of prompt groups by state, from counters instead of iterating over groups.
 
-Kept by `collector.RunMetrics`. The records are counted once, when a run begins or is resumed.
+Used by `collector.RunMetrics`. Groups are counted once, when a run starts or resumes.
 """
 
 from collections import Counter
@@ -14,24 +14,24 @@ from engine.states.state import State
 
 
 class GroupCounts:
-    """Safe to read from another thread."""
+    """Number of groups by state. Safe to read from another thread."""
 
     def __init__(self, state: State, transitions: Transitions) -> None:
         self._state = state
         self._transitions = transitions
         self._live = (*LIVE_GROUP_STATES, *state.stages.by_name)
         self._undone = dict(transitions.undone)
-        """Groups by the state they ended in, where that came after what a resumed run went on from."""
+        """Groups by final state, of those that ended after the point from which a resumed run continued."""
         self._undo(id for id in transitions.released or () if id in state.groups)
         self._begin()
 
     def resumed(self, event: RunResumed) -> None:
-        """Groups have changed their state without a trigger."""
+        """Count again: a resume changed states of groups without triggers."""
         self._undo(event.released)
         self._begin()
 
     def by_state(self) -> dict[str, int]:
-        """Groups that have not ended, by state."""
+        """Number of groups that have not ended, by state."""
         drawn = self._state.ledger.drawn - self._drawn_before
         net = self._transitions.net
         counts = {state: self._before[state] + net("group", state) for state in self._live}
@@ -39,20 +39,20 @@ class GroupCounts:
         return {state: max(0, count) for state, count in counts.items()}
 
     def ended(self) -> dict[str, int]:
-        """Groups by the state they ended in, those left out that ended after what a resumed run goes on from."""
+        """Number of groups by final state, without those that ended after the point where a resumed run continues."""
         entered = self._transitions.entered
         released = {state: entered("group", state) - self._undone[state] for state in RELEASED}
         return {"consumed": self._state.ledger.consumed, **released}
 
     def _begin(self) -> None:
-        """By state at this moment, less what `transitions` has counted already."""
+        """Groups by present state, minus what `transitions` has counted already."""
         counts = Counter(group.state for group in self._state.groups.values())
         self._before = {state: counts[state] - self._transitions.net("group", state) for state in self._live}
         self._drawn_before = self._state.ledger.drawn
 
     def _undo(self, groups: Iterable[GroupId]) -> None:
-        """These have not ended after all. Where they had ended before the snapshot that a replay began at, nobody knows
-        in which state: the sum is right, and the most frequent state is taken for theirs."""
+        """Take back the end of these groups. If they ended before the snapshot at which the replay began, their final
+        state is unknown: the sum is exact, and the most frequent state is assumed."""
         known, undone = self._transitions.released or {}, self._undone
         for id in groups:
             if id in known:
@@ -66,13 +66,13 @@ class GroupCounts:
 
 
 BEHIND = 64
-"""Groups that are looked at behind the oldest: one that was drawn later may have been started earlier."""
+"""Number of groups that are checked after the oldest one: a group drawn later may have started earlier."""
 AT_ONCE = 20_000
 
 
 class OldestGroup:
-    """Which started group that no step has taken was started first, nearly always: a look goes on where the last one
-    ended, since a group that was taken or has ended stays so until the run branches."""
+    """Finds the oldest started group that is not in a batch, nearly always exactly. A search continues where the last
+    one ended, because a group that was taken or has ended stays so until the run branches."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -80,7 +80,7 @@ class OldestGroup:
         self._branch = 0
 
     def started_at(self, branch: int) -> float | None:
-        """None where there is none. `branch`: how often the run went back to a checkpoint."""
+        """When the oldest such group started; None if there is none. `branch`: how often the run has branched."""
         groups, drawn = self._state.groups, self._state.ledger.drawn
         if branch != self._branch:
             self._first, self._branch = 0, branch

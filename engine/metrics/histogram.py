@@ -1,6 +1,6 @@
-"""A histogram with fixed buckets, exact smallest and largest value, and nothing else.
+"""A histogram with fixed buckets and the exact smallest and largest value.
 
-Ours rather than the client library's, so that it costs nothing until it is exported, and can be read without parsing
+It replaces the client library's class because it costs nothing until it is exported and can be read without parsing
 text.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """Counts values by the smallest bucket bound they do not exceed, and keeps whose the newest value in each is."""
+    """Counts values by the smallest bucket bound that they do not exceed, and keeps an exemplar for each bucket."""
 
     __slots__ = ("bounds", "count", "counts", "examples", "largest", "smallest", "total")
 
@@ -17,14 +17,14 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.examples: list[tuple[float, int] | None] = [None] * (len(bounds) + 1)
-        """(value, whose) of the newest value in each bucket, if given."""
+        """(value, group) of the newest value in each bucket, if given."""
         self.count = 0
         self.total = 0.0
         self.smallest: float | None = None
         self.largest: float | None = None
 
     def observe(self, value: float, whose: int | None = None) -> None:
-        """Count a value. `whose`: the group it is the value of."""
+        """Count a value. `whose`: the group it belongs to, as exemplar."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += 1
         if whose is not None:
@@ -37,7 +37,7 @@ class Histogram:
             self.largest = value
 
     def observe_all(self, values: Sequence[float], whose: Sequence[int]) -> None:
-        """Count many values, oldest first; the same as one by one, and quicker."""
+        """Count many values, oldest first. Faster than one by one, with the same result."""
         if not values:
             return
         bounds, counts, newest = self.bounds, self.counts, dict[int, int]()
@@ -58,7 +58,8 @@ class Histogram:
         return self.total / self.count if self.count else None
 
     def cumulative(self) -> list[tuple[str, float, tuple[float, int] | None]]:
-        """(upper bound, values up to it, example) per bucket, the last bound being `+Inf`: as Prometheus counts."""
+        """(upper bound, number of values up to it, exemplar) of each bucket, as Prometheus counts; the last bound is
+        `+Inf`."""
         rows, running = [], 0
         for bound, count, example in zip((*map(repr, self.bounds), "+Inf"), self.counts, self.examples, strict=True):
             running += count

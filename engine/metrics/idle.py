@@ -1,7 +1,7 @@
-"""Where the time of slots and trainer goes: busy, or idle and by which cause.
+"""Splits the time of slots and of the trainer into busy and idle, by cause.
 
-Kept by `collector.RunMetrics`. Between two events nothing changes, so the split found after one event holds until the
-next; only where it changes is something added up, which is exact and costs O(1), and nothing after most events.
+Used by `collector.RunMetrics`. Nothing changes between two events, so the split after one event holds until the next.
+Sums are updated only when the split changes, which is exact and costs O(1), and nothing after most events.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from engine.states.replica import Replica
 from engine.states.state import State
 
 FROZEN_STATES = ("installing",)
-"""A replica in one of these samples nothing, whatever it holds."""
+"""States in which a replica samples nothing."""
 NOT_THERE = ("down",)
 RUNNING, PARKED, READY = int(Phase.RUNNING), int(Phase.PARKED), int(Phase.READY)
 NEVER = 1 << 62
@@ -37,23 +37,23 @@ SYNC_ORDERS = (StartGroup, ResumeGroup, StageWeights, PauseReplica, InstallWeigh
 
 
 Split = tuple[int, tuple[tuple[str, int], ...], str, str | None, str]
-"""Slots that are busy, or idle by the cause named third; (cause, slots) of the others; what the trainer does; why it
-does nothing where that is None."""
+"""A split: busy slots, or slots idle for the cause named third; (cause, slots) of the others; the trainer's task; its
+idle cause if it has no task."""
 NOTHING: Split = (0, (), "starting", None, "starting")
 
 
 def only_syncs(kind: type[Event], commands: Sequence[Command]) -> bool:
-    """Whether an event and the answer to it took no group off a replica that is not ready."""
+    """Whether an event and its commands took no group off a replica that is not ready."""
     return kind in SYNC_EVENTS and all([type(command) in SYNC_ORDERS for command in commands])
 
 
 class Period:
-    """A time in which only the number of busy slots changes; with the sums up to its begin. Never changed."""
+    """A period in which only the number of busy slots changes, with the sums at its beginning. Immutable."""
 
     __slots__ = ("at", "busy_s", "idle_s", "split", "trainer_busy_s", "trainer_idle_s")
 
     def __init__(self, at: float, split: Split, before: "Period | None" = None, busy_s: float = 0.0) -> None:
-        """`before`: what ends at `at`, and how many slot seconds were busy by then."""
+        """`before`: the period that ends at `at`, and its busy slot seconds until then."""
         self.at = at
         self.split = split
         self.busy_s = busy_s
@@ -83,49 +83,49 @@ class Period:
 
 
 class IdleTime:
-    """Seconds by cause, up to the newest event; `measure` finds what holds from it on.
+    """Seconds by cause until the newest event. `measure` determines the split from that event on.
 
-    What it says may be read from any thread: `at`, `_now` and `_period` are written, and read, in this order, so that
-    no sum ever goes back.
+    Safe to read from any thread: `at`, `_now` and `_period` are written and read in this order, so no sum ever
+    decreases.
     """
 
     def __init__(self, state: State) -> None:
         self.at = 0.0
         """Time of the newest event, seconds since the run began."""
         self.frozen = 0
-        """Slots whose group stands still while weights are swapped."""
+        """Slots whose group is frozen while weights are swapped."""
         self.slots = 0
-        """Slots of living replicas."""
+        """Slots of replicas that are up."""
         self.rollout_cause = "starting"
-        """Why the free slots of ready replicas are free, where there are any."""
+        """Why free slots of ready replicas are idle, if there are any."""
         self.trainer_task: str | None = None
         self.trainer_cause = "starting"
         self._now = (0.0, 0, 0.0)
-        """(since when, so many slots are busy, their slot seconds before)."""
+        """(time, number of busy slots since then, busy slot seconds before)."""
         self._period: Period | None = None
-        """None before the first event: the time before it is nobody's."""
+        """None before the first event: time before it is not counted."""
         self._state = state
         self._slots_of: dict[ReplicaId, int] = {}
-        """Of those alive."""
+        """Number of slots of each replica that is up."""
         self._not_ready: dict[ReplicaId, Replica] = {}
-        """Alive, and in a state in which no group starts."""
+        """Replicas that are up, in a state in which no group starts."""
         self._ready: dict[ReplicaId, Version] = {}
-        """Versions of the others."""
+        """Weights versions of the other replicas."""
         self._counted: dict[ReplicaId, tuple[int, int, int, int]] = {}
-        """Of each that is not ready: slots frozen with a group, swapping, asleep and leaving."""
+        """For each replica that is not ready: slots that are frozen, syncing, asleep and draining."""
         self._swapping = self._asleep = self._leaving = 0
         self._most = 0
         self._measuring = 0
-        """Slots that groups could have and a validation has."""
+        """Slots that validation rows hold instead of groups."""
         self._full = False
         self._known: tuple[Limits, int, Version] | None = None
-        """What the next four were worked out from."""
+        """The inputs of the next four figures."""
         self._batch = self._workers = self._last = self._places = self._batched = 0
         for replica in state.fleet.replicas.values():
             self.replica_changed(replica)
 
     def replica_changed(self, replica: Replica) -> None:
-        """To be called after a replica changed its state, slots or version."""
+        """Call it after a replica changed its state, slots or version."""
         if replica.validator:
             return
         self.slots -= self._slots_of.pop(replica.id, 0)
@@ -143,7 +143,7 @@ class IdleTime:
             self._count_away(replica, len(replica.groups))
 
     def _count_away(self, replica: Replica, held: int) -> None:
-        """What the slots of a replica that is not ready do; nothing where it is ready, or not there."""
+        """What the slots of a replica that is not ready do; nothing if it is ready or down."""
         before = self._counted.pop(replica.id, NONE)
         now = NONE
         if replica.id in self._not_ready:
@@ -169,8 +169,8 @@ class IdleTime:
         return self._now[1]
 
     def group_changed(self) -> None:
-        """To be called after an event that changed groups only, and none of those parked: mostly only so many slots are
-        busy as before, or one fewer."""
+        """Call it after an event that changed only groups, none of them parked. The number of busy slots is mostly
+        unchanged, or one lower."""
         state = self._state
         count = state.ledger.count
         running, ready = count[RUNNING], count[READY]
@@ -186,7 +186,7 @@ class IdleTime:
             self.measure()
 
     def _bound(self, count: list[int]) -> str:
-        """Which bound keeps the next group from starting on a replica that is ready; empty where none does."""
+        """The bound that prevents the next group from starting on a ready replica; empty if none does."""
         running = count[RUNNING]
         held = running + count[PARKED] + count[READY] + self._batched
         if held >= self._last:
@@ -196,8 +196,8 @@ class IdleTime:
         return "staleness_bound" if held >= self._places else ""
 
     def measure(self, *, groups: bool = True) -> None:
-        """Find the split that holds from the newest event on. `groups`: some may have left replicas that are not ready,
-        of which `replica_changed` was not told."""
+        """Determine the split from the newest event on. `groups`: groups may have left replicas that are not ready
+        without a call of `replica_changed`."""
         state = self._state
         self._remember(state)
         beside = bool(state.validations.out) and not state.limits.validators()
@@ -213,7 +213,7 @@ class IdleTime:
         self._note(busy)
 
     def _remember(self, state: State) -> None:
-        """Figures that no change of groups alone changes."""
+        """Cache figures that changes of groups alone do not change."""
         limits, steps = state.limits, state.steps_batched
         self._full = state.ledger.ready >= limits.train_batch_size
         known = (limits, steps, self._newest_there())
@@ -226,7 +226,7 @@ class IdleTime:
         self._places = state.places(known[2])
 
     def _note(self, busy: int) -> None:
-        """The split as it is now, where it is not the one before."""
+        """Store the present split if it differs from the last one."""
         since, before, seconds = self._now
         at = self.at
         seconds += before * (at - since)
@@ -242,7 +242,7 @@ class IdleTime:
 
     @property
     def sums(self) -> Period:
-        """What it adds up to, up to the newest event."""
+        """Seconds by cause until the newest event."""
         at = self.at  # first: see the class
         since, busy, seconds = self._now
         period = self._period
@@ -269,27 +269,26 @@ class IdleTime:
 
     @property
     def capacity(self) -> tuple[int, int]:
-        """Groups that may still start: under the worker bound, and under the staleness bound at the newest installed
-        version."""
+        """Groups that may still start: under K, and under the staleness bound at the newest installed version."""
         state = self._state
         workers = state.limits.max_concurrent_groups - state.ledger.running
         return max(0, workers), max(0, state.places(self._newest_there()) - state.held)
 
     def _newest_there(self) -> Version:
-        """The newest version on a replica that groups can start on; where there is none, on one alive."""
+        """The newest version on a replica that can start groups; if there is none, on any replica that is up."""
         if self._ready:
             return max(self._ready.values())
         return max([replica.version for replica in self._not_ready.values()], default=0)
 
     @property
     def split(self) -> dict[str, int]:
-        """Slots of living replicas, by what they do."""
+        """Number of slots of replicas that are up, by what they do."""
         free = max(0, self.slots - self.busy - self.frozen)
         return {"busy": self.busy, "frozen": self.frozen, "free": free}
 
     @property
     def admission_limit(self) -> str:
-        """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
+        """What prevents the next group from starting: one of `labels.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
         if self._state.draining:
@@ -347,7 +346,7 @@ class IdleTime:
 
     @property
     def rollout_idle_share(self) -> float:
-        """Slot time not spent generating, as a share of all slot time; 0 while there was none."""
+        """Idle slot time as a share of all slot time; 0 before there was any."""
         sums = self.sums
         idle = sum(sums.idle_s.values())
         return idle / (idle + sums.busy_s) if idle else 0.0

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: a line of JSON per train step and per validation, whole or not there at all.
+"""`metrics.jsonl`: one complete line of JSON for each train step and validation.
 
-Written by `collector.RunMetrics`, read by the user's own tools. Every line is valid JSON as the standard has it: a
-figure that is not finite is written as null.
+`collector.RunMetrics` writes it for the user's tools. Every line is standard JSON: a number that is not finite is
+written as null.
 """
 
 import json
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Appends rows to a file; the operating system has each when `write` returns. A torn last line of an earlier life
-    is cut. Raises: `StorageFull`."""
+    """Appends rows to a file. When `write` returns, the operating system has the row. A torn last line of an earlier
+    process is cut. Raises: `StorageFull`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -43,7 +43,7 @@ class Journal:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Raises: `StorageFull` where what is written there finds no room."""
+    """Raises: `StorageFull` if a write there finds no space."""
     try:
         yield
     except OSError as error:
@@ -96,9 +96,9 @@ def cut_rows(
     validations: Container[int] | None = None,
     aside: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Keep the rows of the first `steps` train steps and of weights that hold no more, and give them back: the others
-    are to be written again, and so are those of `unfinished` steps and of validations other than `validations`.
-    `aside`: where the file is copied as it was, if a row of a finished step is left out."""
+    """Keep and return the rows of the first `steps` train steps and of validations of weights with no more steps. The
+    others will be written again, as will rows of `unfinished` steps and of validations other than `validations`.
+    `aside`: path for a copy of the file if a row of a finished step is removed."""
 
     def stays(row: dict[str, Any]) -> bool:
         if "validation" in row and validations is not None and row["validation"] not in validations:
@@ -112,7 +112,7 @@ def cut_rows(
 
 
 def plain(value: Any) -> Any:
-    """The same value as JSON has it: mappings with text keys, lists, null for what is not finite, numbers from array
+    """The value as JSON data: mappings with text keys, lists, null for numbers that are not finite, numbers from array
     scalars."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}

@@ -1,6 +1,6 @@
-"""The values that labels can take, and the bounds of histograms: closed sets, so that series stay as many as they are.
+"""Closed sets of label values, and the bucket bounds of histograms.
 
-Beside `names.py`, which uses them; read by what keeps the figures.
+Used by `names.py` and by the modules that count. Closed sets keep the number of series constant.
 """
 
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
@@ -21,13 +21,13 @@ ROLLOUT_IDLE_CAUSES = (
     "starting",
     "other",
 )
-"""Why a slot of a living replica generates nothing: its replica takes weights; its pool is not rollout's now; its
-replica is let go, or the run comes to rest; K is reached; the staleness bound is reached; the prompts are used up;
-prompts are being drawn; the groups that could run need newer weights than the replica has; the run needs no more
-groups; the run is starting; anything else."""
+"""Why a slot of a running replica is idle, in the order of the values: the replica syncs weights; another task has
+its pool; the replica or the run drains; K is reached; the staleness bound is reached; there are no more prompts;
+prompts are being drawn; the parked groups need newer weights than the replica has; the run needs no more groups; the
+run is starting; anything else."""
 
 ADMISSION_LIMITS = ("slots_full", "no_replica", *ROLLOUT_IDLE_CAUSES)
-"""What keeps the next group from starting: every slot is busy; no replica is up; else why slots are free."""
+"""Why no further group starts: every slot is busy; no replica is up; otherwise why slots are idle."""
 
 TRAINER_IDLE_CAUSES = (
     "waiting_for_groups",
@@ -41,10 +41,10 @@ TRAINER_IDLE_CAUSES = (
     "restarting",
     "starting",
 )
-"""Why no train step is being scored or trained: fewer groups are ready than a batch takes; enough are, but a deadline
-binds and its groups are still being generated; weights are being published; replicas in its pool are not asleep yet; a
-replica has not got the newest weights, for which `train_after_sync` waits; no replica is alive; the prompts are used
-up; the run comes to rest; another life of the trainer begins; the run is starting."""
+"""Why no batch is scored or trained, in the order of the values: fewer groups are ready than a batch needs; enough are
+ready, but the step must take groups that still run; weights are being published; replicas in its pool do not sleep yet;
+a replica does not have the newest weights, for which `train_after_sync` waits; no replica is up; there are no more
+prompts; the run drains; the trainer restarts; the run is starting."""
 
 TRAINER_TASKS = ("scoring", "training")
 STEP_PHASES = ("collecting", "scoring", "training", "publishing")
@@ -63,8 +63,8 @@ RETRY_CAUSES = (
 )
 
 RECOVERY_KINDS = ("resumed", "branched", "scheduler")
-"""How a run went on: in new processes with everything it had; in new processes from a checkpoint, what came after it
-done again; with a new process of the scheduler beside the living actors."""
+"""How a run recovered: new processes continued and lost no train step; new processes continued from a checkpoint and
+repeated the later steps; a new scheduler process took over the running actors."""
 
 REQUESTS: dict[type[Event], str] = {
     StopRequested: "stop",
@@ -73,10 +73,10 @@ REQUESTS: dict[type[Event], str] = {
     ReplicasWanted: "replicas_wanted",
     SettingChanged: "setting",
 }
-"""What users ask of a running run, by the event it becomes."""
+"""Label value of each event that is a user's request."""
 
 PARKED_REASONS = ("timeout", "moved")
-"""Why a running group is ordered to be parked: its attempt took too long; a faster replica takes it over."""
+"""Why a running group is parked: its attempt exceeded its time limit; a faster replica continues it."""
 
 LIVE_VALIDATION_STATES = tuple(state for state in VALIDATION.states if state not in VALIDATION.terminal)
 LIVE_GROUP_STATES = tuple(state for state in GROUP.states if state not in GROUP.terminal)
@@ -93,4 +93,4 @@ GROUP_BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(3, 18))
 DECISION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 FIGURES_KEPT = 128
-"""Different figures of the trainer that become series, at most: the first ones named."""
+"""Maximum number of the trainer's metrics that are exported; the first names count."""

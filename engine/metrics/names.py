@@ -1,9 +1,9 @@
-"""Every name the engine exports to Prometheus: the one place to look one up, and the only one to add one.
+"""All metrics that the engine exports to Prometheus. Add new ones here.
 
-Read by the exporter, by the generator of `docs/METRICS.md`, by the boards and alerts of `dashboards/` and by the tests
-that compare them. Base units, `engine_` in front, `_total` behind counters. Where label values are a closed
-set they are in `labels.py`, and exported from the start with 0, so that a rate has a beginning. No label ever holds the
-id of a group, a step or a version: those go up for as long as a run lasts, and the number of series must not.
+The exporter, the generator of `docs/METRICS.md`, the boards and alerts of `dashboards/`, and the tests that compare
+them read this module. Names begin with `engine_`, counters end with `_total`, and units are base units. `labels.py` has
+the label values that form a closed set; these series start at 0, so `rate()` sees the first increase. No label may hold
+the id of a group, a step or a version, because the number of series must not grow with the length of a run.
 """
 
 from dataclasses import dataclass, field
@@ -31,12 +31,12 @@ from engine.states.process import KINDS, PROCESS
 from engine.states.validation import VALIDATION
 
 Labels = dict[str, tuple[str, ...]]
-"""Each label with the values it can take; an empty tuple is an open set."""
+"""Each label with its possible values. An empty tuple means that the set is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One exported name."""
+    """One exported metric."""
 
     name: str
     kind: str
@@ -45,11 +45,11 @@ class Metric:
     help: str
     labels: Labels = field(default_factory=dict)
     where: str = ""
-    """What exports it, where not every run does: `run directory` or `Ray`."""
+    """What a run needs to export it: `run directory` or `Ray`. Empty: every run exports it."""
 
     @property
     def family(self) -> str:
-        """The name as `prometheus_client` wants it: it adds `_total` by itself."""
+        """The name for `prometheus_client`, which adds `_total` itself."""
         return self.name.removesuffix("_total")
 
 
@@ -69,35 +69,36 @@ GROUPS = _gauge("engine_groups", "groups", "Prompt groups that have not ended, b
 GROUPS_ENDED = _counter(
     "engine_groups_ended_total",
     "groups",
-    "Prompt groups that ended, by the state they ended in.",
+    "Prompt groups that ended, by final state.",
     {"state": GROUP.terminal},
 )
 GROUPS_RUNNING = _gauge("engine_groups_running", "groups", "Prompt groups being generated (at most K).")
 CAPACITY = _gauge(
     "engine_capacity_groups",
     "groups",
-    "Groups that may still start: under the bound K, and under staleness at the newest installed version.",
+    "Groups that may still start: workers: under K; staleness: under S, at the newest installed version.",
     {"bound": ("workers", "staleness")},
 )
 ADMISSION_LIMIT = _gauge(
     "engine_admission_limit",
     "0 or 1",
-    "1 for the limit that keeps the next group from starting now, 0 for the others.",
+    "1 for the limit that currently prevents the next group from starting, 0 for the others.",
     {"limit": ADMISSION_LIMITS},
 )
-MAX_STALENESS = _gauge("engine_max_staleness_steps", "train steps", "S: the staleness no group may exceed.")
-MAX_GROUPS = _gauge("engine_max_concurrent_groups", "groups", "K: groups that may be generated at once.")
-BATCH_SIZE = _gauge("engine_train_batch_size_groups", "groups", "B: groups that a train step takes.")
+MAX_STALENESS = _gauge("engine_max_staleness_steps", "train steps", "S: the maximum staleness of a group.")
+MAX_GROUPS = _gauge("engine_max_concurrent_groups", "groups", "K: the maximum number of groups that run at once.")
+BATCH_SIZE = _gauge("engine_train_batch_size_groups", "groups", "B: groups in the batch of a train step.")
 SLOTS = _gauge(
     "engine_slots",
     "slots",
-    "Slots of living replicas: generating, frozen with a group while weights are swapped, or free.",
+    "Slots of replicas that are up. busy: generating; frozen: holding a group during a weight swap; free: not in use.",
     {"state": ("busy", "frozen", "free")},
 )
 STALENESS = _histogram(
     "engine_staleness_steps",
     "train steps",
-    "Staleness of every group taken by a train step: steps its oldest token lags behind. Exemplar: the newest group.",
+    "Staleness of every group in a trained batch: train steps that its oldest token lags behind. Exemplar: the newest "
+    "group.",
 )
 STEP_STALENESS = _gauge(
     "engine_step_staleness_steps",
@@ -108,19 +109,22 @@ STEP_STALENESS = _gauge(
 DEADLINE_ROOM = _gauge(
     "engine_deadline_room_steps",
     "train steps",
-    "Train steps left until the oldest deadline among started groups falls due; 0: the step that forms now needs it.",
+    "Train steps until the earliest deadline of a started group. 0: the step that forms now must take the group.",
 )
 OLDEST_GROUP_AGE = _gauge(
-    "engine_oldest_group_age_seconds", "seconds", "Time since the oldest group that no step has taken was started."
+    "engine_oldest_group_age_seconds", "seconds", "Age of the oldest started group that is not in a batch yet."
 )
-STEPS = _counter("engine_train_steps_total", "steps", "Outer train steps trained.")
+STEPS = _counter("engine_train_steps_total", "steps", "Train steps done (outer steps).")
 STEP_AGE = _gauge(
     "engine_step_age_seconds",
     "seconds",
-    "Time since a train step was last finished, or the run began or was resumed.",
+    "Time since the last train step finished, or since the run started or resumed.",
 )
 STEP_SECONDS = _histogram(
-    "engine_step_phase_seconds", "seconds", "Time a finished train step spent in a phase.", {"phase": STEP_PHASES}
+    "engine_step_phase_seconds",
+    "seconds",
+    "Time that each finished train step spent in a phase.",
+    {"phase": STEP_PHASES},
 )
 TOKENS_GENERATED = _counter("engine_tokens_generated_total", "tokens", "Response tokens of generated groups.")
 TOKENS_TRAINED = _counter("engine_tokens_trained_total", "tokens", "Response tokens of groups trained on.")
@@ -132,19 +136,19 @@ RESPONSE_TOKENS = _histogram(
 GROUP_SECONDS = _histogram(
     "engine_group_seconds",
     "seconds",
-    "Time from a group's first start to its last trajectory, waits and retries included. Exemplar: the newest group.",
+    "Time from the first start of a group until it is generated, waits and retries included. Exemplar: newest group.",
 )
 TRANSITIONS = _counter(
     "engine_transitions_total",
     "transitions",
-    "Changes of state, by machine and by the states left and entered.",
+    "State transitions, by machine, old state and new state.",
     {"machine": MACHINES, "from": (), "to": ()},
 )
 REPLICAS = _gauge(
     "engine_replicas",
     "replicas",
-    "Rollout replicas, by state; one that is down has the state of its process. gone: it cannot restart. Replicas that "
-    "were let go do not count.",
+    "Rollout replicas, by state. A replica that is down has the state of its process; gone: it cannot restart. "
+    "Replicas that were removed on request do not count.",
     {"state": REPLICA_STATES},
 )
 WEIGHTS_VERSION = _gauge("engine_weights_version", "version", "Newest weights version published by the trainer.")
@@ -158,15 +162,18 @@ REPLICA_STATE = _gauge(
     {"replica": (), "state": REPLICA_STATES},
 )
 REPLICA_SLOTS = _gauge(
-    "engine_replica_slots", "slots", "Slots of a replica that is up.", {"replica": (), "state": ("held", "free")}
+    "engine_replica_slots",
+    "slots",
+    "Slots of a replica that is up. held: in use; free: not in use.",
+    {"replica": (), "state": ("held", "free")},
 )
 REPLICA_TOKENS = _counter(
-    "engine_replica_tokens_total", "tokens", "Response tokens of the groups a replica generated.", {"replica": ()}
+    "engine_replica_tokens_total", "tokens", "Response tokens of the groups that a replica generated.", {"replica": ()}
 )
 REPLICA_GROUPS = _counter(
     "engine_replica_groups_total",
     "groups",
-    "Attempts that ended on a replica: the group generated, aborted (its prefix kept) or failed.",
+    "Attempts that ended on a replica. generated: finished; aborted: stopped, with its prefix stored; failed: failed.",
     {"replica": (), "end": REPLICA_GROUP_ENDS},
 )
 REPLICA_RESUMED = _counter(
@@ -178,7 +185,7 @@ REPLICA_RESUMED = _counter(
 REPLICA_PAUSE = _counter(
     "engine_replica_pause_seconds_total",
     "seconds",
-    "Time a replica spent between the order to pause and sampling again, by sync mode.",
+    "Time from the order to pause a replica until it samples again, by sync mode.",
     {"replica": (), "mode": SYNC_MODES},
 )
 SYNC_SECONDS = _histogram(
@@ -190,67 +197,69 @@ SYNC_SECONDS = _histogram(
 ROLLOUT_BUSY = _counter(
     "engine_rollout_busy_slot_seconds_total",
     "slot seconds",
-    "Slots of living replicas that were generating, times seconds.",
+    "Busy slot time of replicas that are up.",
 )
 ROLLOUT_IDLE = _counter(
     "engine_rollout_idle_slot_seconds_total",
     "slot seconds",
-    "Slots of living replicas that were not generating, times seconds, by cause.",
+    "Idle slot time of replicas that are up, by cause.",
     {"cause": ROLLOUT_IDLE_CAUSES},
 )
 TRAINER_BUSY = _counter(
     "engine_trainer_busy_seconds_total",
     "seconds",
-    "Time in which a batch was being scored or trained on.",
+    "Time spent scoring or training a batch.",
     {"task": TRAINER_TASKS},
 )
 TRAINER_IDLE = _counter(
     "engine_trainer_idle_seconds_total",
     "seconds",
-    "Time in which no batch was being scored or trained on, by cause.",
+    "Time in which no batch was scored or trained, by cause.",
     {"cause": TRAINER_IDLE_CAUSES},
 )
 TRAINER_FIGURE = _gauge(
     "engine_trainer_figure",
     "as reported",
-    f"Figures that the trainer reported for its newest step, by name; the first {FIGURES_KEPT} names.",
+    f"Metrics that the trainer reported for its newest step, by name. At most {FIGURES_KEPT} names are exported.",
     {"figure": ()},
 )
 PROCESSES = _gauge(
     "engine_processes",
     "processes",
-    "Processes of the run, by kind and state. gone: none runs, and none is being started. Replicas that were let go do "
-    "not count.",
+    "Processes of the run, by kind and state. gone: not running and not starting. Replicas that were removed on "
+    "request do not count.",
     {"kind": KINDS, "state": PROCESS.states},
 )
 PROCESS_DEATHS = _counter(
     "engine_process_deaths_total",
     "processes",
-    "Processes that ended although they were wanted, or failed to start, by kind.",
+    "Processes that died or failed to start, by kind.",
     {"kind": KINDS},
 )
 RETRIES = _counter(
     "engine_retries_total",
     "attempts",
-    "Attempts that failed, by what failed. A group on a lost replica counts under replica_lost; process_lost: any "
-    "other process. Exemplar: the group.",
+    "Failed attempts, by cause. replica_lost: a group on a replica that died; process_lost: an order of any other "
+    "process that died. Exemplar: the group.",
     {"cause": RETRY_CAUSES},
 )
 BUDGET = _gauge(
     "engine_retry_budget_attempts",
     "attempts",
-    "Attempts that each group, install, step and publication has against a cause.",
+    "Attempts that each group, install, train step and publication has, by cause of failure.",
     {"budget": ("infrastructure", "data")},
 )
 STALE_ECHOES = _counter(
-    "engine_stale_echoes_total", "events", "Events about an order that has ended: recorded, without effect."
+    "engine_stale_echoes_total", "events", "Events about orders that have ended; they are recorded and ignored."
 )
-EVENTS = _counter("engine_events_total", "events", "Events handled by the scheduler, by kind.", {"event": ()})
-EVENTS_WAITING = _gauge("engine_events_waiting", "events", "Events taken in and not handled yet.", where="Ray")
+EVENTS = _counter("engine_events_total", "events", "Events that the scheduler handled, by kind.", {"event": ()})
+EVENTS_WAITING = _gauge(
+    "engine_events_waiting", "events", "Events that were received but not handled yet.", where="Ray"
+)
 DECISION_SECONDS = _histogram(
     "engine_decision_seconds",
     "seconds",
-    "Time from the arrival of events until they were recorded and the commands that answer them had left. Over Ray.",
+    "Time from the arrival of events until they are recorded and their commands are sent. Over Ray.",
 )
 STORE_GROUPS = _gauge("engine_trajectory_store_groups", "groups", "Groups in the trajectory store.", where="Ray")
 STORE_BYTES = _gauge(
@@ -259,29 +268,31 @@ STORE_BYTES = _gauge(
 STORE_DISK_BYTES = _gauge(
     "engine_trajectory_store_disk_bytes",
     "bytes",
-    "Bytes of the trajectory store on disk, groups that are discarded and not yet cleared away included.",
+    "Bytes of the trajectory store on disk, including discarded groups that are not deleted yet.",
     where="Ray",
 )
 RECORD_BYTES = _counter(
-    "engine_record_bytes_total", "bytes", "Bytes of the schedule record that were written.", where="run directory"
+    "engine_record_bytes_total", "bytes", "Bytes written to the schedule record.", where="run directory"
 )
 RECORD_LAG = _gauge(
     "engine_record_waiting_bytes",
     "bytes",
-    "Bytes of the schedule record that the operating system does not have yet.",
+    "Bytes of the schedule record that wait in memory to be written.",
     where="run directory",
 )
-DISK_FREE = _gauge("engine_disk_free_bytes", "bytes", "Free on the disk of the run's directory.", where="run directory")
+DISK_FREE = _gauge(
+    "engine_disk_free_bytes", "bytes", "Free space on the disk of the run's directory.", where="run directory"
+)
 DISK_SIZE = _gauge("engine_disk_size_bytes", "bytes", "Size of the disk of the run's directory.", where="run directory")
 REWARD = _gauge("engine_reward_mean", "reward", "Mean reward of the groups of the newest trained step.")
-ACCURACY = _gauge("engine_validation_accuracy", "ratio", "Newest accuracy on held-out prompts, 0 to 1.")
+ACCURACY = _gauge("engine_validation_accuracy", "ratio", "Accuracy of the newest validation, 0 to 1.")
 ACCURACY_STEPS = _gauge(
-    "engine_validation_steps", "train steps", "Train steps in the weights that were last measured on held-out prompts."
+    "engine_validation_steps", "train steps", "Train steps in the weights of the newest validation."
 )
 VALIDATION_VERSION = _gauge(
     "engine_validation_version",
     "version",
-    "Weights version that the newest accuracy on held-out prompts was measured under.",
+    "Weights version of the newest validation.",
 )
 VALIDATIONS = _gauge(
     "engine_validations",
@@ -292,73 +303,73 @@ VALIDATIONS = _gauge(
 VALIDATIONS_ENDED = _counter(
     "engine_validations_ended_total",
     "validations",
-    "Validations that ended, by the state they ended in.",
+    "Validations that ended, by final state.",
     {"state": VALIDATION.terminal},
 )
 VALIDATION_ROWS = _counter("engine_validation_rows_total", "rows", "Held-out rows measured.")
 VALIDATION_SECONDS = _histogram(
-    "engine_validation_seconds", "seconds", "Time from a version that is to be validated to its report."
+    "engine_validation_seconds", "seconds", "Time from the request for a validation to its report."
 )
 SILENCE = _gauge(
     "engine_silence_seconds",
     "seconds",
-    "Time since anything was last reported to the scheduler: how long it has waited for what it waits for.",
+    "Time since the last event of the scheduler.",
 )
 RECOVERIES = _counter(
     "engine_recoveries_total",
-    "times",
-    "Times the run went on, in whichever process: resumed with all it had, branched at a checkpoint, or with a new "
-    "process of the scheduler.",
+    "recoveries",
+    "Recoveries of the run. resumed: new processes lost no train step; branched: new processes continued from a "
+    "checkpoint; scheduler: a new scheduler process took over the running actors.",
     {"kind": RECOVERY_KINDS},
 )
 REQUESTS_TAKEN = _counter(
     "engine_requests_total",
     "requests",
-    "What users asked of the running run: to stop, to drain, other replicas, another setting.",
+    "Requests from users and signals to the running run, by kind.",
     {"request": tuple(REQUESTS.values())},
 )
 DRAINING = _gauge(
-    "engine_draining_seconds", "seconds", "How long the run has been coming to rest; 0 where nobody asked it to."
+    "engine_draining_seconds", "seconds", "Time since the current drain began; 0 if the run is not draining."
 )
 PARKED = _counter(
     "engine_groups_parked_total",
     "groups",
-    "Running groups that were ordered to be parked: their attempt took too long, or a faster replica takes them over.",
+    "Running groups that were parked. timeout: the attempt exceeded its limit; moved: a faster replica continues it.",
     {"reason": PARKED_REASONS},
 )
 POLICY_ERRORS = _counter(
     "engine_policy_errors_total",
     "decisions",
-    "Decisions of built-in policies in place of one that raised or broke a law.",
+    "Decisions made by a built-in policy because a custom policy raised or broke a law.",
 )
 REPLICAS_WANTED = _gauge(
     "engine_replicas_wanted",
     "replicas",
-    "Replicas that there should be, those that only validate not included.",
+    "Number of generating replicas that the run should have.",
 )
 REPLICA_SLOW = _gauge(
     "engine_replica_slow",
     "0 or 1",
-    "1 for a replica that is slower than the others by more than may be.",
+    "1 for a replica that is slower than the others by more than `rollout.straggler_factor`, 0 for the others.",
     {"replica": ()},
 )
 BATCHES_KEPT = _gauge(
     "engine_batches_kept_steps",
     "train steps",
-    "Steps whose batches are kept, since no checkpoint contains them: those that a resume would train again.",
+    "Train steps that no checkpoint contains yet. A resume retrains them from their stored batches.",
 )
 CHECKPOINT_AGE = _gauge(
     "engine_checkpoint_age_seconds",
     "seconds",
-    "Time since a checkpoint was last complete, or since the run was resumed.",
+    "Time since the last checkpoint was saved, or since the run started or resumed.",
 )
 CHECKPOINT_STEPS = _gauge(
     "engine_checkpoint_steps", "train steps", "Train steps in the newest complete checkpoint; 0 before the first."
 )
 CHECKPOINT_EVERY = _gauge(
-    "engine_checkpoint_every_steps", "train steps", "Train steps from one checkpoint to the next; 0: none is written."
+    "engine_checkpoint_every_steps", "train steps", "Train steps from one checkpoint to the next; 0: no checkpoints."
 )
-UPTIME = _gauge("engine_uptime_seconds", "seconds", "Time since the run began.")
+UPTIME = _gauge("engine_uptime_seconds", "seconds", "Time since the run began, as the scheduler counts it.")
 
 METRICS: tuple[Metric, ...] = (
     GROUPS, GROUPS_ENDED, GROUPS_RUNNING, CAPACITY, ADMISSION_LIMIT, MAX_STALENESS, MAX_GROUPS, BATCH_SIZE, SLOTS,

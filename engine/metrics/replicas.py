@@ -1,6 +1,7 @@
-"""What each replica did: tokens, groups, pauses. Kept by `collector.RunMetrics` from events and orders, O(1) each.
+"""Figures of each replica: tokens, groups, pauses. `collector.RunMetrics` updates them in O(1) for each event and
+command.
 
-A replica keeps its figures when it is lost and comes back: the number of series is that of replicas, not of lives.
+A replica keeps its figures when its process restarts, so the number of series is the number of replicas.
 """
 
 from engine.commands import Command, PauseReplica, ResumeGroup, ResumeReplica
@@ -12,7 +13,7 @@ from engine.states.limits import SYNC_MODES
 
 
 class ReplicaFigures:
-    """One replica, over all its lives."""
+    """The figures of one replica over all its restarts."""
 
     __slots__ = ("ended", "pause_s", "resumed", "tokens")
 
@@ -24,7 +25,7 @@ class ReplicaFigures:
 
 
 class Replicas:
-    """Figures by replica, and how long weight syncs take."""
+    """Figures by replica, and the duration of weight syncs."""
 
     def __init__(self) -> None:
         self.of: dict[ReplicaId, ReplicaFigures] = {}
@@ -32,7 +33,7 @@ class Replicas:
         self._pausing: dict[ReplicaId, tuple[float, str]] = {}
 
     def joined(self, replica: ReplicaId) -> None:
-        """From here on it has figures, all 0 at first."""
+        """Add a replica, with all figures 0."""
         self._figures(replica)
 
     def generated(self, replica: ReplicaId, groups: int, tokens: int) -> None:
@@ -47,7 +48,7 @@ class Replicas:
         self._figures(event.replica).ended["failed"] += 1
 
     def ordered(self, command: Command, at: float) -> None:
-        """An order to a replica leaves."""
+        """Note an order to a replica."""
         if type(command) is ResumeGroup:
             self._figures(command.replica).resumed += 1
         elif type(command) is ResumeReplica:

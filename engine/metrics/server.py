@@ -1,8 +1,7 @@
 """The HTTP endpoint of a run: `/metrics` for Prometheus, `/status` for `engine top`.
 
-Runs in an event loop on a thread of its own and never waits for or slows the scheduler. It serves what it is given and
-knows nothing of what is in it. It answers for known hosts only, a bounded number of connections at once, none of which
-it waits for without end.
+It runs on its own thread and event loop and never delays the scheduler. It answers only requests for known hosts, with
+a bounded number of connections and bounded waits.
 """
 
 import asyncio
@@ -26,11 +25,11 @@ log = logging.getLogger(__name__)
 BOUNDS = ConnectionBounds()
 
 Describe = Callable[[], dict[str, Any]]
-"""What `/status` answers, as JSON has it."""
+"""Returns the content of `/status` as plain JSON data."""
 
 
 def check_address(host: str, port: int) -> None:
-    """Whether a run could listen there now; nothing does afterwards. Raises: ConfigError."""
+    """Check that a run can listen at an address, without keeping it. Raises: ConfigError."""
     _listen(host, port).close()
 
 
@@ -58,7 +57,7 @@ def _refused(host: str, port: int, error: Exception) -> ConfigError:
 
 
 class MetricsServer:
-    """Serves a registry at `url` until `close`. Port 0 takes any free one; `port` is the one taken."""
+    """Serves a registry at `url` until `close`. Port 0 chooses any free port; `port` is the chosen one."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class MetricsServer:
         describe: Describe | None = None,
         bounds: ConnectionBounds = BOUNDS,
     ) -> None:
-        """`hosts`: further names under which requests may reach it. Raises: ConfigError, when the address cannot be
-        listened on."""
+        """`hosts`: additional host names under which requests are accepted. Raises: ConfigError if it cannot listen
+        there."""
         self._metrics: Any = make_wsgi_app(registry)
         self._describe = describe
         sock = _listen(host, port)
@@ -93,7 +92,7 @@ class MetricsServer:
         return f"http://{self.address}/metrics"
 
     def close(self) -> None:
-        """Stop serving and free the port. A second call does nothing."""
+        """Stop serving and free the port. Can be called twice."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
-"""Whether a run has fallen silent: nothing has changed for long, and what it waits for meanwhile.
+"""Reports that a run has not changed for long, and what it waits for.
 
-Kept by the scheduler actor, which looks when `look` says so: one timer, set again only when it has fired, so that an
-event costs nothing here. A silence is reported after so many seconds, again after twice as many, and so on.
+The scheduler actor calls `look` at the times that it asks for: one timer, so an event costs nothing here. It reports
+after `after_s` seconds, then after twice as many, and so on.
 """
 
 import logging
@@ -16,7 +16,7 @@ SHOWN = 8
 
 
 class Silence:
-    """`look` at the moment it asked for last; `after_s`: how long a run may be silent before a report."""
+    """Watches for silence. `after_s`: seconds without a change before the first report."""
 
     def __init__(self, metrics: RunMetrics, after_s: float) -> None:
         self._metrics = metrics
@@ -27,7 +27,7 @@ class Silence:
         """Time of the newest event that changed something, seconds since the run began."""
 
     def look(self, now: float) -> float:
-        """Tell a silence that has lasted; the seconds until the next look."""
+        """Report a silence if it is due. Returns the seconds until the next call."""
         metrics = self._metrics
         if metrics.changes != self._seen:
             self._seen, self._since = metrics.changes, metrics.at

@@ -1,7 +1,7 @@
-"""Other places for the lines of `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, each through its own client.
+"""Sends the rows of `metrics.jsonl` to TensorBoard, Weights & Biases and MLflow, through their own clients.
 
-Opened beside the journal by whoever runs a run. A sink works on a thread of its own behind a bounded queue: one that is
-slow, gone or broken loses rows and says so in the log; it never costs the run anything, nor `metrics.jsonl` a line.
+The sinks are opened together with the journal. Each works on its own thread behind a bounded queue. A slow, missing or
+broken sink loses rows and logs it. It must never delay or fail the run, or lose a line of `metrics.jsonl`.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ from engine.private_files import write_private
 log = logging.getLogger(__name__)
 
 QUEUED_ROWS = 1000
-"""Rows that wait for a slow sink, at most; further ones are lost to it."""
+"""Maximum number of rows that wait for a slow sink; it loses further rows."""
 GOODBYE_S = 8.0
-"""How long the sinks together may take to write what waits, at the end of a run."""
+"""Seconds that all sinks together get at the end of a run to write the rows that wait."""
 
 MLFLOW_RUN = "mlflow_run.txt"
-"""In the run's directory: the id that MLflow gave it."""
+"""File in the run's directory with the id of the MLflow run."""
 
 Row = Mapping[str, Any]
 
 
 class Client(Protocol):
-    """What a sink writes with. Only ever used on the sink's own thread; may raise anything."""
+    """Writes rows to one sink. Used only on the sink's thread; may raise anything."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files that `tensorboard --logdir` shows."""
+    """Writes event files for `tensorboard --logdir`."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         from tensorboard.summary import Writer
@@ -58,7 +58,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; offline it lies in the run's directory until `wandb sync` sends it."""
+    """Writes a run of Weights & Biases. Offline it stays in the run's directory until `wandb sync`."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         import wandb
@@ -87,7 +87,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, by default in `mlruns/` beside the runs; the same one when a run is resumed."""
+    """Writes a run of MLflow, by default to `mlruns/` beside the runs. A resumed run continues the same MLflow run."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         uri = options.get("uri") or (directory.resolve().parent / "mlruns").as_uri()
@@ -109,7 +109,7 @@ class MLflow:
             self._client.log_batch(self._id, params=params[first : first + 100])
 
     def _go_on_with(self, noted: Path) -> tuple[str, Container[str]] | None:
-        """The run of an earlier life, and its parameters; None where there is none, or it was deleted."""
+        """The MLflow run of an earlier process and its parameters; None if there is none or it was deleted."""
         from mlflow.exceptions import MlflowException
 
         if not noted.exists():
@@ -140,7 +140,7 @@ CLIENTS: dict[str, tuple[str, Callable[..., Client]]] = {
     "wandb": ("wandb", WeightsAndBiases),
     "mlflow": ("mlflow", MLflow),
 }
-"""Module and client by name, which is also that of the extra: `pip install 'step-engine[wandb]'`."""
+"""Module and client of each sink by name. The name is also that of the extra: `pip install 'step-engine[wandb]'`."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
@@ -154,18 +154,18 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 class Sink:
-    """One sink on its thread. `make` opens the client there, since that may take seconds and the network."""
+    """One sink on its thread. `make` opens the client there, because that may take seconds or need the network."""
 
     def __init__(self, name: str, make: Callable[[], Client]) -> None:
         self.name = name
         self.lost = 0
-        """Rows it did not get."""
+        """Number of rows that this sink lost."""
         self._queue: queue.Queue[Row | None] = queue.Queue(QUEUED_ROWS)
         self._thread = threading.Thread(target=self._work, args=(make,), name=f"sink {name}", daemon=True)
         self._thread.start()
 
     def write(self, row: Row) -> None:
-        """Never waits and never raises."""
+        """Queue a row. Never waits and never raises."""
         try:
             self._queue.put_nowait(row)
         except queue.Full:
@@ -174,7 +174,7 @@ class Sink:
                 log.warning("%s is too slow: rows are lost", self.name)
 
     def end(self) -> None:
-        """No row follows. Where the queue is full the oldest row makes place for this."""
+        """End the sink after the queued rows. If the queue is full, its oldest row is dropped."""
         while True:
             try:
                 self._queue.put_nowait(None)
@@ -185,13 +185,13 @@ class Sink:
                     self.lost += 1
 
     def wait(self, seconds: float) -> None:
-        """Until everything is written, or for so long."""
+        """Wait until everything is written, at most this long."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("%s did not end in time", self.name)
 
     def _work(self, make: Callable[[], Client]) -> None:
-        """A row that cannot be written is lost; a client that cannot be made takes none."""
+        """Write queued rows. A row that cannot be written is lost; without a client all are."""
         try:
             client = make()
         except BaseException:
@@ -216,7 +216,7 @@ class Sink:
 
 
 class Books:
-    """`metrics.jsonl` and the sinks of a run behind one `write`: the journal first, always."""
+    """Writes each row to `metrics.jsonl` first, then to the sinks."""
 
     def __init__(self, journal: Journal, sinks: Sequence[Sink]) -> None:
         self._journal = journal
@@ -228,7 +228,7 @@ class Books:
             sink.write(row)
 
     def close(self) -> None:
-        """Ends the sinks together, and waits for them for a while."""
+        """End all sinks together, and wait a limited time for them."""
         self._journal.close()
         for sink in self.sinks:
             sink.end()
@@ -238,7 +238,7 @@ class Books:
 
 
 def open_books(directory: Path, config: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> Books:
-    """The books of a run in its directory. `chosen`: options by the name of the sink."""
+    """Open the journal and the sinks of a run in its directory. `chosen`: options of each sink by name."""
     journal = Journal(directory / "metrics.jsonl")
     sinks = [
         Sink(name, lambda name=name, options=options: CLIENTS[name][1](directory.name, directory, config, options))  # type: ignore[misc]
@@ -248,21 +248,21 @@ def open_books(directory: Path, config: Mapping[str, Any], chosen: Mapping[str, 
 
 
 def figures_at(row: Row) -> tuple[int, dict[str, float]]:
-    """The step that a row belongs to, and its figures. Those of a validation are under `validation/`, at the steps in
-    the weights it measured."""
+    """The step and the figures of a row. Figures of a validation are under `validation/`, at the train steps of its
+    weights."""
     if "validation" in row:
         return int(row["steps"]), figures_of({"validation": {k: v for k, v in row.items() if k != "validation"}})
     return int(row["step"]), figures_of(row)
 
 
 def figures_of(row: Row) -> dict[str, float]:
-    """The finite numbers of a row by name, nested ones under `outer/inner`."""
+    """The finite numbers of a row by name; nested ones as `outer/inner`."""
     numbers = {name: value for name, value in leaves(row).items() if isinstance(value, int | float)}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """What is not a mapping, by its path: `outer/inner`."""
+    """All values that are no mappings, by path: `outer/inner`."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{above}{name}"

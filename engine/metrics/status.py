@@ -1,7 +1,7 @@
-"""`Status`: what a run is doing at one moment, small enough to send anywhere and plain enough to pickle.
+"""`Status`: a snapshot of what a run is doing, as small plain data that can be pickled or sent as JSON.
 
-Made by `RunMetrics.status` beside the scheduler, drawn by the live view in another process. The two sentences say why
-the trainer and the rollout do what they do, from the same figures the scheduler decides by.
+`RunMetrics.status` creates it next to the scheduler, and the live view draws it in another process. Two of its fields
+are sentences that say what the trainer and the rollout do or wait for, from the figures that the scheduler decides by.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """One snapshot. Times in seconds; shares from 0 to 1; None where a figure does not exist yet."""
+    """One snapshot. Times are in seconds and shares from 0 to 1. None: the figure does not exist yet."""
 
     outcome: str | None
-    """None while the run is running; then `finished`, `stopped` or `failed`."""
+    """`finished`, `stopped` or `failed`; None while the run is running."""
     reason: str
     step: int
     """Train steps trained."""
@@ -35,14 +35,14 @@ class Status:
     elapsed_s: float
     eta_s: float | None
     reward: float | None
-    """Mean over the newest step."""
+    """Mean reward of the newest step."""
     rewards: tuple[float | None, ...]
-    """The newest steps, oldest first."""
+    """Mean rewards of the newest steps, oldest first."""
     reward_first: float | None
     accuracies: tuple[tuple[int, float], ...]
-    """(train steps, accuracy on held-out prompts) of every measurement, oldest first."""
+    """(train steps, accuracy) of every reported validation, oldest first."""
     staleness_min: float | None
-    """Over every group trained on so far, in train steps; so are the mean and the largest."""
+    """Smallest staleness of all groups trained so far, in train steps. The mean and the largest follow."""
     staleness_mean: float | None
     staleness_max: float | None
     max_staleness_steps: int
@@ -57,11 +57,11 @@ class Status:
     replica_versions: dict[ReplicaId, Version]
     """Of replicas that are up."""
     replica_states: dict[ReplicaId, str]
-    """Of replicas that are up, or are starting or stopping, or cannot restart: `labels.REPLICA_STATES`."""
+    """Number of replicas by state (`labels.REPLICA_STATES`)."""
     replica_slots: dict[ReplicaId, tuple[int, int]]
     """Slots held and slots, of replicas that are up."""
     replicas_lost: int
-    """Replicas that are down since a life of them ended by itself."""
+    """Number of replicas that are down because their process died."""
     groups_live: dict[str, int]
     """Prompt groups that have not ended, by state."""
     step_phase: str
@@ -69,65 +69,65 @@ class Status:
     versions_kept: int
     """Weights versions that are not retired."""
     admission_limit: str
-    """What keeps the next group from starting: one of `names.ADMISSION_LIMITS`."""
+    """Why no further group starts now: one of `labels.ADMISSION_LIMITS`."""
     groups_ended: dict[str, int]
-    """Prompt groups by the state they ended in."""
+    """Prompt groups that ended, by final state."""
     failures: dict[str, int]
-    """Attempts that failed, by what failed, where there are any."""
+    """Failed attempts by cause, without zeros."""
     last_failure: str
-    """What failed last and why; empty while nothing has."""
+    """The newest failure and its reason; empty if nothing failed."""
     tokens_generated: int
     tokens_trained: int
     tokens_per_s: float
     rollout_idle_share: float
     trainer_idle_share: float
     rollout_idle_s: dict[str, float]
-    """Slot seconds by cause, where there are any."""
+    """Idle slot seconds by cause, without zeros."""
     trainer_idle_s: dict[str, float]
     trainer_now: str
-    """What the trainer does or waits for, and why."""
+    """What the trainer does, or what it waits for and why."""
     rollout_now: str
     validation_now: str
-    """What is measured on held-out prompts, or what that waits for; empty where nothing is."""
+    """What the current validation measures or waits for; empty if there is none."""
     validations: tuple[dict[str, Any], ...]
-    """Rows of the newest validations that ended, oldest first; of none that ended in an earlier life of the run."""
+    """Rows of the newest validations that ended in this process, oldest first."""
     draining_s: float
-    """How long the run has been coming to rest; 0 where nobody asked it to."""
+    """Seconds since the current drain began; 0 if the run is not draining."""
     draining: str
-    """Why it comes to rest; empty while it does not."""
+    """Why the run drains; empty if it does not."""
     replicas_wanted: int
     replicas_slow: tuple[ReplicaId, ...]
-    """Slower than the others by more than may be."""
+    """Ids of replicas that are slower than the others by more than `rollout.straggler_factor`."""
     silent_s: float
-    """Time since anything was last reported to the scheduler."""
+    """Time since the last event of the scheduler."""
     checkpoint_steps: int
     """Train steps in the newest complete checkpoint."""
     checkpoint_age_s: float
     checkpoint_every: int
-    """Train steps from one checkpoint to the next; 0: none is written."""
+    """Train steps from one checkpoint to the next; 0: no checkpoints."""
     recoveries: dict[str, int]
-    """Times the run went on, by how, where it did."""
+    """Number of recoveries by kind, without zeros."""
     settings: dict[str, str]
-    """What was set while the run went on, by name."""
+    """Live settings that were changed, by name."""
     events: int
     recent: tuple[dict[str, Any], ...]
     """The newest lines of `metrics.jsonl`, oldest first."""
     silence: str = ""
-    """The newest report of silence: its length, and what the run waits for. Empty while something changes."""
+    """The newest report that nothing changed: for how long, and what the run waits for. Empty if something did."""
 
     @property
     def accuracy(self) -> float | None:
-        """On held-out prompts, newest."""
+        """Accuracy of the newest validation."""
         return self.accuracies[-1][1] if self.accuracies else None
 
     @property
     def accuracy_first(self) -> float | None:
-        """Of the initial weights."""
+        """Accuracy of the initial weights."""
         return self.accuracies[0][1] if self.accuracies and self.accuracies[0][0] == 0 else None
 
     @property
     def accuracy_last(self) -> float | None:
-        """Of the weights after the newest train step."""
+        """Accuracy of the weights after the newest train step."""
         return self.accuracy if self.step and self.accuracies and self.accuracies[-1][0] == self.step else None
 
 
@@ -205,7 +205,7 @@ def describe(metrics: RunMetrics, now: float) -> Status:
 
 
 def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
-    """The snapshot as JSON has it. From any thread: a look that meets a change half way is taken again."""
+    """The snapshot as plain JSON data. Safe on any thread: it retries if the state changes meanwhile."""
     for _ in range(TRIES):
         try:
             return dict(plain(asdict(describe(metrics, now))))
@@ -215,7 +215,7 @@ def plain_status(metrics: RunMetrics, now: float) -> dict[str, Any]:
 
 
 def status_of(answer: Mapping[str, Any]) -> Status:
-    """The snapshot that `plain_status` wrote. Raises: ValueError, TypeError for anything else."""
+    """Parse a snapshot that `plain_status` wrote. Raises: ValueError, TypeError for anything else."""
     values: dict[str, Any] = {field.name: answer[field.name] for field in fields(Status) if field.name in answer}
     for name in ("replica_versions", "replica_states", "replica_slots"):
         values[name] = {int(id): value for id, value in values.get(name, {}).items()}
@@ -251,7 +251,7 @@ def _trainer_now(metrics: RunMetrics) -> str:
     if cause == "starting":
         return "the run is starting"
     if cause == "draining":
-        return "the run comes to rest: no further step"
+        return "the run is draining: no further step"
     if cause == "waiting_for_replicas":
         return f"step {step} waits for a replica: none is alive"
     if cause == "no_prompts":
@@ -272,7 +272,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         names = ", ".join(map(str, syncing[:8])) + (", ..." if len(syncing) > 8 else "")
         return f"replica{'s' * (len(syncing) > 1)} {names} taking new weights"
     if state.draining:
-        return f"the run comes to rest: {_groups(state.ledger.running)} to be parked"
+        return f"the run is draining: {_groups(state.ledger.running)} to be parked"
     free = idle.slots - idle.busy
     if not idle.slots:
         return "no replica is up"
@@ -289,7 +289,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         "waiting_for_prompts": "prompts are being drawn",
         "waiting_for_weights": "what could go on needs newer weights",
         "starting": "the run is starting",
-        "draining": "the run comes to rest",
+        "draining": "the run is draining",
         "other": "the policies hold them",
     }[idle.rollout_cause]
     return f"{free} of {idle.slots} slots free: {why}"

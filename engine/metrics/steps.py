@@ -1,8 +1,7 @@
-"""One row per train step: what it was trained on, how stale that was, how long each phase took, what came of it.
+"""One row for each train step: its batch, staleness, time by phase and the trainer's metrics.
 
-Fed by `collector.RunMetrics`; the rows become `metrics.jsonl` and the lines of the live view. A row is complete when
-its step is finished and the trainer has reported; one that the trainer never reports is written when the next step is
-finished, or at the end.
+`collector.RunMetrics` feeds it; the rows go to `metrics.jsonl` and the live view. A row is complete when its step has
+finished and the trainer has reported. A row without a report is written when the next step finishes, or at the end.
 """
 
 from collections import deque
@@ -18,14 +17,14 @@ from engine.states.state import State
 
 PHASES = ("collecting", "scoring", "training", "publishing")
 TRAINER_SECONDS = "seconds_"
-"""What the trainer's own timings begin with; in a row they stand together under `trainer_seconds`."""
+"""Prefix of the trainer's own timings; a row has them under `trainer_seconds`."""
 
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Open:
-    """A step whose batch is formed and whose row is not written."""
+    """A step with a batch whose row is not written yet."""
 
     fields: Row
     groups: tuple[GroupId, ...] = ()
@@ -37,12 +36,12 @@ class _Open:
 
 
 class StepRows:
-    """Rows of unfinished steps; finished ones go to `emit` in order of steps."""
+    """Collects rows of open steps; passes finished rows to `emit` in order of steps."""
 
     def __init__(
         self, emit: Callable[[Row], None], counts: Mapping[str, int] | None = None, recent: int = 32
     ) -> None:  # fmt: skip
-        """`counts`: as `finished` takes them, of what no row from now on is to count."""
+        """`counts`: counts as `finished` takes them, which later rows must not include."""
         self.recent: deque[Row] = deque(maxlen=recent)
         """The newest rows, oldest first."""
         self._emit = emit
@@ -52,15 +51,15 @@ class StepRows:
         self._counts = dict(counts or {})
 
     def written_to(self, emit: Callable[[Row], None]) -> Self:
-        """The same, from now on written there; what was written before is nobody's news."""
+        """Write rows to another target from now on."""
         self.recent.clear()
         self._emit = emit
         return self
 
     def formed(self, step: StepId, groups: list[Group], staleness: tuple[int, ...]) -> None:
-        """A batch is ordered to be trained. A repeat of the order changes nothing: a batch never changes.
+        """Note that a batch was ordered to be trained. A repeated order changes nothing.
 
-        `staleness` is of each of its groups; of those that are gone nothing else is known.
+        `staleness`: of each group. Groups that no longer exist have no other figures.
         """
         entry = self._open.get(step)
         if entry is None or "groups" in entry.fields:
@@ -102,7 +101,7 @@ class StepRows:
         return (entry.groups, entry.staleness, entry.fields.get("tokens", 0)) if entry is not None else ((), (), 0)
 
     def finished(self, step: StepId, version: int, at: float, counts: Mapping[str, int]) -> None:
-        """A step is over. `counts`: groups aborted, resumed and filtered since the run began."""
+        """Note that a step finished. `counts`: groups aborted, resumed and filtered since the run began."""
         entry = self._open.get(step)
         if entry is None:
             return
@@ -118,13 +117,13 @@ class StepRows:
             self._write(step)
 
     def report(self, step: StepId, metrics: Mapping[str, Any]) -> None:
-        """What the trainer says of a step; before or after the step is finished."""
+        """Take the trainer's metrics for a step, before or after the step finishes."""
         self._reported[step] = dict(metrics)
         if step in self._open and self._open[step].finished:
             self._write(step)
 
     def flush(self) -> None:
-        """Write the finished steps that the trainer never reported."""
+        """Write the rows of finished steps that the trainer never reported."""
         for step in [id for id, entry in self._open.items() if entry.finished]:
             self._write(step)
 
@@ -142,7 +141,7 @@ class StepRows:
 
 
 class StepTransitions(Protocol):
-    """`collector.Transitions`, as far as rows need it."""
+    """The part of `collector.Transitions` that rows need."""
 
     steps: list[tuple[StepId, str]]
 
@@ -152,7 +151,7 @@ class StepTransitions(Protocol):
 
 
 class ReplayedRows:
-    """Rows of the steps that are unfinished at the end of a record, so that a resumed run can write them."""
+    """Rebuilds rows of the steps that are open at the end of a record, so that a resumed run can write them."""
 
     def __init__(self, transitions: StepTransitions) -> None:
         self.rows = StepRows(lambda row: None)
@@ -160,7 +159,7 @@ class ReplayedRows:
         self._begun = False
 
     def watch(self, event: Event, commands: Sequence[Command], state: State) -> None:
-        """Call this for every replayed event, in order."""
+        """Call it for every replayed event, in order."""
         if not self._begun:
             self._begin()
         self.transitions.heard(event)

@@ -1,8 +1,8 @@
-"""`Transitions`: counts every change of state, as the scheduler's observer, and what the record says besides.
+"""`Transitions`: counts every state transition, as the scheduler's observer.
 
-Called for every trigger of every machine, so that it does as little as it can: nearly all calls are about groups, and
-cost an addition. What `collector.RunMetrics` must look at after an event is noted beside the counts. Kept in the
-record's snapshots.
+It is called for every trigger of every machine, so it does as little as possible: nearly all calls are about groups and
+cost one addition. It also notes what `collector.RunMetrics` must look at after an event. Snapshots of the record
+contain its counts.
 """
 
 from typing import Any, NamedTuple
@@ -35,39 +35,39 @@ class EndedValidation(NamedTuple):
 
 
 class Transitions:
-    """Give it to the scheduler as `observe` (its `changed` is quicker), then to `RunMetrics`; and to the driver as
-    `books`, so that a run resumed from a snapshot continues its counts."""
+    """Pass it to the scheduler as `observe` (`changed` is faster), to `RunMetrics`, and to the driver as `books`, so
+    that a run resumed from a snapshot continues its counts."""
 
     __slots__ = ("_groups", "_others", "draining_since", "ended", "others_changed", "recoveries", "released",
                  "replicas", "steps", "undone", "validations")  # fmt: skip
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, int]] = {}
-        """By state left and state entered."""
+        """Group transitions, by old and new state."""
         self._others: dict[tuple[str, str, str], int] = {}
-        """By (machine, state left, state entered)."""
+        """Other transitions, by (machine, old state, new state)."""
         self.others_changed = True
-        """Something that is no group changed since `RunMetrics` last looked."""
+        """Whether something other than a group changed since `RunMetrics` last looked."""
         self.steps: list[tuple[StepId, str]] = []
-        """(step, state entered) since then; so are the next two."""
+        """(step, new state) since then."""
         self.validations: list[EndedValidation] = []
-        """Those that ended."""
+        """Validations that ended since then."""
         self.replicas: dict[ReplicaId, Replica] = {}
-        """Those that changed, by id."""
+        """Replicas that changed since then, by id."""
         self.ended: list[EndedValidation] = []
-        """All that ended."""
+        """All validations that ended."""
         self.released: dict[GroupId, str] | None = {}
-        """While a record is replayed: the state in which groups ended that no step took, since the run may go on from
-        before that. None as soon as the run goes on."""
+        """During a replay: the final states of groups that ended without a train step, because the run may branch to a
+        point before that. None once the replay is over."""
         self.undone = dict.fromkeys(RELEASED, 0)
-        """Groups that ended there and, as a record was replayed, ended once more."""
+        """Groups that ended twice in the replayed record, because the run branched in between."""
         self.recoveries = dict.fromkeys(RECOVERY_KINDS, 0)
-        """How often the run went on, in whichever process."""
+        """Number of recoveries, by kind."""
         self.draining_since: float | None = None
-        """When it was asked to come to rest."""
+        """When the current drain was requested."""
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        """What `Scheduler` calls."""
+        """Called by `Scheduler` for each transition."""
         if machine == "group":
             target = record.state
             try:
@@ -99,7 +99,7 @@ class Transitions:
         self.released[group] = state
 
     def heard(self, event: Event) -> None:
-        """Call this once for every event, or for those that this counts: as it is replayed or when it happens."""
+        """Call it once for every event, when it is replayed or happens."""
         if isinstance(event, RunResumed):
             self.recoveries["resumed" if event.kept else "branched"] += 1
             self.draining_since = None
@@ -130,7 +130,7 @@ class Transitions:
 
     @property
     def count(self) -> dict[tuple[str, str, str], int]:
-        """By (machine, state left, state entered). From any thread."""
+        """Number of transitions by (machine, old state, new state). Safe on any thread."""
         groups = {
             ("group", source, target): n
             for source, targets in list(self._groups.items())
@@ -139,15 +139,15 @@ class Transitions:
         return groups | dict(list(self._others.items()))
 
     def entered(self, machine: str, state: str) -> int:
-        """How often any record entered a state."""
+        """Number of times that any record entered a state."""
         return sum(n for (name, _, target), n in self.count.items() if name == machine and target == state)
 
     def group_counts(self) -> dict[str, int]:
-        """How often groups were aborted, resumed and filtered, as a step's row has it."""
+        """Number of groups aborted, resumed and filtered so far, for the row of a step."""
         return {f"groups_{name}": self.entered("group", name) for name in ("aborted", "resumed", "filtered")}
 
     def net(self, machine: str, state: str) -> int:
-        """Records that entered a state minus those that left it."""
+        """Records that entered a state, minus those that left it."""
         counts = self.count.items()
         return sum(
             n * ((target == state) - (source == state)) for (name, source, target), n in counts if name == machine

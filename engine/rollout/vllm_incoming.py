@@ -1,6 +1,6 @@
-"""Weights on their way into one vLLM engine: as files that are staged here, or sent by their holder in the install.
+"""Brings weights into one vLLM engine: from staged files, or sent by the weights store during the install.
 
-Used by `rollout.vllm.VllmBackend`, which pauses the engine first, and undoes a swap that failed with another.
+Used by `rollout.vllm.VllmBackend`, which pauses the engine first and undoes a failed swap with another one.
 """
 
 import asyncio
@@ -17,16 +17,17 @@ from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Send, Sent
 from engine.rollout.vllm_weights import ModelTensors, StagingArea
 
 Control = Callable[..., Awaitable[Any]]
-"""`VllmBackend._control`: what vLLM answers to a call within so many seconds, after which the backend has failed."""
+"""`VllmBackend._control`: calls vLLM and returns its answer. The number is a limit in seconds, after which the backend
+has failed."""
 JOIN_S = 300.0
-"""How long a group may take to come about; most of it is the holder's first import of vLLM."""
+"""Seconds that forming a group may take. Most of it is the first import of vLLM in the store's process."""
 
 
 class Incoming:
-    """What is staged for one engine, and how it gets in."""
+    """The staged weights of one engine, and how they are installed."""
 
     def __init__(self, area: StagingArea, engine: Any, control: Control, grace_s: float) -> None:
-        """`grace_s`: how much longer than its limit vLLM may take to answer an install before it counts as stuck."""
+        """`grace_s`: seconds beyond its limit that vLLM gets to answer an install before it counts as stuck."""
         self._area = area
         self._engine = engine
         self._control = control
@@ -35,7 +36,7 @@ class Incoming:
         self._group: str | None = None
 
     async def stage(self, version: Version, weights: Any) -> None:
-        """Raises: `EngineError` for weights that do not fit the model, and where no group comes about."""
+        """Raises: `EngineError` if the weights do not fit the model, or no group can be formed."""
         if isinstance(weights, SentWeights):
             wanted = wanted_names(self._area.tensors, version, weights.manifest)
             await self._join(weights)
@@ -52,9 +53,11 @@ class Incoming:
         self._sent = {version: sent for version, sent in self._sent.items() if version in versions}
 
     async def swap(self, version: Version, limit_s: float) -> str:
-        """Nothing, or why it failed. A version that is nowhere is the one that the engine was started with.
+        """Install a version. Returns nothing, or why it failed. A version that is not staged is the one that the engine
+        started with.
 
-        A worker gives up by itself in time; one that does not is stuck. Raises: `EngineError` once vLLM is.
+        A worker stops an install that exceeds its limit; one that does not is stuck. Raises: `EngineError` if vLLM is
+        stuck.
         """
         if version in self._sent:
             weights, wanted = self._sent[version]
@@ -76,7 +79,7 @@ class Incoming:
         return ""
 
     async def _join(self, weights: SentWeights) -> None:
-        """Once in the engine's life, and again after a failure."""
+        """Form the group: once for each engine, and again after a failure."""
         if self._group is not None:
             return
         parallel = self._engine.vllm_config.parallel_config
@@ -86,7 +89,7 @@ class Incoming:
         self._group = group
 
     async def _leave(self, wrong: str) -> str:
-        """Give up the group and what was half received; why, and why not if vLLM cannot."""
+        """Give up the group and partly received weights. Returns the reason, or why vLLM cannot."""
         self._group = None
         try:
             await self._control(self._engine.collective_rpc("abandon_weight_update"))
@@ -95,7 +98,7 @@ class Incoming:
         return wrong
 
     async def _converse(self, weights: SentWeights, turn: Turn, limit_s: float) -> None:
-        """Carry out whatever the holder's side asks for, until it is done. Raises: `EngineError`."""
+        """Carry out the calls of the store's side until it is done. Raises: `EngineError`."""
         until = time.monotonic() + limit_s
         group = turn.group
         try:
@@ -109,7 +112,7 @@ class Incoming:
             raise EngineError(f"the weights did not arrive within {limit_s:g} s") from None
 
     async def _carry_out(self, call: Call, left_s: float) -> str:
-        """Nothing, or what vLLM refused it with."""
+        """Carry out one call. Returns nothing, or why vLLM refused it."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         requests: dict[str, Callable[[Any], Any]] = {
@@ -125,8 +128,9 @@ class Incoming:
 
 
 def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:
-    """(name in the model, name in the manifest) for every name of the model, tied ones included: vLLM may keep a packed
-    copy for each, and leaves alone what is not given. Raises: `EngineError` naming what does not fit."""
+    """(name in the model, name in the manifest) for every name of the model, including tied names: vLLM may keep a
+    packed copy for each, and does not update names that are not given. Raises: `EngineError` that names what does not
+    fit."""
     shapes = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in manifest.tensors]
     owners: dict[str, tuple[str, int]] = {}
     for name, index in manifest.names:

@@ -1,7 +1,7 @@
-"""The trainer's side of vLLM's weight transfer, for one engine: forms the group with its workers, sends versions.
+"""The trainer's side of vLLM's weight transfer, for one engine: forms a group with its workers and sends versions.
 
-Called by `actors.senders` in the weights store's process, on threads, where it may block; the only module of that
-process that imports vLLM. Must never outlive its group: after a failure it is closed, and another one is made.
+`actors.senders` calls it in the weights store's process, on threads, where it may block. It is the only module of that
+process that imports vLLM. After a failure it is closed and replaced; it must never be used with another group.
 """
 
 import socket
@@ -22,7 +22,7 @@ register()
 
 @dataclass(slots=True)
 class HeldVersion(WeightSource):
-    """The tensors of the version that is being sent, by the names that the engine's model has for them."""
+    """The tensors of the version that is being sent, under the names in the engine's model."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -30,14 +30,14 @@ class HeldVersion(WeightSource):
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wider types first: where messages are packed, each tensor then begins where its type may."""
+        """Wider types first, so that in packed messages each tensor is aligned to its type."""
         return iter(sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCalls:
-    """vLLM's `VLLMWeightSyncClient`: what its trainer's side asks of the engine, carried there by `ask`, which returns
-    when it is done and raises where it failed."""
+    """vLLM's `VLLMWeightSyncClient`: passes the calls of vLLM's trainer side to the engine through `ask`, which returns
+    when the engine is done and raises if it failed."""
 
     ask: Callable[[Call], None]
 
@@ -58,12 +58,12 @@ class Sender:
     """A group of this process and all workers of one engine. Every call blocks."""
 
     def __init__(self, ask: Callable[[Call], None], info: Any) -> None:
-        """Raises: what vLLM raises when the group does not come about."""
+        """Raises: vLLM's exception if the group cannot be formed."""
         self._held = HeldVersion({})
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=EngineCalls(ask), source=self._held)
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Carry out one whole update. Raises: what vLLM raises on either side."""
+        """Carry out one complete update. Raises: vLLM's exceptions of either side."""
         self._held.tensors = tensors
         try:
             self._trainer.send_weights()
@@ -75,7 +75,8 @@ class Sender:
 
 
 def trainer_info(backend: str, host: str, workers: int, *, bucket_bytes: int, timeout_s: float) -> Any:
-    """What the sender joins a group of `workers` workers with: vLLM's own info for `nccl`, which knows no timeout."""
+    """What the sender needs to join a group with `workers` workers. For `nccl` it is vLLM's own class, which has no
+    timeout."""
     with socket.create_server((host, 0), family=family_of(host)) as free:
         port = free.getsockname()[1]
     shape: dict[str, Any] = {

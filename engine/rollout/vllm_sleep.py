@@ -1,8 +1,7 @@
-"""How vLLM gives its memory back while another task of the pool uses the GPU, and takes it again.
+"""Frees vLLM's memory while another task of the pool uses the GPU, and takes it back.
 
-Base of `rollout.vllm.VllmBackend`. Sleep mode is vLLM's own and needs a GPU and `engine_args.enable_sleep_mode`;
-without it the engine keeps its memory and forgets its cache only. (What calls vLLM's sleep mode is tested with a GPU
-only.)
+Base class of `rollout.vllm.VllmBackend`. vLLM's sleep mode needs a GPU and `engine_args.enable_sleep_mode`; without it
+the engine keeps its memory and only resets its cache. (Calls of vLLM's sleep mode are tested only with a GPU.)
 """
 
 from collections.abc import Coroutine
@@ -13,7 +12,7 @@ from engine.rollout.remote import RemoteEngine
 
 
 class SleepingEngine(RemoteEngine):
-    """Part of a `RolloutBackend`, and all of a `roles.Sleeper`, over `_engine` and `_control` of its subclass."""
+    """The `roles.Sleeper` part of a `RolloutBackend`. Uses `_engine` and `_control` of its subclass."""
 
     _engine: Any
 
@@ -25,7 +24,7 @@ class SleepingEngine(RemoteEngine):
         raise NotImplementedError
 
     async def sleep(self) -> None:
-        """Level 1: weights move to host memory, keys and values go."""
+        """Free memory (level 1): weights move to host memory, keys and values are dropped."""
         self._check_open()
         if not self._frozen:
             raise EngineError("vLLM can sleep only when paused")
@@ -35,7 +34,8 @@ class SleepingEngine(RemoteEngine):
             await self._control(self._engine.reset_prefix_cache())
 
     async def wake(self) -> None:
-        """The weights it had are back; vLLM's own waking lets it sample again, and nothing may be yet."""
+        """Take the memory back with the same weights. The engine stays paused, although vLLM's own wake-up would let it
+        sample."""
         self._check_open()
         if self._sleep_mode:
             if not await self._control(self._engine.wake_up()):

@@ -1,7 +1,7 @@
-"""Weights on their way into vLLM: a fresh directory of safetensors for each version, in memory where there is room.
+"""Stages weights for vLLM: a new directory of safetensors for each version, in shared memory if there is room.
 
-Called by `rollout.vllm` on threads. A version is checked against the model before a byte is written, since vLLM itself
-would take a part of it and go on. At most two versions are kept: the one in force, to go back to, and the next.
+`rollout.vllm` calls it on threads. A version is checked against the model before it is written, because vLLM would load
+a part of it without an error. At most two versions are kept: the installed one, to go back to, and the next.
 """
 
 import fcntl
@@ -27,14 +27,14 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """What a model's `state_dict()` holds: shapes by name, and tied names by the first of theirs."""
+    """Names in a model's `state_dict()`: the shape of each, and for tied names the first name of the same tensor."""
 
     shapes: dict[str, torch.Size]
     aliases: dict[str, str]
 
     @classmethod
     def of(cls, model: str) -> "ModelTensors":
-        """Without memory for a single weight."""
+        """Created without allocating memory for weights."""
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         shapes: dict[str, torch.Size] = {}
@@ -49,7 +49,7 @@ class ModelTensors:
         return cls(shapes, aliases)
 
     def checked(self, version: Version, weights: Any) -> dict[str, torch.Tensor]:
-        """One tensor for each of the model's own. Raises: `EngineError` naming what does not fit."""
+        """One tensor for each tensor of the model. Raises: `EngineError` that names what does not fit."""
         if not isinstance(weights, Mapping):
             raise EngineError(
                 f"weights of version {version} must map names to tensors, not be {type(weights).__name__}"
@@ -83,7 +83,8 @@ class ModelTensors:
 
 
 class StagingArea:
-    """The directories of one backend, below `root`; one that an owner left behind by dying is removed by the next."""
+    """The staging directories of one backend, below `root`. Directories of owners that died are removed by the next
+    one."""
 
     def __init__(self, model: str, bucket_mb: float, place: Path | None = None) -> None:
         self.tensors = ModelTensors.of(model)
@@ -96,7 +97,7 @@ class StagingArea:
         self._staged: dict[Version, Path] = {}
 
     def write(self, version: Version, weights: Any) -> None:
-        """Keep a version, in files of at most a bucket each (a larger tensor has its own). Blocks."""
+        """Write a version, in files of at most one bucket each; a larger tensor has a separate file. Blocks."""
         tensors = self.tensors.checked(version, weights)
         size = sum(tensor.nbytes for tensor in tensors.values())
         free = shutil.disk_usage(self.root).free
@@ -129,7 +130,7 @@ class StagingArea:
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Consecutive tensors, together at most `limit` bytes; memory of its own for each, as the format demands."""
+    """Consecutive tensors, at most `limit` bytes together, each copied to separate memory, as the format requires."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
@@ -143,7 +144,7 @@ def _buckets(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[s
 
 
 def _locked(root: Path) -> int | None:
-    """Hold `root` as long as this process lives; None if somebody else does."""
+    """Lock `root` for the life of this process; None if another process holds the lock."""
     lock = os.open(root / "owner", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""The part that runs inside vLLM's worker processes: installs staged weights, and ends the process with its owner.
+"""Runs inside vLLM's worker processes: installs staged weights, and ends the process with its owner.
 
-Named to vLLM as its worker extension by `rollout.vllm_args`; imported by vLLM's workers and by nobody else. Importing
-it starts the watch: a worker must never outlive the process that started it, not even one that was killed.
+`rollout.vllm_args` names it to vLLM as the worker extension; only vLLM's workers import it. The import starts the
+watch: a worker must never outlive the process that started it, even if that process was killed.
 """
 
 import os
@@ -24,13 +24,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from engine.rollout.vllm_gloo import register
 
 OWNER = "STEP_ENGINE_VLLM_OWNER"
-"""Environment: the process id of the owner, a colon, and the directory that is left to remove when it dies."""
+"""Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
 
 register()
 
 
 class InstallWeights:
-    """Mixed into vLLM's worker class; its methods are called by `collective_rpc` while generation is paused."""
+    """Mixed into vLLM's worker class. `collective_rpc` calls its methods while generation is paused."""
 
     model_runner: Any
     vllm_config: Any
@@ -38,10 +38,10 @@ class InstallWeights:
     _weight_update_active: bool
 
     def install_staged_weights(self, directory: str | None, aliases: Mapping[str, str], limit_s: float) -> str:
-        """Swap in the tensors of a staged directory, or with None those the model was first loaded from.
+        """Install the tensors of a staged directory, or with None those that the model was first loaded from.
 
-        `aliases` maps tied names to the one that is staged. Returns nothing, or why it failed; then the weights are
-        neither the old nor the new, and another call must put one or the other in whole.
+        `aliases` maps tied names to the staged name. Returns nothing, or why it failed. After a failure the weights are
+        undefined until another call installs a complete version.
         """
         until = time.monotonic() + limit_s
         try:
@@ -55,7 +55,7 @@ class InstallWeights:
         return ""
 
     def abandon_weight_update(self) -> None:
-        """After an update by vLLM's weight transfer that failed: leave the group and forget what has come of it."""
+        """After a failed update by vLLM's weight transfer: leave the group and drop the partly received weights."""
         if self.weight_transfer_engine is not None:
             self._weight_update_active = False
             self.weight_transfer_engine.reset_weight_update_target()
@@ -64,7 +64,7 @@ class InstallWeights:
             self._forget_half_loaded()
 
     def _forget_half_loaded(self) -> None:
-        """Put back what a reload that failed on its way has taken apart; nothing where none has."""
+        """Restore the parameters that an interrupted reload has taken apart; does nothing if none was."""
         model = self.model_runner.get_model()
         begun = [info for info in map(get_layerwise_info, model.modules()) if info.can_load()]
         for info in begun:
@@ -82,7 +82,7 @@ class InstallWeights:
 
 
 def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a staged version, mapped rather than read, in the order they were written."""
+    """Every tensor of a staged version, memory-mapped, in the order in which they were written."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -92,7 +92,8 @@ def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def with_aliases(
     source: Iterator[tuple[str, torch.Tensor]], aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tied tensors under all their names: vLLM may keep a packed copy for each, and leaves alone what is not given."""
+    """Tied tensors under all their names: vLLM may keep a packed copy for each, and does not update names that are not
+    given."""
     seen: set[str] = set()
     wanted = set(aliases.values())
     kept: dict[str, torch.Tensor] = {}
@@ -107,7 +108,7 @@ def with_aliases(
 
 
 def in_time(source: Iterator[tuple[str, torch.Tensor]], until: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Raises: TimeoutError before the first tensor that comes too late."""
+    """Passes tensors on. Raises: TimeoutError before the first tensor that comes after the limit."""
     for item in source:
         if time.monotonic() > until:
             raise TimeoutError(f"the install took too long; {item[0]} was next")
@@ -115,7 +116,7 @@ def in_time(source: Iterator[tuple[str, torch.Tensor]], until: float) -> Iterato
 
 
 def end_with(owner: int, directory: str) -> None:
-    """Kill this process once its owner is gone, and remove what it left in `directory`."""
+    """Kill this process when its owner has ended, and remove the owner's `directory`."""
     try:
         watch = select.poll()
         watch.register(os.pidfd_open(owner), select.POLLIN)

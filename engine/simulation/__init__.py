@@ -1,2 +1,1 @@
-"""A small world under the production driver and scheduler: virtual clock, seeded latencies, injected faults, true
-books."""
+"""A simulated world for the production driver and scheduler: virtual clock, seeded latencies, injected faults."""

@@ -1,8 +1,7 @@
-"""Simulated replicas, trainer and trajectory store: what they would do, without time.
+"""Simulated replicas, trainer and trajectory store, without time.
 
-Driven by `simulation/world.py`, which adds a virtual clock, and by the property tests, which choose every order
-themselves. They keep the
-promises real hosts make (idempotent by attempt, events of one replica in order) and nothing more.
+`simulation/world.py` drives them with a virtual clock; the property tests choose every order of events themselves. They
+keep the promises of real hosts (idempotent by attempt, events of one replica in order) and no others.
 """
 
 from collections import deque
@@ -59,26 +58,26 @@ NEVER = -1.0
 
 
 def row_reward(row: int, version: Version) -> float | None:
-    """What a held-out row earns under a version, a function of both alone; None for one that cannot be measured."""
+    """The reward of a held-out row under a version; None for a row that cannot be measured. Depends on nothing else."""
     return None if row % 11 == 10 else float((row * 7 + version * 3) % 5 < 2)
 
 
 @dataclass(slots=True)
 class SimGroup:
-    """A group being generated: how many tokens it will have and which version made which."""
+    """A group that is being generated: its final length, and the version of each token."""
 
     attempt: int
     target: int
     spans: list[tuple[int, Version]] = field(default_factory=list)
     """(tokens, version), in the order sampled."""
     progress: float = 0.0
-    """Tokens, with the share of the next one."""
+    """Tokens sampled so far, including the fraction of the next one."""
     saved: int = 0
-    """Tokens when its prefixes were last stored."""
+    """Number of tokens when its prefixes were last stored."""
     stuck: bool = False
-    """It gets no more tokens on this attempt."""
+    """This attempt gets no more tokens."""
     since: float = NEVER
-    """When `progress` was so much, in the seconds of whoever keeps a clock."""
+    """Time of `progress`, in seconds of the caller's clock."""
 
     @property
     def tokens(self) -> int:
@@ -86,7 +85,7 @@ class SimGroup:
 
     @property
     def unfinished(self) -> int:
-        """Of two trajectories, one is done when half the tokens are there."""
+        """Number of unfinished trajectories. Of the two, one finishes at half of the tokens."""
         return 1 + (2 * self.tokens < self.target)
 
     def sample(self, tokens: int, version: Version) -> None:
@@ -102,16 +101,16 @@ class SimGroup:
 
 
 class SimStore:
-    """The trajectory store: token versions of partial and finished groups. Outlives replicas."""
+    """The trajectory store: token versions of partial and finished groups. It survives replicas."""
 
     def __init__(self, length: Callable[[GroupId], int]) -> None:
         self.length = length
-        """Tokens a group will have, a function of the group alone."""
+        """Number of tokens that a group will have. Depends on the group alone."""
         self.spans: dict[GroupId, list[tuple[int, Version]]] = {}
         self.discarded: set[GroupId] = set()
 
     def put(self, group: GroupId, spans: list[tuple[int, Version]]) -> None:
-        """Keep a group's tokens; those of one that was discarded are nobody's."""
+        """Keep a group's tokens, unless the group was discarded."""
         if group not in self.discarded:
             self.spans[group] = spans
 
@@ -138,9 +137,9 @@ class SimReplica:
         self.measuring: dict[tuple[ValidationId, int], MeasureRows] = {}
         self.frozen = False
         self.hung = False
-        """It takes no more orders, does nothing and says nothing."""
+        """It accepts no orders and sends no events."""
         self.work: deque[StageWeights | PauseReplica | InstallWeights] = deque()
-        """Sync orders not yet carried out, one after another."""
+        """Sync orders that are not carried out yet, in order."""
         self._seen: dict[GroupId, int] = {}
         self._stopped = -1
         """Number of the newest order to stop measuring."""
@@ -148,7 +147,7 @@ class SimReplica:
         self._synced: set[tuple[int, int]] = set()
 
     def take(self, command: Command) -> None:
-        """Receive an order. One that was received before does nothing."""
+        """Receive an order. A repeated order changes nothing."""
         match command:
             case StartGroup() | ResumeGroup():
                 self._start(command)
@@ -201,16 +200,17 @@ class SimReplica:
             self.finish(command.group)
 
     def is_behind(self, group: SimGroup) -> bool:
-        """Whether tokens of a group are of a newer version: stored by a replica that died before it could say so."""
+        """Whether a group has tokens of a newer version than the replica's: a replica stored them and died before
+        reporting."""
         return group.versions()[1] > self.version
 
     def sample(self, group: GroupId, tokens: int) -> None:
-        """Sample tokens of a group under the present weights; none while frozen."""
+        """Sample tokens of a group with the present weights; none while it is frozen."""
         if not self.frozen:
             self.groups[group].sample(tokens, self.version)
 
     def finish(self, id: GroupId, live: int = 2, spread: float = 1.0) -> None:
-        """End a group with the tokens it has."""
+        """Finish a group with the tokens that it has."""
         group = self.groups.pop(id)
         self.store.put(id, group.spans)
         oldest, newest = group.versions()
@@ -222,7 +222,7 @@ class SimReplica:
         )  # fmt: skip
 
     def keep_prefix(self, id: GroupId) -> None:
-        """Store what a group has so far, and say so."""
+        """Store the tokens of a group so far, and report it."""
         group = self.groups[id]
         if not group.spans:
             return
@@ -237,7 +237,7 @@ class SimReplica:
         )  # fmt: skip
 
     def measure(self, chunk: tuple[ValidationId, int], succeed: bool = True) -> None:
-        """End a chunk of held-out rows: all of them measured under the present weights, or none."""
+        """Finish a chunk of held-out rows, with one version for all rows."""
         order = self.measuring.pop(chunk)
         place = {
             "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": self.id,
@@ -256,7 +256,7 @@ class SimReplica:
         )  # fmt: skip
 
     def fail(self, id: GroupId, cause: str) -> None:
-        """Lose one attempt of a group."""
+        """Fail the present attempt of a group."""
         group = self.groups.pop(id)
         self.emit(
             GroupFailed(
@@ -266,14 +266,14 @@ class SimReplica:
         )  # fmt: skip
 
     def can_sync(self) -> bool:
-        """Whether the first sync order can be carried out now: a `wait` pause needs every group to end first."""
+        """Whether the first sync order can be carried out: a pause in mode `wait` needs every group to end first."""
         if not self.work:
             return False
         head = self.work[0]
         return not (isinstance(head, PauseReplica) and head.mode == "wait" and self.groups)
 
     def sync(self, succeed: bool = True) -> None:
-        """Carry out the first sync order, or fail it. A repeated one does nothing."""
+        """Carry out or fail the first sync order. A repeated order does nothing."""
         command = self.work.popleft()
         if (command.attempt, command.tag) in self._synced:
             return
@@ -310,7 +310,7 @@ class SimReplica:
 
 
 def state_answer(order: EnterState, cause: str = "", spread: float = 1.0) -> StateLeft | StateFailed:
-    """What comes of the work of an added state; `cause` names the budget that its failure costs."""
+    """The answer of an added state. `cause`: the retry budget of a failure; empty if the work succeeded."""
     place = {"group": order.group, "attempt": order.attempt}
     if cause:
         return StateFailed(**place, state=order.state, cause=cause, reason="fault")
@@ -318,21 +318,21 @@ def state_answer(order: EnterState, cause: str = "", spread: float = 1.0) -> Sta
 
 
 class SimTrainer:
-    """The trainer, or a scorer with a pool of its own: carries out its orders one after another."""
+    """The trainer, or a scorer with a separate pool. It carries out its orders one after another."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
         self.hung = False
-        """It does nothing more and says nothing."""
+        """It accepts no orders and sends no events."""
         self.work: deque[Command] = deque()
         self.saved: list[int] = []
-        """Train steps in the checkpoints that are complete."""
+        """Train steps in each complete checkpoint."""
 
     def take(self, command: Command) -> None:
         self.work.append(command)
 
     def do(self, succeed: bool = True) -> None:
-        """Carry out the first order, or fail it."""
+        """Carry out or fail the first order."""
         command = self.work.popleft()
         match command:
             case ScoreBatch() if succeed:

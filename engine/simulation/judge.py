@@ -1,7 +1,8 @@
-"""True books of a simulated run, kept from what agents did and not from what the scheduler believes.
+"""Checks a simulated run independently: it keeps its own books of what the agents did, not of what the scheduler
+believes.
 
-Used by the world and by the property tests. A finding names its class: `correctness` (a law is broken) or `liveness`
-(nothing can ever happen again and the run has not ended).
+Used by the world and by the property tests. A finding has a class: `correctness` (a law is broken) or `liveness`
+(nothing can happen any more, but the run has not ended).
 """
 
 from collections import Counter
@@ -29,11 +30,11 @@ from engine.states.state import State
 
 
 class Finding(EngineError):
-    """A simulated run broke a law or cannot go on; the message starts with the class of the finding."""
+    """A simulated run broke a law or deadlocked. The message starts with the class of the finding."""
 
 
 class Judge:
-    """Watches every event and command of a run. `worst_staleness` is the largest ever consumed."""
+    """Checks every event and command of a run. `worst_staleness`: the largest staleness of a consumed group."""
 
     def __init__(self, limits: Limits, store: SimStore) -> None:
         self.limits = limits
@@ -43,25 +44,25 @@ class Judge:
         self.drawn = 0
         self.worst_staleness = -1
         self.validations: dict[ValidationId, tuple[str, Version, float | None]] = {}
-        """Those that ended: how, of which version, with which accuracy."""
+        """Validations that ended: outcome, version, accuracy."""
         self.trained_at: dict[StepId, float] = {}
-        """When each step was ordered to be trained, first."""
+        """When training of each step was first ordered."""
         self.installed_at: dict[tuple[int, Version], float] = {}
-        """When each replica said that it has a version."""
+        """When each replica reported each version."""
         self._publishing: dict[int, PublishWeights] = {}
         self.regular = True
-        """Versions are measured as the limits say, and not as a policy of the user's own does."""
+        """Whether `limits.validation` decides which versions are measured, not a custom policy."""
         self.loosest = limits.max_staleness_steps
-        """The largest S there has been."""
+        """The largest S so far."""
         self.saved = 0
-        """Train steps in the newest checkpoint that the scheduler was told of."""
+        """Train steps in the newest checkpoint that was reported to the scheduler."""
         self._trainer_life = 0
-        """The last life of the trainer that ended."""
+        """The newest life of the trainer that ended."""
         self._resumed = False
-        """The next version holds the weights that the run goes on from, and so perhaps no new step."""
+        """The next version holds the weights that the run resumed from, so it may contain no new step."""
 
     def observe(self, event: Event, commands: Sequence[Command]) -> None:
-        """Check one frame. Raises `Finding`."""
+        """Check one frame of the record. Raises: `Finding`."""
         if isinstance(event, RunResumed):
             self._resume(event)
         if isinstance(event, SettingChanged) and event.setting == "scheduler.max_staleness_steps":
@@ -98,21 +99,21 @@ class Judge:
         self.steps_in[order.version] = order.steps
 
     def _discard(self, command: DiscardGroups) -> None:
-        """Where batches are kept, none is forgotten before a checkpoint contains its step."""
+        """If batches are kept, none may be discarded before a checkpoint contains its step."""
         early = (
             [id for id in command.groups if self.taken.get(id, -1) >= self.saved] if self.limits.keeps_batches else ()
         )
         self._expect(not early, f"groups {early} are forgotten before a checkpoint contains them", command)
 
     def begin_task(self, lease: PoolLease, replicas: Iterable[SimReplica], command: Command) -> None:
-        """A task of the trainer is about to be done in a pool: nothing else may be going on there."""
+        """A task of the trainer starts in a pool: no other task may run there."""
         for replica in replicas:
             if lease.shared and replica.id in lease.replicas:
                 idle = replica.frozen or not (replica.groups or replica.measuring)
                 self._expect(idle, f"replica {replica.id} works in the pool of a task", command)
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
-        """The scheduler's observer: what a validation that ends claims, against what its rows earn."""
+        """The scheduler's observer: compares the result of a validation with the rewards of its rows."""
         if machine != "validation" or record.state not in ("reported", "cancelled", "failed"):
             return
         self._expect(record.id not in self.validations, f"validation {record.id} ends twice", record.state)
@@ -129,7 +130,7 @@ class Judge:
             self._expect(bool(record.reason), f"validation {record.id} is {record.state} without a reason", record.id)
 
     def _resume(self, event: RunResumed) -> None:
-        """What a resumed run does again has not happened; nothing else may be done again."""
+        """Take back what a resumed run repeats. It may repeat nothing else."""
         for group in event.consumed:
             self._expect(self.taken.get(group, -1) >= event.steps, f"group {group} is done again", event)
         again = {group for group, step in self.taken.items() if step >= event.steps and not event.kept}
@@ -165,7 +166,7 @@ class Judge:
             self.worst_staleness = max(self.worst_staleness, staleness)
 
     def close(self, state: State, outcome: FinishRun, total: int) -> None:
-        """Check the end of a run that had `total` prompts to draw."""
+        """Check the end of a run whose data source had `total` prompts."""
         if outcome.outcome != "finished":
             return
         ledger = state.ledger

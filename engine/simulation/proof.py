@@ -1,7 +1,7 @@
-"""Is an extension lawful? Small worlds with the run's policies and states, every law on, before the run itself.
+"""Tests custom policies and states in small simulated runs, with every law checked, before the real run.
 
-Called by `engine check`. A policy that breaks a law, raises, lets a run wedge, or decides otherwise on replay is found
-here with the seed that shows it, as far as a few dozen seeded runs can show it.
+Called by `engine check`. It finds policies that break a law, raise, deadlock a run, or decide differently on replay, as
+far as a few dozen seeded runs can show it, and names the seed.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from engine.states.timeouts import Timeouts
 
 WORLDS = 24
 EVENTS = 20_000
-"""Of one world, at most: the longest lawful one takes a tenth."""
+"""Maximum number of events of one world. The longest lawful world needs a tenth."""
 ROUGH = Faults(
     lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_data=0.03, fail_sync=0.1, fail_trainer=0.05,
     fail_state=0.05, fail_rows=0.1,
@@ -30,7 +30,7 @@ ROUGH = Faults(
 
 
 def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> int:
-    """Run small worlds under these policies, every other one with faults. Returns how many.
+    """Run small worlds with these policies, every other one with faults. Returns their number.
 
     Raises: `ConfigError` with the first finding, its seed and the law.
     """
@@ -46,8 +46,8 @@ def prove(limits: Limits, policies: Mapping[str, str], worlds: int = WORLDS) -> 
 
 
 def scaled_down(limits: Limits) -> Limits:
-    """The same figures in small: a step of at most four groups, ratios kept where the laws allow it. Time limits are
-    for real durations, so they are left out."""
+    """The same limits, scaled down: at most four groups a step, with the same ratios if the laws allow it. Time limits
+    are left out, because they are for real durations."""
     batch, staleness = min(limits.train_batch_size, 4), min(limits.max_staleness_steps, 3)
     every = min(limits.sync_every, staleness + 1)
     ratio = limits.async_ratio
@@ -74,7 +74,7 @@ def scaled_down(limits: Limits) -> Limits:
 
 
 def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Faults) -> str:
-    """What is wrong with one world; empty where nothing is."""
+    """What is wrong with one world; empty if nothing is."""
     chosen = PolicySet.from_names(policies)
     prompts = 12 + 7 * (seed % 8)
     setting = Setting(
@@ -97,6 +97,6 @@ def _problem(limits: Limits, policies: Mapping[str, str], seed: int, faults: Fau
 
 
 def _filtered_out(state: State) -> bool:
-    """Whether the filter ended a world. It dropped made-up rewards, which says nothing of the real ones."""
+    """Whether the filter policy ended a world. Its made-up rewards say nothing about real ones."""
     filtered = state.filtered_in_a_row
     return filtered >= state.limits.filtered_in_a_row or (filtered > 0 and not state.steps_trained)

@@ -1,7 +1,7 @@
-"""The simulated world: replicas, a trainer and a network under a virtual clock, seeded, with faults.
+"""The simulated world: replicas, a trainer and a network under a virtual clock, with seeded faults.
 
-Runs the production driver and scheduler. Used by the property tests and by whoever wants to see how a configuration
-behaves before they have the machines. The same seed gives the same run, event for event.
+It runs the production driver and scheduler. The property tests use it, and users who want to try a configuration
+without machines. The same seed gives the same run, event for event.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,25 +45,25 @@ from engine.states.limits import Limits
 from engine.states.process import REPLICA, SCORER, TRAINER
 
 STORES = -1000
-"""The channel on which both stores answer."""
+"""The channel of both stores' answers."""
 ROUNDING = 1e-6
-"""Of a token: sums of durations fall short of it by their rounding."""
+"""Tolerance in tokens: sums of durations are rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Probabilities, each per occasion; the default world has none."""
+    """Probability of each fault, for each occasion. By default there are none."""
 
     lose: float = 0.0
-    """A message is lost and sent again, after ten times its latency; those behind it wait."""
+    """A message is lost and resent after ten times its latency. Later messages wait for it."""
     duplicate: float = 0.0
     """A message arrives twice."""
     die: float = 0.0
-    """A replica dies when it is given a group; what it sent before may still arrive after it was declared lost."""
+    """A replica dies when it receives a group. Its earlier messages may arrive after it was declared lost."""
     stay_dead: float = 0.0
-    """Nothing can start another life of a replica that died."""
+    """A replica that died cannot be started again."""
     die_trainer: float = 0.0
-    """The trainer, or a scorer, dies over an order."""
+    """The trainer or a scorer dies when it carries out an order."""
     fail_start: float = 0.0
     """A process ends before it is up."""
     fail_group: float = 0.0
@@ -71,40 +71,40 @@ class Faults:
     fail_sync: float = 0.0
     fail_trainer: float = 0.0
     fail_state: float = 0.0
-    """The work of an added state comes to nothing."""
+    """The work of an added state fails."""
     hang: float = 0.0
-    """Whoever is given an order hangs: it never answers, nor does it do anything else until it is replaced."""
+    """The process that receives an order hangs: it does nothing until it is replaced."""
     stick: float = 0.0
-    """A group that is started gets no token and never ends, unless it is cut short."""
+    """A started group gets no token and never ends, unless it is cut short."""
     fail_rows: float = 0.0
-    """An attempt at measuring held-out rows fails."""
+    """An attempt to measure held-out rows fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One world. Durations in virtual seconds; a token takes one."""
+    """The settings of one world. Durations are virtual seconds; a token takes one second."""
 
     limits: Limits
     replicas: int = 2
     slots: int = 4
     prompts: int = 64
-    """Prompts the source has."""
+    """Number of prompts in the data source."""
     seed: int = 0
     latency_s: float = 0.1
     train_s: float = 20.0
     sync_s: float = 2.0
     state_s: float = 5.0
-    """To do the work of an added state on a group."""
+    """Duration of the work of an added state on one group."""
     measure_s: float = 5.0
-    """To measure a chunk of held-out rows."""
+    """Duration of measuring a chunk of held-out rows."""
     mean_tokens: float = 20.0
-    """Lengths are Pareto distributed: most are short and a few are very long."""
+    """Response lengths are Pareto distributed: most are short, a few are very long."""
     max_tokens: int | None = None
-    """The longest is cut here; None: a few are longer than everything else together."""
+    """Maximum response length; None: a few are longer than all others together."""
     prefix_every_tokens: int = 0
-    """After so many new tokens a group's prefixes are stored; 0: only when it is aborted."""
+    """Prefixes of a group are stored after this many new tokens; 0: only when it is aborted."""
     spread: float = 1.0
-    """Share of groups whose rewards differ; the others are dropped by a zero-variance filter."""
+    """Share of groups with different rewards. A zero-variance filter drops the others."""
     faults: Faults = Faults()
 
 
@@ -121,7 +121,7 @@ class _NoRecord:
 
 
 class World:
-    """Clock, executor and everything behind it."""
+    """Clock, executor, and all simulated processes."""
 
     def __init__(
         self,
@@ -144,9 +144,9 @@ class World:
         )
         self.replicas: dict[ReplicaId, SimReplica] = {}
         self._begun: dict[tuple[str, int], int] = {}
-        """The newest life of each process that was begun."""
+        """The newest life of each process that was started."""
         self._ended: set[tuple[str, int, int]] = set()
-        """Lives that are over."""
+        """Lives that have ended."""
         self._down: set[tuple[str, int]] = set()
         """Trainer and scorers whose next life is not up yet. Their orders wait."""
         self.trainer_busy_s = 0.0
@@ -171,7 +171,7 @@ class World:
         return self.time
 
     def run(self, events: int = 1_000_000) -> FinishRun:
-        """Run to the end. Raises `Finding`, with the seed, for a broken law or a run that can never end."""
+        """Run to the end. Raises: `Finding`, with the seed, for a broken law or a deadlock."""
         try:
             while self.driver.outcome is None:
                 if not self._agenda or self.driver.events_handled > events:
@@ -205,7 +205,7 @@ class World:
     # network
 
     def _transit(self, channel: tuple[str, int], action: Callable[[], None]) -> None:
-        """Carry a message: in order within its channel, late if lost on the way, perhaps twice."""
+        """Deliver a message: in order within its channel, late if it was lost, perhaps twice."""
         latency = self.setting.latency_s * self.random.uniform(0.5, 1.5)
         if self._chance(self.setting.faults.lose):
             latency *= 10
@@ -259,7 +259,7 @@ class World:
             self._after(0.0, lambda: self.driver.deliver(drawn))
 
     def _work(self, order: EnterState) -> None:
-        """Do the work of an added state; the result is on its way then, whatever has become of the group."""
+        """Do the work of an added state and send the result, whatever happens to the group meanwhile."""
         failed = self._chance(self.setting.faults.fail_state)
         if self._chance(self.setting.faults.hang):
             return
@@ -290,7 +290,7 @@ class World:
             self._plan_training(worker, kind, index)
 
     def _plan_training(self, worker: SimTrainer, kind: str, index: int) -> None:
-        """Look at a trainer or scorer again once its first order is done; a life that ended meanwhile does nothing."""
+        """Visit a trainer or scorer again when its first order is done. A life that ended meanwhile does nothing."""
         life = self._begun.get((kind, index), 1)
         self._after(self._training_time(worker.work[0]), lambda: self._trainer_done(worker, kind, index, life))
 
@@ -328,7 +328,7 @@ class World:
         self._send(id, ProcessUp(kind=REPLICA, index=id, incarnation=incarnation, slots=self.setting.slots, version=0))
 
     def _start(self, command: StartProcess) -> None:
-        """Begin a life of a process. One that was begun before is not begun again."""
+        """Start a life of a process. A repeated start changes nothing."""
         process, life = (command.kind, command.index), command.incarnation
         if self._begun.get(process, 0) >= life:
             return
@@ -362,7 +362,7 @@ class World:
         self._lose(command.kind, command.index, command.incarnation, command.reason)
 
     def _probe(self, command: ProbeProcess) -> None:
-        """A life that is up and does not hang answers. Whatever it is overdue with, it waits for nobody."""
+        """Answer a probe if the life is up and does not hang. Simulated processes never wait for others."""
         kind, index, life = command.kind, command.index, command.incarnation
         hung = kind == REPLICA and (index not in self.replicas or self.replicas[index].hung)
         worker = self._worker(kind, index)
@@ -372,7 +372,7 @@ class World:
             self._after(self.setting.latency_s, lambda: self.driver.deliver(answer))
 
     def _lose(self, kind: str, index: int, life: int, reason: str = "fault") -> None:
-        """End a life, once. What it sent before still arrives, perhaps later."""
+        """End a life, once. Its earlier messages still arrive, perhaps later."""
         if (kind, index, life) in self._ended or self._begun.get((kind, index), 1) != life:
             return
         self._ended.add((kind, index, life))
@@ -390,7 +390,7 @@ class World:
         self._after(self.setting.latency_s, lambda: self.driver.deliver(lost))
 
     def _works(self, replica: SimReplica) -> bool:
-        """Whether a life of a replica is neither over nor hung."""
+        """Whether a life of a replica has neither ended nor hangs."""
         return self.replicas.get(replica.id) is replica and not replica.hung
 
     def _order_replica(self, command: Command) -> None:
@@ -423,7 +423,7 @@ class World:
         self._transit(("down", id), arrive)
 
     def _sample(self, replica: SimReplica) -> None:
-        """Bring every group of a replica up to the present."""
+        """Sample the tokens of every group of a replica up to the present."""
         for group in replica.groups.values():
             self._sample_group(replica, group)
 
@@ -434,7 +434,7 @@ class World:
         group.since = self.time
 
     def _plan(self, replica: SimReplica) -> None:
-        """Look at a replica again when its next sync order is done and, unless it is frozen, when its groups are."""
+        """Visit a replica again when its next sync order is done and, unless it is frozen, when its next group is."""
         self._plan_sync(replica)
         for id in replica.groups:
             self._plan_group(replica, id)
@@ -462,7 +462,7 @@ class World:
         self._plan_sync(replica)
 
     def _keep_prefix(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
-        """Store what a group has, if it goes on; one that was frozen is looked at again after that."""
+        """Store the tokens of a group that still runs. If it was frozen meanwhile, visit it again later."""
         if not self._works(replica) or replica.groups.get(id) is not group or replica.frozen:
             return
         self._sample_group(replica, group)
@@ -477,7 +477,7 @@ class World:
             replica.measure(chunk, succeed=not self._chance(self.setting.faults.fail_rows))
 
     def _finish(self, replica: SimReplica, id: GroupId, group: SimGroup) -> None:
-        """A group may be done, unless its replica was frozen meanwhile: then it is looked at again after that."""
+        """Finish a group that is done. If its replica was frozen meanwhile, visit it again later."""
         if not self._works(replica) or replica.groups.get(id) is not group or replica.frozen:
             return
         self._sample_group(replica, group)

@@ -303,5 +303,5 @@ def test_what_is_provisioned_is_there() -> None:
     boards = grafana["environment"]["STEP_ENGINE_BOARDS"]
     assert mounted[boards] == "./generated"
     assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{boards}/overview.json"
-    operations = (ROOT / "docs" / "OPERATIONS.md").read_text("utf-8")
-    assert 'STEP_ENGINE_BOARDS="$PWD/dashboards/generated" grafana server' in operations
+    monitoring = (ROOT / "docs" / "MONITORING.md").read_text("utf-8")
+    assert 'STEP_ENGINE_BOARDS="$PWD/dashboards/generated" grafana server' in monitoring

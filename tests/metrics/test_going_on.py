@@ -23,7 +23,7 @@ def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
     world.driver.deliver(fact.DrainRequested(reason="a user asked"))
     status = world.metrics.status(world.at + 3.0)
     assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
-    assert status.rollout_now.startswith("the run comes to rest")
+    assert status.rollout_now.startswith("the run is draining")
     assert world.metrics.going_on.requests["drain"] == 1
     state, idle = world.scheduler.state, world.metrics.idle
     world.run()  # all there is to hear, but for the checkpoint

@@ -242,7 +242,7 @@ def test_what_interrupts_or_changes_a_run_is_shown_while_it_lasts() -> None:
     after = shown()
     for text in (
         "changed   max_concurrent_groups = 11",
-        "coming to rest for 0:12",
+        "draining for 0:12",
         "draining",
         "what limits the next: draining",
     ):
