@@ -252,7 +252,7 @@ class Scheduler:
             state.give_up_timer = None
         elif event.timer == state.fill_timer:
             state.fill_timer = None
-            self.processes.launch()
+            self.lifetimes.go_on_launching()
         elif event.timer == state.drain_timer:
             self.departures.on_drain_timer()
         else:

@@ -13,7 +13,6 @@ from engine.scheduling.orders import Orders
 from engine.scheduling.pools import PoolScheduling
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
-from engine.states.process import REPLICA
 from engine.states.replica import Replica
 from engine.states.state import State
 
@@ -54,13 +53,10 @@ class DepartureScheduling:
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
         """Those of the highest ids leave, those that are missing are started."""
-        state = self.state
-        state.launching = state.launched  # those that were not started yet are below, or not wanted
-        for index in range(event.replicas):
-            state.process(REPLICA, index)
-        for replica in state.fleet.rollouts():
+        for replica in self.state.fleet.rollouts():
             self._want(replica, replica.id < event.replicas, f"{event.replicas} replicas are wanted")
-        state.none_left = ""
+        self.lifetimes.launch(event.replicas)
+        self.state.none_left = ""
 
     def _want(self, replica: Replica, wanted: bool, reason: str) -> None:
         process = replica.process
@@ -69,7 +65,6 @@ class DepartureScheduling:
             process.reason = "" if wanted else reason
         if wanted and process.state == "gone":
             process.deaths = 0
-            self.lifetimes.start(process)
         self.state.fleet.leave_changed(replica)
 
     # orders

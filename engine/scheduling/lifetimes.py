@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.commands import StartProcess, StopProcess
-from engine.scheduling.orders import Orders
+from engine.scheduling.orders import MOST_STARTS, Orders
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, Process
 from engine.states.state import State
 
@@ -25,6 +25,24 @@ class Lifetimes:
 
     state: State
     orders: Orders
+
+    def launch(self, replicas: int) -> None:
+        """Start those of the first `replicas` replicas that are wanted and gone."""
+        self.state.launched, self.state.launching = 0, replicas
+        self.go_on_launching()
+
+    def go_on_launching(self) -> None:
+        """Start the next replicas of a launch, so many in one event at most."""
+        state, left = self.state, MOST_STARTS
+        while state.launched < state.launching:
+            process = state.process(REPLICA, state.launched)
+            if process.state == "gone" and process.wanted and not process.deaths:
+                if not left:
+                    self.orders.go_on_at_once()
+                    return
+                left -= 1
+                self.start(process)
+            state.launched += 1
 
     def start(self, process: Process, **beginning: Any) -> None:
         """Order the next life of a process. `beginning`: where a trainer begins, as fields of `StartProcess`."""

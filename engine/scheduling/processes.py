@@ -20,7 +20,7 @@ from engine.events import (
 )
 from engine.ids import StepId
 from engine.scheduling.lifetimes import Lifetimes
-from engine.scheduling.orders import MOST_STARTS, Orders
+from engine.scheduling.orders import Orders
 from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.training import TrainingScheduling
@@ -48,23 +48,13 @@ class ProcessScheduling:
             replica.process.wanted = replica.id < replicas
         for process in state.processes.values():
             self.lifetimes.begin_again(process)
-        state.launched, state.launching = 0, replicas
-        self.launch()
+        self.lifetimes.launch(replicas)
         scorers = [state.process(SCORER, index) for index in range(len(state.limits.scorers()))]
         added = [state.process(ADDED_STATES, 0)] if state.limits.added_states else []
         stores = [state.process(kind, 0) for kind in (TRAJECTORY_STORE, WEIGHTS_STORE)]
         for process in (state.process(TRAINER, 0), *scorers, *added, *stores):
             process.incarnation += 1  # the launch has brought them up
             state.fire_process(process, "up")
-
-    def launch(self) -> None:
-        """Start the next replicas of a run that begins, so many in one event at most."""
-        state = self.state
-        first, state.launched = state.launched, min(state.launching, state.launched + MOST_STARTS)
-        for index in range(first, state.launched):
-            self.lifetimes.start(self.state.process(REPLICA, index))
-        if state.launched < state.launching:
-            self.orders.go_on_at_once()
 
     # events
 

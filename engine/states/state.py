@@ -111,7 +111,7 @@ class State:
     """Set while more may be started than one event may start: the rest follow when it fires, at once."""
     launched: int = 0
     launching: int = 0
-    """The run begins with so many replicas, and those before `launched` were ordered to start."""
+    """So many replicas are wanted, and those before `launched` were started if they were gone."""
     outcome: FinishRun | None = None
     restarts: int = 0
     """Times that the run was begun again from its record since `restarted_at` train steps, or since a user resumed

@@ -173,3 +173,13 @@ def test_a_changed_number_of_replicas_holds_for_those_that_were_not_started_yet(
         answer = run.handle(ReplicasWanted(replicas=wanted))
         assert launched(answer) == [id for id in range(wanted) if id not in first]
         assert launched(run.handle(TimerFired(timer=timer.timer))) == []
+
+
+def test_more_replicas_that_are_wanted_start_in_slices_and_those_that_are_up_stay() -> None:
+    run = Run(4)
+    answer = run.handle(ReplicasWanted(replicas=2 * MOST_STARTS))
+    (timer,) = timers(answer)
+    assert (launched(answer), timer.delay_s) == (list(range(1, MOST_STARTS + 1)), 0.0)
+    run.handle(ProcessLost(kind="replica", index=2, incarnation=1, reason="no room", final=True))
+    answer = run.handle(TimerFired(timer=timer.timer))
+    assert (launched(answer), timers(answer)) == (list(range(MOST_STARTS + 1, 2 * MOST_STARTS)), [])
