@@ -274,6 +274,18 @@ class PrefixStored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProgressed(Event):
+    """A running group has come further since the last report: it sampled tokens that are not in the store yet, an agent
+    took a turn, or rewards came in. The clock of its time limit restarts."""
+
+    tag: ClassVar[int] = 52
+    group: GroupId
+    attempt: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMeasured(Event):
     """A replica measured a chunk of held-out rows, every row with weights version `version`."""
 
@@ -466,6 +478,6 @@ EVENTS: dict[int, type[Event]] = {
         PublishFailed, CheckpointSaved, CheckpointFailed, TimerFired, StopRequested, PrefixStored, RunResumed,
         RowsMeasured, RowsFailed, StateLeft, StateFailed, SchedulerRecovered, DrainRequested, ReplicaLeaves,
         ReplicasWanted, SettingChanged, OrderDone, DrawFailed, CheckpointDamaged, ProcessWaits,
-        RunInterrupted, ProcessProbed,
+        RunInterrupted, ProcessProbed, GroupProgressed,
     )
 }  # fmt: skip

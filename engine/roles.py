@@ -34,6 +34,9 @@ class GroupWork:
     save: Callable[[TrajectoryGroup], None] | None = None
     """May be called with a copy of the group as it is, prefixes and all, each time its trajectories have grown by about
     `save_every_tokens` each. If the replica is lost, the group resumes from the last saved prefix."""
+    progress: Callable[[], None] = lambda: None
+    """May be called as often as you like, when the group has come further: it has sampled more, an agent took a turn,
+    or a reward is in. Restarts the clock of the group's time limit, as a saved prefix does."""
     held_out: bool = False
     """A validation prompt: one response, measured by its reward and never trained on. Its group is below 0."""
 

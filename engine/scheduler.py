@@ -21,6 +21,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     OrderDone,
     PrefixStored,
     ProcessLost,
@@ -73,7 +74,8 @@ from engine.states.state import Observer, State
 from engine.states.view import View
 
 GROUP_EVENTS = (
-    GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, StateLeft, StateFailed, OrderDone,
+    GroupGenerated, PromptsDrawn, GroupAborted, GroupFailed, PrefixStored, GroupProgressed, StateLeft, StateFailed,
+    OrderDone,
 )  # fmt: skip
 """Facts that by themselves change nothing about steps, replicas and versions; nearly all events are of these kinds."""
 
@@ -121,6 +123,7 @@ class Scheduler:
             GroupAborted: self.rollout.on_group_aborted,
             GroupFailed: self.rollout.on_group_failed,
             PrefixStored: self.rollout.on_prefix_stored,
+            GroupProgressed: self._on_group_progressed,
             StateLeft: self.processes.on_state_left,
             StateFailed: self.rollout.on_state_failed,
             ProcessUp: self.processes.on_up,
@@ -239,6 +242,9 @@ class Scheduler:
 
     def _on_stop_requested(self, event: StopRequested) -> None:
         self._orders.end_run("stopped", event.reason)
+
+    def _on_group_progressed(self, event: GroupProgressed) -> None:
+        """`match` has restarted the clock of its order. Nothing else follows."""
 
     def _on_order_done(self, event: OrderDone) -> None:
         self.training.on_order_done(event)

@@ -87,6 +87,7 @@ class RolloutActor(Watched):
             prefix_every_tokens=plan.prefix_every_tokens,
             held_out=self._held_out(self._rollout),
             rewarded=plan.rewarded,
+            progress_every_s=plan.limits.timeouts.progress_every_s,
         )
 
     def _held_out(self, rollout: Rollout) -> HeldOut | None:

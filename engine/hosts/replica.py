@@ -25,7 +25,7 @@ from engine.commands import (
     TruncateGroup,
 )
 from engine.errors import DataFailure, EngineError
-from engine.events import Event, GroupFailed, OrderDone, ProcessUp
+from engine.events import Event, GroupFailed, GroupProgressed, OrderDone, ProcessUp
 from engine.hosts.attempt import PARK_S, Attempt
 from engine.hosts.checks import Versions, check_generated
 from engine.hosts.done import DoneOrders
@@ -68,6 +68,7 @@ class ReplicaHost:
         prefix_every_tokens: int = 0,
         held_out: HeldOut | None = None,
         rewarded: bool = True,
+        progress_every_s: float = 60.0,
     ) -> None:
         self.replica = replica
         self.incarnation = incarnation
@@ -75,6 +76,10 @@ class ReplicaHost:
         self.samples = samples
         self.prefix_every_tokens = prefix_every_tokens
         self._rewarded = rewarded
+        self._progress_every_s = progress_every_s
+        self._progressed: dict[Attempt, None] = {}
+        """Attempts that came further since the last report."""
+        self._next_report: asyncio.TimerHandle | None = None
         self._trajectories = trajectories
         self._emit = emit
         self._broken = broken
@@ -210,6 +215,7 @@ class ReplicaHost:
             truncate=truncate,
             save_every_tokens=self.prefix_every_tokens,
             save=(lambda group: self._save(attempt, work, began, group)) if self.prefix_every_tokens else None,
+            progress=lambda: self._note_progress(attempt),
         )
         attempt.begun = True
         try:
@@ -254,6 +260,19 @@ class ReplicaHost:
                 await self._trajectories.discard([attempt.group], attempt.number)
                 return
             self._emit(event)
+
+    def _note_progress(self, attempt: Attempt) -> None:
+        """Report it later, with what else progresses until then."""
+        self._progressed[attempt] = None
+        if self._next_report is None:
+            self._next_report = asyncio.get_running_loop().call_later(self._progress_every_s, self._report_progress)
+
+    def _report_progress(self) -> None:
+        self._next_report = None
+        for attempt in self._progressed:
+            if self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed:
+                self._emit(GroupProgressed(group=attempt.group, attempt=attempt.number, **self._who))
+        self._progressed.clear()
 
     def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
         told = (attempt.group, self.replica, attempt.number, cause)

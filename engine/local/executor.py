@@ -280,6 +280,7 @@ class LocalExecutor:
         return contained(self._make, replica)
 
     def _host(self, replica: ReplicaId, incarnation: Incarnation, generator: Generator) -> ReplicaHost:
+        assert self.driver is not None
         return ReplicaHost(
             replica=replica,
             incarnation=incarnation,
@@ -292,6 +293,7 @@ class LocalExecutor:
             prefix_every_tokens=self._prefix_every_tokens,
             held_out=HeldOut(prompts=self._held_out, evaluator=generator) if self._held_out else None,
             rewarded=REWARDING not in self._works,
+            progress_every_s=self.driver.scheduler.limits.timeouts.progress_every_s,
         )
 
     def _lose_replica(self, replica: ReplicaId, incarnation: Incarnation, reason: str) -> None:

@@ -131,7 +131,7 @@ class AgentGenerator(OverBackend):
             group = self._group_of(work, outcome)
             oldest = group.versions() if outcome.carried else None
             if not outcome.aborted:
-                await self._scorer.score(group)
+                await self._scorer.score(group, work.progress)
             return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
         finally:
             opened.done.set()
@@ -151,7 +151,7 @@ class AgentGenerator(OverBackend):
         )
         opened.running[call.id] = None
         try:
-            return await self._backend.sample(
+            result = await self._backend.sample(
                 SampleRequest(
                     id=call.id,
                     prompt_ids=call.prompt_ids,
@@ -160,6 +160,8 @@ class AgentGenerator(OverBackend):
                     seed=derive_seed(self._seed, call.group, *call.place),
                 )
             )
+            opened.work.progress()
+            return result
         finally:
             del opened.running[call.id]
 

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
+PROGRESS_EVERY_TOKENS = 256
+"""How often a trajectory reports progress, if its prefixes are not stored."""
+
+
 @dataclass(slots=True)
 class Attempt:
     """One running `generate` call."""
@@ -95,7 +99,7 @@ class ModelGenerator(OverBackend):
                 return Generated(group=attempt.group, aborted=True)
             for trajectory in attempt.group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._scorer.score(attempt.group)
+            await self._scorer.score(attempt.group, work.progress)
             return Generated(group=attempt.group)
         finally:
             del self._attempts[work.group]
@@ -168,7 +172,7 @@ class ModelGenerator(OverBackend):
                 prefix_ids=trajectory.token_ids,
                 params=self._params,
                 seed=derive_seed(self._seed, work.group, index),
-                tell_every=work.save_every_tokens if work.save is not None else 0,
+                tell_every=work.save_every_tokens if work.save is not None else PROGRESS_EVERY_TOKENS,
                 tell=lambda so_far: self._told(attempt, index, so_far),
             )
         )
@@ -179,6 +183,7 @@ class ModelGenerator(OverBackend):
 
     def _told(self, attempt: Attempt, index: int, so_far: SampleResult) -> None:
         """Save the group once as many news have come as trajectories are on their way: about one of each."""
+        attempt.work.progress()
         attempt.so_far[index] = so_far
         attempt.told += 1
         save, trajectories = attempt.work.save, attempt.group.trajectories

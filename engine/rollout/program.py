@@ -182,7 +182,7 @@ class ProgramGenerator(OverBackend):
                 return Generated(group=group, aborted=True)
             for trajectory in group.trajectories:
                 trajectory.finish_reason = trajectory.finish_reason or "truncated"
-            await self._scorer.score(group)
+            await self._scorer.score(group, work.progress)
             return Generated(group=group)
         finally:
             running.done.set()
@@ -214,6 +214,7 @@ class ProgramGenerator(OverBackend):
                 if not running.requests:
                     running.landed.set()
             call.take(result)
+            work.progress()
             if result.finish_reason != "abort":
                 return
         await asyncio.Event().wait()  # until the group's end cancels it

@@ -7,7 +7,7 @@ the end of the process, and never lose a call's outcome, whatever the call raise
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
@@ -19,6 +19,11 @@ Reward = Callable[[Prompt, Trajectory], float]
 
 MOST_STUCK = 64
 """Calls past their time that may still run at once: each keeps a thread, and none can be ended."""
+
+
+def _nobody() -> None:
+    """Nobody wants to know of progress."""
+
 
 Outcome = float | str | BaseException
 """The reward; or what the call returned instead, in words; or what it raised."""
@@ -34,6 +39,15 @@ class Call:
     stuck: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A group that waits for rewards."""
+
+    progress: Callable[[], None]
+    begun: int = 0
+    """Its calls that have begun and not returned."""
+
+
 class RewardCalls:
     """Calls `reward`, `threads` at a time. A call's time is counted from its own start, not from when it was asked for.
 
@@ -47,15 +61,36 @@ class RewardCalls:
         self._places = asyncio.Semaphore(threads)
         self._stuck = 0
         self._lost = asyncio.Event()
+        self._waiting: dict[Waiting, None] = {}
 
-    async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
+    @contextlib.contextmanager
+    def waiting(self, progress: Callable[[], None]) -> Iterator[Waiting]:
+        """While a group waits for rewards, it progresses with each call of its own that begins or returns, and as long
+        as all of its calls are queued, with each reward of the groups ahead."""
+        group = Waiting(progress)
+        self._waiting[group] = None
+        try:
+            yield group
+        finally:
+            del self._waiting[group]
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory, group: Waiting) -> float:
         """Raises: `DataFailure` naming whatever the reward did wrong, `EngineError` once `failed` has returned."""
         await self._places.acquire()
         if self._lost.is_set():
             self._places.release()
             raise EngineError(self._loss())
-        outcome = await self._begin(prompt, trajectory).outcome
+        group.begun += 1
+        group.progress()
+        try:
+            outcome = await self._begin(prompt, trajectory).outcome
+        finally:
+            group.begun -= 1
         if isinstance(outcome, float):
+            group.progress()
+            for other in self._waiting:
+                if not other.begun:
+                    other.progress()
             return outcome
         where = f"on prompt row {prompt.row}"
         if outcome is None:
@@ -140,8 +175,9 @@ class Scorer:
         self._decoder = decoder
         self._calls = None if reward is None else RewardCalls(reward, threads=threads, timeout_s=timeout_s)
 
-    async def score(self, group: TrajectoryGroup) -> None:
-        """Give every trajectory its text, and every rollout that has none its reward: that of its last segment."""
+    async def score(self, group: TrajectoryGroup, progress: Callable[[], None] = _nobody) -> None:
+        """Give every trajectory its text, and every rollout that has none its reward: that of its last segment.
+        `progress` is called as rewards come in."""
         unscored = [rollout for rollout in group.rollouts if rollout[-1].reward is None]
         for rollout in group.rollouts:
             for trajectory in rollout:
@@ -149,9 +185,10 @@ class Scorer:
                     trajectory.text = self._decoder.decode(trajectory.token_ids, skip_special_tokens=True)
         if self._later:
             return
-        outcomes = await asyncio.gather(
-            *(self._score_one(group.prompt, rollout[-1]) for rollout in unscored), return_exceptions=True
-        )
+        with contextlib.nullcontext() if self._calls is None else self._calls.waiting(progress) as waiting:
+            outcomes = await asyncio.gather(
+                *(self._score_one(group.prompt, rollout[-1], waiting) for rollout in unscored), return_exceptions=True
+            )
         for rollout, outcome in zip(unscored, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -165,9 +202,9 @@ class Scorer:
             raise AssertionError
         return await self._calls.failed()
 
-    async def _score_one(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        if self._calls is not None:
-            return await self._calls.score(prompt, trajectory)
+    async def _score_one(self, prompt: Prompt, trajectory: Trajectory, waiting: Waiting | None) -> float:
+        if self._calls is not None and waiting is not None:
+            return await self._calls.score(prompt, trajectory, waiting)
         if trajectory.finish_reason == "truncated":
             return 0.0
         raise DataFailure(

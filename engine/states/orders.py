@@ -51,6 +51,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     OrderDone,
     PrefixStored,
     ProcessLost,
@@ -114,7 +115,7 @@ _ON_REPLICA = ("replica", "incarnation")
 _PROCESS = ("kind", "index")
 _GROUP = Relation(
     subject="group", id=("group",), owner="replica", echo=("attempt", *_ON_REPLICA), limit="group",
-    answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored,),
+    answers=(GroupGenerated, GroupAborted, GroupFailed), reports=(PrefixStored, GroupProgressed),
 )  # fmt: skip
 
 

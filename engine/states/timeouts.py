@@ -31,6 +31,8 @@ TIMES_LONGEST = 10
 """`auto` is so many times the longest answered order."""
 TIMES_FLOOR = 6
 """And so many floors before the first answer."""
+REPORTS_IN_LIMIT = 10
+"""How many reports of progress fit into the shortest time limit of a group."""
 MOST_S = 1_000_000.0
 
 
@@ -43,7 +45,7 @@ class Timeouts:
     start_s: Limit = DEFAULT
     """Start or stop a process."""
     group_s: Limit = DEFAULT
-    """Generate a group, its rewards included. Each stored prefix restarts the clock."""
+    """Generate a group, its rewards included. Stored prefixes and other progress restart the clock."""
     rows_s: Limit = DEFAULT
     """Measure a chunk of validation rows."""
     stage_s: Limit = DEFAULT
@@ -92,6 +94,12 @@ class Timeouts:
             return
         law = f"must be a number of seconds above 0, {MOST_S:.0f} at most{', or auto, or off' if or_words else ''}"
         raise ConfigError(f"timeouts.{name}", value, law, "for example 600")
+
+    @property
+    def progress_every_s(self) -> float:
+        """How often a process reports that a group progresses, at most."""
+        group_s = self.floor_s if self.group_s is None or self.group_s == AUTO else float(self.group_s)
+        return min(self.floor_s, group_s) / REPORTS_IN_LIMIT
 
     def setting(self, kind: str) -> str:
         """The name of the setting that limits a kind."""

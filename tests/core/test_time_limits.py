@@ -26,6 +26,7 @@ from engine.events import (
     BatchScored,
     CheckpointSaved,
     DrainRequested,
+    GroupProgressed,
     OrderDone,
     ProcessLost,
     ProcessUp,
@@ -457,6 +458,19 @@ def test_each_stored_prefix_gives_a_group_its_full_time_again() -> None:
         run.keep_prefix(0, 1, 2, 3, tokens=tokens)
     assert cut_or_stopped(wait(run, run.clock + 90.0)) == []
     assert cut_or_stopped(wait(run, run.clock + 20.0)) == ["ParkGroup"] * 4
+
+
+def test_a_group_that_progresses_otherwise_gets_its_full_time_again_too() -> None:
+    run = small(every(None, group_s=100.0, cut_s=9_000.0))
+    report = GroupProgressed(group=0, attempt=1, replica=0, incarnation=1)
+    for _ in range(19):
+        assert not [one for one in wait(run, run.clock + 90.0) if isinstance(one, ParkGroup) and one.group == 0]
+        run.tell(report)
+    assert run.state.groups[0].state == "generating"
+    stale = run.state.stale_echoes
+    run.tell(replace(report, attempt=2))
+    assert run.state.stale_echoes == stale + 1, "it is of another attempt"
+    assert [one.group for one in wait(run, run.clock + 101.0) if isinstance(one, ParkGroup)] == [0]
 
 
 def test_max_s_bounds_a_group_whatever_its_progress() -> None:

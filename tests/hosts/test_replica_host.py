@@ -27,6 +27,7 @@ from engine.events import (
     GroupAborted,
     GroupFailed,
     GroupGenerated,
+    GroupProgressed,
     OrderDone,
     PrefixStored,
     ProcessUp,
@@ -78,6 +79,7 @@ class Stage:
             broken=self.broken.append,
             prefix_every_tokens=prefixes,
             held_out=held_out,
+            progress_every_s=0.0,
         )
 
     def _emit(self, event: Event) -> None:
@@ -236,6 +238,39 @@ def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() 
         (work,) = second.generator.works
         assert [len(t.token_ids) for t in work.partial.trajectories] == [2, 2]
         await first.host.close()
+
+    play(scene)
+
+
+def test_groups_that_progress_are_reported_together_and_only_while_they_run() -> None:
+    class Progresses(TokenGenerator):
+        def __init__(self) -> None:
+            super().__init__(length=2, free=True)
+            self.works: list[GroupWork] = []
+            self.leave = asyncio.Event()
+
+        async def generate(self, work: GroupWork) -> Generated:
+            self.works.append(work)
+            await self.leave.wait()
+            return await super().generate(work)
+
+    async def scene() -> None:
+        stage = Stage(generator := Progresses())
+        stage.host.join(slots=4)
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        for work in (*generator.works, *generator.works):
+            work.progress()
+        _, *reported = await stage.until(3)
+        assert [(type(event), event.group, event.attempt) for event in reported] == [
+            (GroupProgressed, 0, 1), (GroupProgressed, 1, 1),
+        ]  # fmt: skip
+        generator.leave.set()
+        await stage.until(5)
+        generator.works[0].progress()
+        await stage.settle()
+        assert len(stage.events) == 5, "the group has ended"
 
     play(scene)
 

@@ -18,7 +18,7 @@ from engine.errors import DataFailure, EngineError
 from engine.roles import Generated, GroupWork
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.rollout.scoring import MOST_STUCK, RewardCalls
+from engine.rollout.scoring import MOST_STUCK, RewardCalls, Scorer, Waiting
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 
 LONG = 150
@@ -189,6 +189,42 @@ def test_slow_reward_does_not_hold_up_other_groups() -> None:
     run(make(slow_for_one, max_tokens=5), scenario)
 
 
+def test_a_group_progresses_with_its_own_rewards_and_while_it_is_queued_with_those_ahead() -> None:
+    told: list[str] = []
+    turns, entered = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(prompt: Prompt, trajectory: Trajectory) -> float:
+        entered.release()
+        turns.acquire()
+        return 1.0
+
+    async def score(scorer: Scorer, name: str, samples: int) -> None:
+        trajectories = [Trajectory(prompt_ids=[1], token_ids=[2]) for _ in range(samples)]
+        group = TrajectoryGroup(group=1, prompt=Prompt(row=0, text=name), trajectories=trajectories)
+        await scorer.score(group, lambda: told.append(name))
+
+    async def scene() -> None:
+        scorer = Scorer(Letters(), slow, threads=2)
+        first = asyncio.create_task(score(scorer, "first", 2))
+        await asyncio.to_thread(entered.acquire)
+        await asyncio.to_thread(entered.acquire)
+        queued = asyncio.create_task(score(scorer, "queued", 1))
+        await asyncio.sleep(0)
+        assert told == ["first", "first"]
+        turns.release()
+        await asyncio.to_thread(entered.acquire)
+        assert sorted(told[2:]) == ["first", "queued"], "both threads are taken, now by one call of each"
+        waits = asyncio.create_task(score(scorer, "waits", 1))
+        await asyncio.sleep(0)
+        turns.release()
+        await asyncio.wait([first, queued], return_when=asyncio.FIRST_COMPLETED)
+        assert "waits" in told[4:]
+        turns.release(2)
+        await asyncio.gather(first, queued, waits)
+
+    asyncio.run(scene())
+
+
 def raising(prompt: Prompt, trajectory: Trajectory) -> float:
     raise KeyError("answer")
 
@@ -286,7 +322,7 @@ def test_calls_that_return_late_are_not_counted_as_stuck() -> None:
         failed = asyncio.create_task(rewards.failed())
         for _ in range(MOST_STUCK + 1):
             with pytest.raises(DataFailure, match="took longer"):
-                await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]))
+                await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]), Waiting(lambda: None))
             leave.release()
             for thread in threading.enumerate():
                 if thread.name == "reward":
@@ -310,7 +346,10 @@ def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
     async def scene() -> None:
         rewards = RewardCalls(slow, threads=1, timeout_s=None)
         first, second = (
-            asyncio.create_task(rewards.score(Prompt(row=row, text=""), Trajectory(prompt_ids=[1]))) for row in (1, 2)
+            asyncio.create_task(
+                rewards.score(Prompt(row=row, text=""), Trajectory(prompt_ids=[1]), Waiting(lambda: None))
+            )
+            for row in (1, 2)
         )
         await asyncio.to_thread(entered.wait)
         first.cancel()
@@ -327,13 +366,13 @@ def test_a_cancelled_group_keeps_its_places_until_its_rewards_return() -> None:
 STUCK_PROCESS = """
 import asyncio, threading
 from engine.errors import DataFailure
-from engine.rollout.scoring import RewardCalls
+from engine.rollout.scoring import RewardCalls, Waiting
 from engine.trajectory import Prompt, Trajectory
 
 async def scene():
     rewards = RewardCalls(lambda prompt, trajectory: threading.Event().wait(), threads=1, timeout_s=0.01)
     try:
-        await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]))
+        await rewards.score(Prompt(row=1, text=""), Trajectory(prompt_ids=[1]), Waiting(lambda: None))
     except DataFailure:
         print("given up")
 
