@@ -127,8 +127,9 @@ class Supervisor:
         """Start the first life of every process and wait until each is up, but for replicas that the cluster has no
         room for; the trainer begins where `restore` says.
 
-        Raises the first thing that goes wrong, but for what befalls a replica once enough others are up: `start`
-        reports that.
+        Raises the first thing that goes wrong, except on a replica once enough others are up: `start` reports that. No
+        decision of the run depends on this wait: it only shows a user a broken plan before the run begins. The run
+        itself orders every process, and hears of each that is lost.
         """
         replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
         workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
@@ -395,7 +396,7 @@ class Supervisor:
             known = {"published": await self._published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
         # A store reports by itself that its disk is full: beginning again would not help.
-        full = ended.told and key[0] in KEPT
+        full = ended.told and key[0] in KEPT and key[0] != GATEWAY
         reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
         if not self._closed:
             self._deliver(_lost(key, incarnation, reason, final=final or full, **known))

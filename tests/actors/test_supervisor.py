@@ -561,24 +561,23 @@ def test_a_weights_store_that_does_not_answer_has_nothing(tmp_path: Path, cluste
     play(story)
 
 
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("says", ["it has ended", ""])
 @pytest.mark.parametrize(("kind", "store"), [(TRAJECTORY_STORE, 0), (WEIGHTS_STORE, 1), (GATEWAY, 2)])
-def test_a_store_that_says_that_it_is_full_is_lost_for_good(
-    tmp_path: Path, cluster: RayOfHandles, kind: str, store: int, full: bool
+def test_a_store_that_says_that_it_is_full_is_lost_for_good_and_a_gateway_is_not(
+    tmp_path: Path, cluster: RayOfHandles, kind: str, store: int, says: str
 ) -> None:
     async def story() -> None:
         scene = Scene(tmp_path, cluster, gateway=True)
         await scene.supervisor.open()
         scene.supervisor.begin()
-        if full:
-            scene.stores[store].end = "no space left on device"
+        if says:
+            scene.stores[store].end = says
         scene.stores[store].die()
         await settled()
         lost = scene.events[-1]
+        full = bool(says) and kind != GATEWAY
         assert isinstance(lost, ProcessLost) and (lost.kind, lost.final) == (kind, full)
-        assert lost.reason == (
-            "it cannot store anything more: no space left on device" if full else "RayError: it died"
-        )
+        assert lost.reason == ("it cannot store anything more: " if full else "") + (says or "RayError: it died")
         assert cluster.killed == [], "whoever has started it ends it"
 
     play(story)
