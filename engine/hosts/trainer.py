@@ -86,8 +86,8 @@ class TrainerHost(OneByOne[Command]):
         return count_in(metrics, "optimizer_steps")
 
     async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the present weights, which are those after `steps` train steps. Never raises: weights that cannot
-        be handed over are owed. A scorer that lacks them asks again, and fails its attempt if that fails too."""
+        """Give scorers the present weights, which are those after `steps` train steps. Never raises: weights that
+        cannot be handed over are owed. A scorer that lacks them asks again; if that fails, so does its attempt."""
         if not self._hands_over:
             return
         self._owed = steps
