@@ -162,7 +162,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024, help="groups per train step where saturated")
     parser.add_argument("--disk-against-memory", type=int, default=0, metavar="N", help="turns; 0: the usual rows")
     arguments = parser.parse_args()
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers else give way to whatever else runs
     connect()
     options: dict[str, Any] = {"seconds": arguments.seconds, "replicas": arguments.replicas}
     if arguments.disk_against_memory:

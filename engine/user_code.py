@@ -1,11 +1,15 @@
 """Awaits a user's coroutine and turns anything it raises into an exception that fails one attempt.
 
-Called by the hosts of generators and added states, and by the runners of a user's programs. `hosts.threads.contained`
-does the same for blocking calls. It must never turn the engine's own cancellation into a failure.
+Called by the hosts of generators and added states, by the runners of a user's programs, and by rewards.
+`hosts.threads.contained` does the same for blocking calls. It must never turn the engine's own cancellation into a
+failure.
 """
 
 import asyncio
+import sys
+import traceback
 from collections.abc import Awaitable, Callable
+from threading import Thread
 from typing import Any, ParamSpec, TypeVar
 
 from engine.errors import describe_error
@@ -39,3 +43,9 @@ def _is_ours(error: BaseException) -> bool:
     except RuntimeError:
         return True
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def stack_of(thread: Thread) -> str:
+    """Where a thread is, as in a traceback: for the log, when user code does not return."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "it has ended" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

@@ -22,7 +22,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Ray gives its workers the niceness 15: beside anything else that computes, they would hardly run, and miss heartbeats.
+# For clusters that tests start without `connect`: Ray's workers would hardly run beside other programs.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 

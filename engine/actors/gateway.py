@@ -60,9 +60,9 @@ class GatewayActor(Watched):
     async def discard(self, groups: Sequence[GroupId]) -> None:
         self._agents.discard(groups)
 
-    async def alive(self) -> None:
-        """Never answered: that the actor dies is known by this call."""
-        await asyncio.Event().wait()
+    async def alive(self) -> str:
+        """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
+        return await self._parts.runner.failed()
 
     async def close(self) -> None:
         """End every agent and stop listening."""

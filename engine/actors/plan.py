@@ -136,7 +136,8 @@ class Plan:
     interrupted: str = ""
     """With `again`: why the run could not continue, if its record does not say it."""
     scheduler_restarts: int = 20
-    """Number of times that Ray may restart the scheduler while the other actors live; needs a `run_dir`."""
+    """How often Ray restarts the scheduler's process in one launch while the others continue; needs a `run_dir`. Only
+    Ray can count it, because no scheduler runs then. After that, the run begins again from its record."""
     orphan_s: float = 30.0
     """Seconds until actors end by themselves after the scheduler ended for good."""
     heartbeat_s: float = 10.0

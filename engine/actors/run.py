@@ -44,6 +44,8 @@ from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)
 
+NICENESS = "RAY_worker_niceness"
+"""A setting of Ray, 15 by default: beside other programs, actors would hardly run and miss heartbeats."""
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster of this process' own, where nothing says what it must hold."""
 RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
@@ -138,6 +140,7 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     at once as there are. The object store gets what is asked for, or as much as may be."""
     limit = max(LEAST_STORE_BYTES, object_store_limit())
     os.environ.setdefault(RETRIES_ARE_NEWS, "0")
+    os.environ.setdefault(NICENESS, "0")
     before = signal.getsignal(signal.SIGTERM)
     try:
         with sessions_of_their_own():

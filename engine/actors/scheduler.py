@@ -57,7 +57,8 @@ SLICE = 64
 
 
 LASTING = (ConfigError, RecordError, StorageFull)
-"""What fails a launch fails the next one, too, until somebody does something about it."""
+"""Failures of a launch that every further launch repeats until a user acts. This is no decision of the run: they leave
+no record that can be read or written, or a plan that cannot start. The run stays resumable."""
 
 
 class SchedulerActor:

@@ -128,7 +128,7 @@ class Supervisor:
         The trainer begins where `restore` says.
 
         Raises the first failure. Once enough replicas are up, failures of replicas are left to `start`, which reports
-        them.
+        them. This wait only shows a user a broken plan before the run begins; no decision of the run depends on it.
         """
         replicas = [self._make((REPLICA, index)) for index in self._plan.lives()]
         workers = [self._make((SCORER, index)) for index in range(len(self._plan.limits.scorers()))]
@@ -395,7 +395,7 @@ class Supervisor:
             known = {"published": await self._published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
         # A store reports by itself that its disk is full: beginning again would not help.
-        full = ended.told and key[0] in KEPT
+        full = ended.told and key[0] in KEPT and key[0] != GATEWAY
         reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
         if not self._closed:
             self._deliver(_lost(key, incarnation, reason, final=final or full, **known))

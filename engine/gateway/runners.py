@@ -1,26 +1,35 @@
 """Runs one agent: the user's coroutine, or the user's program in a separate process group.
 
 `actors.gateway` calls it once for every agent. Coroutines run on a separate thread and event loop, so a blocking one
-cannot stop the gateway from answering. No process that an agent started may outlive it.
+cannot stop the gateway from answering. Later agents get another thread if one never
+stops blocking. No process that an agent started may outlive it.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError, message_of
 from engine.trajectory import Prompt
-from engine.user_code import awaited
+from engine.user_code import awaited, stack_of
+
+log = logging.getLogger(__name__)
 
 TOLD = 2000
 """Number of characters of a program's standard error that a failure quotes."""
+ANSWER_S = 5.0
+"""How long the agents' event loop may take to answer once an agent was cancelled; then it is blocked."""
+MOST_BLOCKED = 16
+"""Threads that agents may block at once: none can be ended."""
 PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -30,31 +39,88 @@ class Runner(Protocol):
         """Run one agent to its end. Returns its reward, or None. Raises: `DataFailure` if the agent fails. When
         cancelled, it returns once every process of the agent has ended."""
 
+    async def failed(self) -> str:
+        """Return when no more agents can be run, with the reason; never before."""
+
     def close(self) -> None: ...
 
 
-class FunctionRunner:
-    """Runs `async def run(base_url, api_key, prompt) -> float | None`."""
+class AgentThread:
+    """A thread with an event loop for agents."""
 
-    def __init__(self, function: Callable[[str, str, Prompt], Coroutine[Any, Any, float | None]]) -> None:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
+        self.thread.start()
+        self.check: asyncio.Task[None] | None = None
+        self.blocked = asyncio.Event()
+
+
+class FunctionRunner:
+    """`async def run(base_url, api_key, prompt) -> float | None`. A thread is blocked if it does not answer for
+    `answer_s` after an agent on it was cancelled."""
+
+    def __init__(
+        self, function: Callable[[str, str, Prompt], Coroutine[Any, Any, float | None]], *, answer_s: float = ANSWER_S
+    ) -> None:
         self._function = function
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
-        self._thread.start()
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._answer_s = answer_s
+        self._threads = [AgentThread()]
+        self._blocked: list[Future[None]] = []
+        """Each is done when its thread is no longer blocked."""
+        self._lost = asyncio.Event()
 
     async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
-        call = asyncio.run_coroutine_threadsafe(awaited(self._function, base_url, key, prompt), self._loop)
-        try:
-            return await asyncio.wrap_future(call)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            name = f"{self._function.__module__}.{self._function.__qualname__}"
-            story = f"agent {name} raised {type(error).__name__} on prompt row {prompt.row}: {message_of(error)}"
-            raise DataFailure(story, row=prompt.row) from error
+        while True:
+            thread, begun = self._threads[-1], threading.Event()
+            agent = asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(self._begin(begun, base_url, key, prompt), thread.loop)
+            )
+            blocked = asyncio.ensure_future(thread.blocked.wait())
+            either: list[asyncio.Future[Any]] = [agent, blocked]
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if agent.done() or begun.is_set():
+                    return await agent
+            except asyncio.CancelledError:
+                if thread.check is None or thread.check.done():
+                    thread.check = asyncio.get_running_loop().create_task(self._replace_if_blocked(thread))
+                raise
+            except Exception as error:
+                story = f"agent {self._name} raised {type(error).__name__} on prompt row {prompt.row}"
+                raise DataFailure(f"{story}: {message_of(error)}", row=prompt.row) from error
+            finally:
+                agent.cancel()
+                blocked.cancel()
+
+    async def _begin(self, begun: threading.Event, base_url: str, key: str, prompt: Prompt) -> float | None:
+        begun.set()
+        return await awaited(self._function, base_url, key, prompt)
+
+    async def _replace_if_blocked(self, thread: AgentThread) -> None:
+        """Give agents that have not begun another thread if this one does not answer. The others continue if it ever
+        does."""
+        answer: Future[None] = Future()
+        thread.loop.call_soon_threadsafe(answer.set_result, None)
+        await asyncio.wait([asyncio.wrap_future(answer)], timeout=self._answer_s)
+        if answer.done() or thread.blocked.is_set():
+            return
+        log.warning("agent %s blocks its thread; it is in\n%s", self._name, stack_of(thread.thread))
+        self._threads.append(AgentThread())
+        thread.blocked.set()
+        self._blocked = [*(other for other in self._blocked if not other.done()), answer]
+        if len(self._blocked) >= MOST_BLOCKED:
+            self._lost.set()
+
+    async def failed(self) -> str:
+        """Return once `MOST_BLOCKED` threads are blocked."""
+        await self._lost.wait()
+        return f"agent {self._name} blocks {MOST_BLOCKED} threads and does not return"
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.loop.call_soon_threadsafe(thread.loop.stop)
 
 
 class CommandRunner:
@@ -95,6 +161,9 @@ class CommandRunner:
         if code < 0:
             raise EngineError(f"{story} was killed by {signal.Signals(-code).name}{last}", row=prompt.row)
         raise DataFailure(f"{story} ended with exit code {code}{last}", row=prompt.row)
+
+    async def failed(self) -> str:
+        return await asyncio.Event().wait() and ""
 
     def close(self) -> None: ...
 

@@ -35,9 +35,6 @@ from engine.roles import Batch, Trainer
 
 log = logging.getLogger(__name__)
 
-HAND_OVERS = 3
-"""Times that weights are handed over at once, should it fail; then again whenever a scorer asks for them."""
-
 Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
@@ -89,17 +86,15 @@ class TrainerHost(OneByOne[Command]):
         return count_in(metrics, "optimizer_steps")
 
     async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the present weights, which are those after `steps` train steps. Never raises: what cannot be
-        handed over is owed, and whoever lacks it asks for it."""
+        """Give scorers the present weights, which are those after `steps` train steps. Never raises: weights that
+        cannot be handed over are owed. A scorer that lacks them asks again; if that fails, so does its attempt."""
         if not self._hands_over:
             return
         self._owed = steps
-        for left in reversed(range(HAND_OVERS)):
-            try:
-                await self.hand_over_again(steps)
-                return
-            except EngineError as error:
-                log.warning("%s; tried %d times more", error, left, exc_info=error)
+        try:
+            await self.hand_over_again(steps)
+        except EngineError as error:
+            log.warning("%s; a scorer that needs them asks again", error, exc_info=error)
 
     async def hand_over_again(self, steps: StepId) -> None:
         """The same for weights that are still owed; nothing where they are not. Raises: `EngineError`."""

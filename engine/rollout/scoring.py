@@ -6,6 +6,7 @@ the end of the process, and never lose a call's outcome, whatever the call raise
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError, message_of
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.user_code import stack_of
+
+log = logging.getLogger(__name__)
 
 Reward = Callable[[Prompt, Trajectory], float]
 
@@ -120,13 +124,14 @@ class RewardCalls:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._returned, call, outcome)
 
+        thread = Thread(target=run, name="reward", daemon=True)
         try:
-            Thread(target=run, name="reward", daemon=True).start()
+            thread.start()
         except BaseException:
             self._places.release()
             raise
         if self._timeout_s is not None:
-            call.timer = loop.call_later(self._timeout_s, self._overdue, call)
+            call.timer = loop.call_later(self._timeout_s, self._overdue, call, thread)
         return call
 
     def _returned(self, call: Call, outcome: Outcome) -> None:
@@ -137,7 +142,8 @@ class RewardCalls:
             call.timer.cancel()
         self._end(call, outcome)
 
-    def _overdue(self, call: Call) -> None:
+    def _overdue(self, call: Call, thread: Thread) -> None:
+        log.warning("reward %s took longer than %s s; it is in\n%s", self._name, self._timeout_s, stack_of(thread))
         call.stuck = True
         self._stuck += 1
         if self._stuck >= MOST_STUCK:

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,15 +228,16 @@ class Scene:
         ]
 
 
-def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a story, and fail if it hangs. What it does on threads it does in order: `settled` knows the end of it."""
+def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on an event loop, and fail if it hangs. What it does on threads it does in order: `settled` knows the
+    end of it."""
 
-    async def whole() -> None:
+    async def whole(**given: Any) -> None:
         complaints: list[Any] = []
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
         loop.set_exception_handler(lambda loop, context: complaints.append(context))
-        await asyncio.wait_for(story(), 60.0)
+        await asyncio.wait_for(test(**given), 60.0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -243,7 +245,7 @@ def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
         gc.collect()
         assert complaints == [], "asyncio says of no failure that nobody heard of it"
 
-    asyncio.run(whole())
+    return wraps(test)(lambda **given: asyncio.run(whole(**given)))
 
 
 async def settled() -> None:

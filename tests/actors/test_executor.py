@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from handles import RayOfHandles, Scene, play, settled
+from handles import RayOfHandles, Scene, played, settled
 
 from engine.actors.executor import RayExecutor
 from engine.commands import (
@@ -69,58 +69,51 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path, RayOfHandles(monkeypatch))
 
 
-def test_orders_to_the_stores_are_done_when_their_calls_are_answered_and_told_of_together(scene: Scene) -> None:
-    async def story() -> None:
-        made = Executor(scene)
-        made.order(discard(3), discard(4), RetireWeights(version=1, number=5, cause=0))
-        made.order(discard(6))
-        await settled()
-        assert made.events == [] and made.executor.calls == 3
-        assert [said for said, _ in made.trajectories.calls] == [[3, 4], [6]]
-        made.trajectories.answer(0)
-        made.weights.answer(0)
-        await settled()
-        assert made.events == [OrderDone(orders=(3, 4, 5))]
-        made.trajectories.answer(1)
-        await settled()
-        assert made.events[1:] == [OrderDone(orders=(6,))]
-
-    play(story)
+@played
+async def test_orders_to_the_stores_are_done_when_their_calls_are_answered_and_told_of_together(scene: Scene) -> None:
+    made = Executor(scene)
+    made.order(discard(3), discard(4), RetireWeights(version=1, number=5, cause=0))
+    made.order(discard(6))
+    await settled()
+    assert made.events == [] and made.executor.calls == 3
+    assert [said for said, _ in made.trajectories.calls] == [[3, 4], [6]]
+    made.trajectories.answer(0)
+    made.weights.answer(0)
+    await settled()
+    assert made.events == [OrderDone(orders=(3, 4, 5))]
+    made.trajectories.answer(1)
+    await settled()
+    assert made.events[1:] == [OrderDone(orders=(6,))]
 
 
-def test_a_store_that_is_gone_or_full_leaves_its_orders_open(scene: Scene) -> None:
-    async def story() -> None:
-        made = Executor(scene)
-        made.order(discard(3))
-        made.order(discard(4))
-        made.trajectories.answer(0, RuntimeError("the node is gone"))
-        await settled()
-        made.executor.close()
-        await settled()
-        assert made.events == []
-
-    play(story)
+@played
+async def test_a_store_that_is_gone_or_full_leaves_its_orders_open(scene: Scene) -> None:
+    made = Executor(scene)
+    made.order(discard(3))
+    made.order(discard(4))
+    made.trajectories.answer(0, RuntimeError("the node is gone"))
+    await settled()
+    made.executor.close()
+    await settled()
+    assert made.events == []
 
 
-def test_each_order_goes_to_the_process_that_it_is_for(scene: Scene) -> None:
+@played
+async def test_each_order_goes_to_the_process_that_it_is_for(scene: Scene) -> None:
     """In the order in which they are given: one that starts a process comes before what that is to do."""
-
-    async def story() -> None:
-        made = Executor(scene)
-        own = ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(0,), cause=0)
-        apart = ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(0,), cause=0)
-        train = TrainStep(step=0, attempt=1, groups=(0,), staleness=(0,), cause=0)
-        enter = EnterState(group=0, attempt=1, state="judging", cause=0)
-        group = StartGroup(group=0, attempt=1, replica=0, incarnation=1, cause=0)
-        kinds = (TRAINER, SCORER, ADDED_STATES, REPLICA)
-        starts = [StartProcess(kind=kind, index=0, incarnation=1, cause=0) for kind in kinds]
-        made.order(own, *starts, own, apart, train, enter, group, discard(3))
-        names = {"trainer/1": [own, train], "scorer-0/1": [apart], "states/1": [enter, discard(3)],
-                 "rollout-0/1": [group]}  # fmt: skip
-        assert {name: handle.orders for name, handle in scene.cluster.handles.items()} == names
-        assert made.executor.calls == 5
-        made.order(StopProcess(kind=REPLICA, index=0, incarnation=1, reason="enough", cause=0), group)
-        assert scene.lost == [("rollout-0", 1, "enough")] and scene.handle("rollout-0/1").orders == [group]
-        made.trajectories.answer(0)
-
-    play(story)
+    made = Executor(scene)
+    own = ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(0,), cause=0)
+    apart = ScoreBatch(step=0, attempt=1, task="ref_logprobs", groups=(0,), cause=0)
+    train = TrainStep(step=0, attempt=1, groups=(0,), staleness=(0,), cause=0)
+    enter = EnterState(group=0, attempt=1, state="judging", cause=0)
+    group = StartGroup(group=0, attempt=1, replica=0, incarnation=1, cause=0)
+    kinds = (TRAINER, SCORER, ADDED_STATES, REPLICA)
+    starts = [StartProcess(kind=kind, index=0, incarnation=1, cause=0) for kind in kinds]
+    made.order(own, *starts, own, apart, train, enter, group, discard(3))
+    names = {"trainer/1": [own, train], "scorer-0/1": [apart], "states/1": [enter, discard(3)],
+             "rollout-0/1": [group]}  # fmt: skip
+    assert {name: handle.orders for name, handle in scene.cluster.handles.items()} == names
+    assert made.executor.calls == 5
+    made.order(StopProcess(kind=REPLICA, index=0, incarnation=1, reason="enough", cause=0), group)
+    assert scene.lost == [("rollout-0", 1, "enough")] and scene.handle("rollout-0/1").orders == [group]
+    made.trajectories.answer(0)

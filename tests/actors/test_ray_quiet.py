@@ -1,10 +1,14 @@
-"""What Ray says on the terminal of whoever launched a run: nothing of calls that are made again, nor of the end."""
+"""What Ray says on the terminal of whoever launched a run: nothing of calls that are made again, nor of the end. And
+that actors in a cluster of the run's own do not give way to other programs."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from engine.actors.run import NICENESS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -35,6 +39,8 @@ sys.stdout = Heard()
 {connected}
 with start(plan(Path({run_dir!r}), paced)) as run:
     started = actors()
+    if {killed}:
+        assert {{process.nice() for process in started}} == {{psutil.Process().nice()}}
     for process in started if {killed} else ():
         if "SchedulerAct" in process.cmdline()[0]:
             process.kill()
@@ -54,6 +60,7 @@ over.wait(60)
 def test_no_call_that_is_made_again_is_news(tmp_path: Path, connected: str, killed: bool) -> None:
     here = str(Path(__file__).parent)
     program = PROGRAM.format(here=here, run_dir=str(tmp_path / "run"), connected=connected, killed=killed)
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=240)
+    others = {name: value for name, value in os.environ.items() if name != NICENESS}
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=240, env=others)
     assert done.returncode == 0 and "that was all" in done.stdout, done.stdout
     assert "will be retried" not in done.stdout

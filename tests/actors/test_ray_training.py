@@ -1,12 +1,14 @@
 """Short real training runs through Ray: the embedded sampler, the torch trainer, their weights and metrics."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray_plans import SMALLEST, check_record, events_of
 from watched_weights import watched_rollout, watched_trainer
 
@@ -50,7 +52,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(tmp_path: Path, config: dict[str, Any]) -> list[Status]:
     with launch(parse_config(config), tmp_path) as run:
-        return list(run.updates())
+        first = next(run.updates())
+        has_torch = run._launched.actor.__ray_call__.remote(lambda actor: "torch" in sys.modules)
+        assert not ray.get(has_torch), "the scheduler's memory is for the state of the run"
+        return [first, *run.updates()]
 
 
 @pytest.fixture(scope="module")

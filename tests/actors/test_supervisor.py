@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from handles import RayOfHandles, Scene, play, settled
+from handles import RayOfHandles, Scene, played, settled
 from ray.exceptions import RayError
 from ray_plans import Mortal, restore_mortal
 
@@ -45,295 +45,268 @@ def is_up(replica: int, incarnation: int = 1) -> ProcessUp:
 # starting
 
 
-def test_a_life_is_started_once_whoever_asks_and_how_often(tmp_path: Path, cluster: RayOfHandles) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        for kind in (TRAINER, REPLICA):
-            scene.start(kind, 0, 3)
-            scene.start(kind, 0, 3)
-            await settled()
-            await scene.begin(kind, 0, 3)
-        assert [*cluster.handles] == ["trainer/3", "rollout-0/3"] and cluster.killed == []
-        assert scene.events == [ProcessUp(kind=TRAINER, index=0, incarnation=3)]
-        replica = scene.handle("rollout-0/3")
-        assert (len(replica.opened_with), replica.joins, replica.watchers) == (1, 1, 1), "it says itself that it is up"
-
-    play(story)
+@played
+async def test_a_life_is_started_once_whoever_asks_and_how_often(tmp_path: Path, cluster: RayOfHandles) -> None:
+    scene = Scene(tmp_path, cluster)
+    for kind in (TRAINER, REPLICA):
+        scene.start(kind, 0, 3)
+        scene.start(kind, 0, 3)
+        await settled()
+        await scene.begin(kind, 0, 3)
+    assert [*cluster.handles] == ["trainer/3", "rollout-0/3"] and cluster.killed == []
+    assert scene.events == [ProcessUp(kind=TRAINER, index=0, incarnation=3)]
+    replica = scene.handle("rollout-0/3")
+    assert (len(replica.opened_with), replica.joins, replica.watchers) == (1, 1, 1), "it says itself that it is up"
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "starting"])
 @pytest.mark.parametrize("kind", [REPLICA, TRAINER])
-def test_an_older_life_is_ended_before_the_next_is_started(
+@played
+async def test_an_older_life_is_ended_before_the_next_is_started(
     tmp_path: Path, cluster: RayOfHandles, kind: str, up: bool
 ) -> None:
-    async def story() -> None:
-        cluster.up_at_once = up
-        scene = Scene(tmp_path, cluster)
-        await scene.begin(kind, 0, 1)
-        first = next(iter(cluster.handles))
-        scene.start(kind, 0, 2)
-        assert cluster.killed == [first]
-        await scene.begin(kind, 0, 1)
-        assert len(cluster.handles) == 2 and cluster.killed == [first] and scene.lost == []
-
-    play(story)
+    cluster.up_at_once = up
+    scene = Scene(tmp_path, cluster)
+    await scene.begin(kind, 0, 1)
+    first = next(iter(cluster.handles))
+    scene.start(kind, 0, 2)
+    assert cluster.killed == [first]
+    await scene.begin(kind, 0, 1)
+    assert len(cluster.handles) == 2 and cluster.killed == [first] and scene.lost == []
 
 
 @pytest.mark.parametrize("kind", [REPLICA, TRAINER, SCORER])
-def test_a_life_that_cannot_be_started_is_lost_once(tmp_path: Path, cluster: RayOfHandles, kind: str) -> None:
-    async def story() -> None:
-        cluster.up_at_once = False
-        scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
-        scene.start(kind, 0, 1)
-        ((name, handle),) = cluster.handles.items()
-        handle.failure = RuntimeError("no memory")
-        handle.opens.set()
-        await settled()
-        assert scene.lost == [(name[:-2], 1, "it could not be started: RuntimeError: no memory")]
-        assert cluster.killed == [name] and cluster.set_aside == []
-        await scene.begin(kind, 0, 1)
-        assert len(scene.events) == len(cluster.handles) == 1, "it is over"
-
-    play(story)
+@played
+async def test_a_life_that_cannot_be_started_is_lost_once(tmp_path: Path, cluster: RayOfHandles, kind: str) -> None:
+    cluster.up_at_once = False
+    scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
+    scene.start(kind, 0, 1)
+    ((name, handle),) = cluster.handles.items()
+    handle.failure = RuntimeError("no memory")
+    handle.opens.set()
+    await settled()
+    assert scene.lost == [(name[:-2], 1, "it could not be started: RuntimeError: no memory")]
+    assert cluster.killed == [name] and cluster.set_aside == []
+    await scene.begin(kind, 0, 1)
+    assert len(scene.events) == len(cluster.handles) == 1, "it is over"
 
 
 @pytest.mark.parametrize("kind", [REPLICA, TRAINER])
-def test_an_actor_that_cannot_be_made_is_a_life_that_is_lost(tmp_path: Path, cluster: RayOfHandles, kind: str) -> None:
+@played
+async def test_an_actor_that_cannot_be_made_is_a_life_that_is_lost(
+    tmp_path: Path, cluster: RayOfHandles, kind: str
+) -> None:
     """It is no exception of whoever orders: that would end the run. What else was ordered is carried out before."""
-
-    async def story() -> None:
-        source = "rollout-0" if kind == REPLICA else "trainer"
-        cluster.refuses = f"{source}/1"
-        scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
-        scene.start(kind, 0, 1)
-        assert scene.events == []
-        await settled()
-        (lost,) = scene.events
-        assert isinstance(lost, ProcessLost) and lost.published == (0 if kind == TRAINER else -1)
-        assert scene.lost == [(source, 1, "it could not be started: ValueError: no node has such a resource")]
-        assert cluster.set_aside == [], "what the actor was to have is given back"
-        await scene.begin(kind, 0, 2)
-        assert [*cluster.handles] == [f"{source}/2"]
-
-    play(story)
+    source = "rollout-0" if kind == REPLICA else "trainer"
+    cluster.refuses = f"{source}/1"
+    scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
+    scene.start(kind, 0, 1)
+    assert scene.events == []
+    await settled()
+    (lost,) = scene.events
+    assert isinstance(lost, ProcessLost) and lost.published == (0 if kind == TRAINER else -1)
+    assert scene.lost == [(source, 1, "it could not be started: ValueError: no node has such a resource")]
+    assert cluster.set_aside == [], "what the actor was to have is given back"
+    await scene.begin(kind, 0, 2)
+    assert [*cluster.handles] == [f"{source}/2"]
 
 
-def test_a_trainer_that_cannot_be_brought_anywhere_is_lost_for_good(tmp_path: Path, cluster: RayOfHandles) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        scene.start(TRAINER, 0, 2, steps=4)
-        await settled()
-        (lost,) = scene.events
-        assert isinstance(lost, ProcessLost) and lost.final and "cannot bring another trainer" in lost.reason
-        assert not cluster.handles
-
-    play(story)
-
-
-def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is_some(
+@played
+async def test_a_trainer_that_cannot_be_brought_anywhere_is_lost_for_good(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        cluster.gpus = 1.0
-        scene = Scene(tmp_path, cluster, rollout_gpus=1.0, heartbeat_s=0.01, missed_beats=10_000)
-        await scene.begin(REPLICA, 0, 1)
-        cluster.up_at_once = False
-        await scene.begin(REPLICA, 1, 1)
-        (waits,) = scene.events
-        assert isinstance(waits, ProcessWaits) and (waits.index, waits.incarnation) == (1, 1)
-        assert "room for 1 of 2" in waits.reason
-        cluster.gpus = 2.0
-        await scene.hears(ProcessWaits, 2)
-        assert isinstance(scene.events[1], ProcessWaits) and scene.events[1].reason == "", "there is room now"
-        late = scene.handle("rollout-1/1")
-        assert (late.joins, late.watchers) == (0, 0), "nothing is asked of it that it cannot answer"
-        late.opens.set()
-        await settled()
-        assert (late.joins, late.watchers) == (1, 1) and len(scene.events) == 2
+    scene = Scene(tmp_path, cluster)
+    scene.start(TRAINER, 0, 2, steps=4)
+    await settled()
+    (lost,) = scene.events
+    assert isinstance(lost, ProcessLost) and lost.final and "cannot bring another trainer" in lost.reason
+    assert not cluster.handles
 
-    play(story)
+
+@played
+async def test_a_replica_without_room_says_that_it_waits_and_joins_when_there_is_some(
+    tmp_path: Path, cluster: RayOfHandles
+) -> None:
+    cluster.gpus = 1.0
+    scene = Scene(tmp_path, cluster, rollout_gpus=1.0, heartbeat_s=0.01, missed_beats=10_000)
+    await scene.begin(REPLICA, 0, 1)
+    cluster.up_at_once = False
+    await scene.begin(REPLICA, 1, 1)
+    (waits,) = scene.events
+    assert isinstance(waits, ProcessWaits) and (waits.index, waits.incarnation) == (1, 1)
+    assert "room for 1 of 2" in waits.reason
+    cluster.gpus = 2.0
+    await scene.hears(ProcessWaits, 2)
+    assert isinstance(scene.events[1], ProcessWaits) and scene.events[1].reason == "", "there is room now"
+    late = scene.handle("rollout-1/1")
+    assert (late.joins, late.watchers) == (0, 0), "nothing is asked of it that it cannot answer"
+    late.opens.set()
+    await settled()
+    assert (late.joins, late.watchers) == (1, 1) and len(scene.events) == 2
 
 
 # stopping
 
 
 @pytest.mark.parametrize("how", ["up", "starting", "gone", "never begun"])
-def test_a_life_that_is_stopped_is_ended_and_lost(tmp_path: Path, cluster: RayOfHandles, how: str) -> None:
-    async def story() -> None:
-        cluster.up_at_once = how != "starting"
-        scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
-        if how != "never begun":
-            scene.start(REPLICA, 0, 1)
-            await settled()
-        if how == "gone":
-            scene.handle("rollout-0/1").die()
-            await settled()
-        scene.stop(REPLICA, 0, 1)
-        assert scene.lost[-1] == ("rollout-0", 1, "enough")
+@played
+async def test_a_life_that_is_stopped_is_ended_and_lost(tmp_path: Path, cluster: RayOfHandles, how: str) -> None:
+    cluster.up_at_once = how != "starting"
+    scene = Scene(tmp_path, cluster, rollout_gpus=2.0)
+    if how != "never begun":
+        scene.start(REPLICA, 0, 1)
         await settled()
-        assert len(scene.lost) == (2 if how == "gone" else 1), "the end of the actor is no news"
-        assert cluster.killed == [*cluster.handles] and cluster.set_aside == []
+    if how == "gone":
+        scene.handle("rollout-0/1").die()
+        await settled()
+    scene.stop(REPLICA, 0, 1)
+    assert scene.lost[-1] == ("rollout-0", 1, "enough")
+    await settled()
+    assert len(scene.lost) == (2 if how == "gone" else 1), "the end of the actor is no news"
+    assert cluster.killed == [*cluster.handles] and cluster.set_aside == []
 
-    play(story)
 
-
-def test_a_probe_is_answered_by_the_life_that_it_is_for_unless_that_hangs(
+@played
+async def test_a_probe_is_answered_by_the_life_that_it_is_for_unless_that_hangs(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        handle = await scene.begin(SCORER, 0, 2)
-        scene.events.clear()
-        for incarnation, pid in ((1, 7), (2, None), (2, 7)):
-            handle.pid, handle.waits_for = pid, TRAINER
-            scene.probe(SCORER, 0, incarnation)
-            await settled()
-        assert scene.events == [ProcessProbed(kind=SCORER, index=0, incarnation=2, order=5, waits_for=TRAINER)]
-
-    play(story)
+    scene = Scene(tmp_path, cluster)
+    handle = await scene.begin(SCORER, 0, 2)
+    scene.events.clear()
+    for incarnation, pid in ((1, 7), (2, None), (2, 7)):
+        handle.pid, handle.waits_for = pid, TRAINER
+        scene.probe(SCORER, 0, incarnation)
+        await settled()
+    assert scene.events == [ProcessProbed(kind=SCORER, index=0, incarnation=2, order=5, waits_for=TRAINER)]
 
 
-def test_a_life_is_not_stopped_for_another(tmp_path: Path, cluster: RayOfHandles) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        await scene.begin(REPLICA, 0, 2)
-        scene.stop(REPLICA, 0, 1)
-        assert cluster.killed == [] and scene.lost == [("rollout-0", 1, "enough")]
-
-    play(story)
+@played
+async def test_a_life_is_not_stopped_for_another(tmp_path: Path, cluster: RayOfHandles) -> None:
+    scene = Scene(tmp_path, cluster)
+    await scene.begin(REPLICA, 0, 2)
+    scene.stop(REPLICA, 0, 1)
+    assert cluster.killed == [] and scene.lost == [("rollout-0", 1, "enough")]
 
 
 # orders
 
 
-def test_orders_reach_the_life_that_they_are_for_and_no_other(tmp_path: Path, cluster: RayOfHandles) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        await scene.begin(REPLICA, 0, 2)
-        for life in (1, 2, 3):
-            order = StartGroup(group=life, attempt=1, replica=0, incarnation=life, cause=0)
-            scene.supervisor.order(REPLICA, 0, Order(order), life)
-        scene.supervisor.order(REPLICA, 1, Order(order), 1)
-        assert (scene.supervisor.flush(), scene.supervisor.flush()) == (1, 0)
-        assert [order.group for order in scene.handle("rollout-0/2").orders] == [2]  # type: ignore[attr-defined]
-
-    play(story)
+@played
+async def test_orders_reach_the_life_that_they_are_for_and_no_other(tmp_path: Path, cluster: RayOfHandles) -> None:
+    scene = Scene(tmp_path, cluster)
+    await scene.begin(REPLICA, 0, 2)
+    for life in (1, 2, 3):
+        order = StartGroup(group=life, attempt=1, replica=0, incarnation=life, cause=0)
+        scene.supervisor.order(REPLICA, 0, Order(order), life)
+    scene.supervisor.order(REPLICA, 1, Order(order), 1)
+    assert (scene.supervisor.flush(), scene.supervisor.flush()) == (1, 0)
+    assert [order.group for order in scene.handle("rollout-0/2").orders] == [2]  # type: ignore[attr-defined]
 
 
-def test_orders_of_a_trainer_and_of_a_scorer_that_are_not_up_reach_them_in_order(
+@played
+async def test_orders_of_a_trainer_and_of_a_scorer_that_are_not_up_reach_them_in_order(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        cluster.up_at_once = False
-        scene = Scene(tmp_path, cluster)
-        train = TrainStep(step=0, attempt=1, groups=(9,), staleness=(0,), cause=0)
-        save = SaveCheckpoint(steps=1, number=3, cause=0)
-        score = ScoreBatch(step=0, attempt=1, task="values", groups=(9,), cause=0)
-        scene.supervisor.order(TRAINER, 0, Order(train))  # for a life that is over
-        scene.start(TRAINER, 0, 2)
-        scene.start(SCORER, 1, 2)
-        for kind, index, order in ((TRAINER, 0, train), (SCORER, 1, score), (TRAINER, 0, save)):
-            scene.supervisor.order(kind, index, Order(order))
-            await settled()
-            scene.supervisor.flush()
-        assert scene.handle("trainer/2").orders == [train, save]
-        assert scene.handle("scorer-1/2").orders == [score]
-
-    play(story)
+    cluster.up_at_once = False
+    scene = Scene(tmp_path, cluster)
+    train = TrainStep(step=0, attempt=1, groups=(9,), staleness=(0,), cause=0)
+    save = SaveCheckpoint(steps=1, number=3, cause=0)
+    score = ScoreBatch(step=0, attempt=1, task="values", groups=(9,), cause=0)
+    scene.supervisor.order(TRAINER, 0, Order(train))  # for a life that is over
+    scene.start(TRAINER, 0, 2)
+    scene.start(SCORER, 1, 2)
+    for kind, index, order in ((TRAINER, 0, train), (SCORER, 1, score), (TRAINER, 0, save)):
+        scene.supervisor.order(kind, index, Order(order))
+        await settled()
+        scene.supervisor.flush()
+    assert scene.handle("trainer/2").orders == [train, save]
+    assert scene.handle("scorer-1/2").orders == [score]
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_weights_are_handed_over_by_the_trainer_that_there_is(
+@played
+async def test_weights_are_handed_over_by_the_trainer_that_there_is(
     tmp_path: Path, cluster: RayOfHandles, there: bool
 ) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        if not there:
-            with pytest.raises(EngineError, match="there is no trainer"):
-                await scene.supervisor.hand_over(4)
-            return
-        scene.start(TRAINER, 0, 1)
-        await scene.supervisor.hand_over(4)
-        assert scene.handle("trainer/1").handed_over == 4
-
-    play(story)
+    scene = Scene(tmp_path, cluster)
+    if not there:
+        with pytest.raises(EngineError, match="there is no trainer"):
+            await scene.supervisor.hand_over(4)
+        return
+    scene.start(TRAINER, 0, 1)
+    await scene.supervisor.hand_over(4)
+    assert scene.handle("trainer/1").handed_over == 4
 
 
 # the launch
 
 
 @pytest.mark.parametrize("fails", ["before the run begins", "after it began", "never"])
-def test_a_run_begins_when_enough_replicas_are_up_and_hears_of_a_late_one_after_it_began(
+@played
+async def test_a_run_begins_when_enough_replicas_are_up_and_hears_of_a_late_one_after_it_began(
     tmp_path: Path, cluster: RayOfHandles, fails: str
 ) -> None:
-    async def story() -> None:
-        cluster.gpus, cluster.up_at_once = 2.0, False
-        scene = Scene(tmp_path, cluster, rollout_gpus=1.0, replicas=3)
-        opening = asyncio.ensure_future(scene.supervisor.open())
-        await settled()
-        assert [*cluster.handles] == ["rollout-0/1", "rollout-1/1", "rollout-2/1", "trainer/1"]
-        late = scene.handle("rollout-2/1")
-        late.failure = RuntimeError("no memory") if fails != "never" else None
-        for name in ("rollout-0/1", "rollout-1/1"):
-            scene.handle(name).opens.set()
-        if fails == "before the run begins":
-            await settled()
-            late.opens.set()
-        await settled()
-        assert not opening.done(), "the trainer is not up yet"
-        scene.handle("trainer/1").opens.set()
-        await opening
-        for replica in range(3):
-            scene.start(REPLICA, replica, 1)
-        scene.supervisor.begin()
+    cluster.gpus, cluster.up_at_once = 2.0, False
+    scene = Scene(tmp_path, cluster, rollout_gpus=1.0, replicas=3)
+    opening = asyncio.ensure_future(scene.supervisor.open())
+    await settled()
+    assert [*cluster.handles] == ["rollout-0/1", "rollout-1/1", "rollout-2/1", "trainer/1"]
+    late = scene.handle("rollout-2/1")
+    late.failure = RuntimeError("no memory") if fails != "never" else None
+    for name in ("rollout-0/1", "rollout-1/1"):
+        scene.handle(name).opens.set()
+    if fails == "before the run begins":
         await settled()
         late.opens.set()
-        await settled()
-        waited = [event.index for event in scene.events if isinstance(event, ProcessWaits)]
-        assert waited == ([] if fails == "before the run begins" else [2]), "those that are up wait for nothing"
-        lost = ("rollout-2", 1, "it could not be started: RuntimeError: no memory")
-        assert scene.lost == ([] if fails == "never" else [lost])
-        asked = [len(handle.opened_with) for handle in cluster.handles.values()]
-        watched = [handle.watchers for handle in cluster.handles.values()]
-        assert asked == [1, 1, 1, 1] and watched == [1, 1, int(fails == "never"), 1]
-        await scene.supervisor.close()
-
-    play(story)
-
-
-def test_a_launch_ends_with_the_first_failure_while_too_few_are_up(tmp_path: Path, cluster: RayOfHandles) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        cluster.up_at_once = False
-        opening = asyncio.ensure_future(scene.supervisor.open())
-        await settled()
-        scene.handle("trainer/1").opens.set()
-        scene.handle("rollout-0/1").failure = RayError("no memory")
-        scene.handle("rollout-0/1").opens.set()
-        with pytest.raises(EngineError, match="no memory"):
-            await opening
-        await scene.supervisor.close()
-        assert sorted(cluster.killed) == sorted(cluster.handles)
-
-    play(story)
+    await settled()
+    assert not opening.done(), "the trainer is not up yet"
+    scene.handle("trainer/1").opens.set()
+    await opening
+    for replica in range(3):
+        scene.start(REPLICA, replica, 1)
+    scene.supervisor.begin()
+    await settled()
+    late.opens.set()
+    await settled()
+    waited = [event.index for event in scene.events if isinstance(event, ProcessWaits)]
+    assert waited == ([] if fails == "before the run begins" else [2]), "those that are up wait for nothing"
+    lost = ("rollout-2", 1, "it could not be started: RuntimeError: no memory")
+    assert scene.lost == ([] if fails == "never" else [lost])
+    asked = [len(handle.opened_with) for handle in cluster.handles.values()]
+    watched = [handle.watchers for handle in cluster.handles.values()]
+    assert asked == [1, 1, 1, 1] and watched == [1, 1, int(fails == "never"), 1]
+    await scene.supervisor.close()
 
 
-def test_a_run_hears_of_its_gateway_and_what_the_launch_brought_up_is_watched(
+@played
+async def test_a_launch_ends_with_the_first_failure_while_too_few_are_up(tmp_path: Path, cluster: RayOfHandles) -> None:
+    scene = Scene(tmp_path, cluster)
+    cluster.up_at_once = False
+    opening = asyncio.ensure_future(scene.supervisor.open())
+    await settled()
+    scene.handle("trainer/1").opens.set()
+    scene.handle("rollout-0/1").failure = RayError("no memory")
+    scene.handle("rollout-0/1").opens.set()
+    with pytest.raises(EngineError, match="no memory"):
+        await opening
+    await scene.supervisor.close()
+    assert sorted(cluster.killed) == sorted(cluster.handles)
+
+
+@played
+async def test_a_run_hears_of_its_gateway_and_what_the_launch_brought_up_is_watched(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster, gateway=True)
-        await scene.supervisor.open(Restore(steps=4))
-        scene.supervisor.begin()
-        await settled()
-        assert scene.events == [ProcessUp(kind=GATEWAY, index=0, incarnation=1)]
-        assert [one.watchers for one in (*scene.stores, scene.handle("trainer/1"))] == [1] * 4
-        assert scene.handle("trainer/1").opened_with == [(Restore(steps=4),)]
-        scene.handle("trainer/1").die()
-        await settled()
-        assert scene.lost == [("trainer", 1, "RayError: it died")]
-
-    play(story)
+    scene = Scene(tmp_path, cluster, gateway=True)
+    await scene.supervisor.open(Restore(steps=4))
+    scene.supervisor.begin()
+    await settled()
+    assert scene.events == [ProcessUp(kind=GATEWAY, index=0, incarnation=1)]
+    assert [one.watchers for one in (*scene.stores, scene.handle("trainer/1"))] == [1] * 4
+    assert scene.handle("trainer/1").opened_with == [(Restore(steps=4),)]
+    scene.handle("trainer/1").die()
+    await settled()
+    assert scene.lost == [("trainer", 1, "RayError: it died")]
 
 
 # another process of the scheduler
@@ -380,7 +353,8 @@ TRAINER_GONE = (*STARTED, ProcessLost(kind=TRAINER, index=0, incarnation=1, reas
         "the next trainer begun",
     ],
 )  # fmt: skip
-def test_another_process_takes_over_what_the_state_lists_and_reports_what_is_gone(
+@played
+async def test_another_process_takes_over_what_the_state_lists_and_reports_what_is_gone(
     tmp_path: Path,
     cluster: RayOfHandles,
     events: Sequence[Event],
@@ -390,62 +364,54 @@ def test_another_process_takes_over_what_the_state_lists_and_reports_what_is_gon
     made: list[str],
     lost: list[tuple[str, int, str]],
 ) -> None:
-    async def story() -> None:
-        cluster.set_aside += [name for name in living if name.startswith("rollout")]
-        scene = Scene(tmp_path, cluster, events, living, silent, rollout_gpus=2.0)
-        scene.take_over()
-        await settled()
-        assert sorted(cluster.killed) == sorted(killed)
-        assert [name for name in cluster.handles if name not in living] == made
-        assert sorted(scene.lost) == sorted(lost)
-        there = [name for name in cluster.handles if name not in killed]
-        assert [scene.handle(name).watchers for name in there] == [1] * len(there)
-        assert sorted(cluster.set_aside) == sorted(name for name in there if name.startswith("rollout"))
-        assert [store.watchers for store in scene.stores] == [1, 1, 0]
-
-    play(story)
+    cluster.set_aside += [name for name in living if name.startswith("rollout")]
+    scene = Scene(tmp_path, cluster, events, living, silent, rollout_gpus=2.0)
+    scene.take_over()
+    await settled()
+    assert sorted(cluster.killed) == sorted(killed)
+    assert [name for name in cluster.handles if name not in living] == made
+    assert sorted(scene.lost) == sorted(lost)
+    there = [name for name in cluster.handles if name not in killed]
+    assert [scene.handle(name).watchers for name in there] == [1] * len(there)
+    assert sorted(cluster.set_aside) == sorted(name for name in there if name.startswith("rollout"))
+    assert [store.watchers for store in scene.stores] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up and not heard of", "not up"])
-def test_a_starting_life_that_is_taken_over_is_given_orders_at_once_and_watched_once_it_is_up(
+@played
+async def test_a_starting_life_that_is_taken_over_is_given_orders_at_once_and_watched_once_it_is_up(
     tmp_path: Path, cluster: RayOfHandles, up: bool
 ) -> None:
-    async def story() -> None:
-        cluster.up_at_once = up
-        scene = Scene(tmp_path, cluster, COMING, ["rollout-0/1", "rollout-1/1", "trainer/1"])
-        second = scene.handle("rollout-1/1")
-        scene.take_over()
-        order = StartGroup(group=1, attempt=1, replica=1, incarnation=1, cause=0)
-        scene.supervisor.order(REPLICA, 1, Order(order), 1)
-        assert scene.supervisor.flush() == 1 and second.orders == [order]
-        await settled()
-        assert (second.watchers, second.joins) == (int(up), int(up))
-        assert not scene.handle("rollout-0/1").opened_with, "what is up is not brought up"
-        second.opens.set()
-        await settled()
-        assert (second.watchers, second.joins, scene.events) == (1, 1, [])
-
-    play(story)
+    cluster.up_at_once = up
+    scene = Scene(tmp_path, cluster, COMING, ["rollout-0/1", "rollout-1/1", "trainer/1"])
+    second = scene.handle("rollout-1/1")
+    scene.take_over()
+    order = StartGroup(group=1, attempt=1, replica=1, incarnation=1, cause=0)
+    scene.supervisor.order(REPLICA, 1, Order(order), 1)
+    assert scene.supervisor.flush() == 1 and second.orders == [order]
+    await settled()
+    assert (second.watchers, second.joins) == (int(up), int(up))
+    assert not scene.handle("rollout-0/1").opened_with, "what is up is not brought up"
+    second.opens.set()
+    await settled()
+    assert (second.watchers, second.joins, scene.events) == (1, 1, [])
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_gateway_is_watched_after_a_takeover_whether_or_not_the_record_knows_of_it(
+@played
+async def test_a_gateway_is_watched_after_a_takeover_whether_or_not_the_record_knows_of_it(
     tmp_path: Path, cluster: RayOfHandles, known: bool
 ) -> None:
     """The process before may have ended between the start of the run and the report that the gateway is up."""
-
-    async def story() -> None:
-        up = ProcessUp(kind=GATEWAY, index=0, incarnation=1)
-        events = (*STARTED, up) if known else STARTED
-        scene = Scene(tmp_path, cluster, events, ["rollout-0/1", "trainer/1"], gateway=True)
-        scene.take_over()
-        await settled()
-        assert scene.events == ([] if known else [up])
-        scene.stores[2].die()
-        await settled()
-        assert scene.lost == [("gateway", 1, "RayError: it died")]
-
-    play(story)
+    up = ProcessUp(kind=GATEWAY, index=0, incarnation=1)
+    events = (*STARTED, up) if known else STARTED
+    scene = Scene(tmp_path, cluster, events, ["rollout-0/1", "trainer/1"], gateway=True)
+    scene.take_over()
+    await settled()
+    assert scene.events == ([] if known else [up])
+    scene.stores[2].die()
+    await settled()
+    assert scene.lost == [("gateway", 1, "RayError: it died")]
 
 
 # what is lost
@@ -470,80 +436,74 @@ def with_checkpoints(scene: Scene) -> Scene:
 
 
 @pytest.mark.parametrize("damaged", [[], [NEWEST], [NEWEST, OLDER], [OLDER]], ids=str)
-def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told_of_before_the_loss(
+@played
+async def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told_of_before_the_loss(
     tmp_path: Path, cluster: RayOfHandles, damaged: list[int]
 ) -> None:
-    async def story() -> None:
-        saved(tmp_path, *damaged)
-        scene = with_checkpoints(Scene(tmp_path, cluster, restore_trainer=restore_mortal))
-        scene.newest = lambda: asyncio.sleep(0, 3)
-        await scene.begin(TRAINER, 0, 1)
-        scene.handle("trainer/1").die()
-        await settled()
-        *told, lost = scene.events[1:]
-        passed_over = damaged if NEWEST in damaged else []
-        assert [event.steps for event in told if isinstance(event, CheckpointDamaged)] == passed_over
-        assert len(told) == len(passed_over)
-        assert all("is not what was written" in event.reason for event in told)  # type: ignore[attr-defined]
-        assert isinstance(lost, ProcessLost) and (lost.published, lost.final) == (3, False)
-        left = {steps for steps in (OLDER, NEWEST) if checkpoint_path(tmp_path / "checkpoints", steps).exists()}
-        assert left == {OLDER, NEWEST} - {*passed_over}, "the next of that name is written anew"
-
-    play(story)
+    saved(tmp_path, *damaged)
+    scene = with_checkpoints(Scene(tmp_path, cluster, restore_trainer=restore_mortal))
+    scene.newest = lambda: asyncio.sleep(0, 3)
+    await scene.begin(TRAINER, 0, 1)
+    scene.handle("trainer/1").die()
+    await settled()
+    *told, lost = scene.events[1:]
+    passed_over = damaged if NEWEST in damaged else []
+    assert [event.steps for event in told if isinstance(event, CheckpointDamaged)] == passed_over
+    assert len(told) == len(passed_over)
+    assert all("is not what was written" in event.reason for event in told)  # type: ignore[attr-defined]
+    assert isinstance(lost, ProcessLost) and (lost.published, lost.final) == (3, False)
+    left = {steps for steps in (OLDER, NEWEST) if checkpoint_path(tmp_path / "checkpoints", steps).exists()}
+    assert left == {OLDER, NEWEST} - {*passed_over}, "the next of that name is written anew"
 
 
-def test_a_checkpoint_that_is_not_there_any_more_is_damaged_too(tmp_path: Path, cluster: RayOfHandles) -> None:
+@played
+async def test_a_checkpoint_that_is_not_there_any_more_is_damaged_too(tmp_path: Path, cluster: RayOfHandles) -> None:
     """As where the scheduler's process ended between putting it aside and telling of it."""
-
-    async def story() -> None:
-        scene = with_checkpoints(Scene(tmp_path, cluster, CHECKPOINTS, ["rollout-0/1"]))
-        scene.take_over()
-        await settled()
-        assert [type(event) for event in scene.events] == [CheckpointDamaged, CheckpointDamaged, ProcessLost]
-
-    play(story)
+    scene = with_checkpoints(Scene(tmp_path, cluster, CHECKPOINTS, ["rollout-0/1"]))
+    scene.take_over()
+    await settled()
+    assert [type(event) for event in scene.events] == [CheckpointDamaged, CheckpointDamaged, ProcessLost]
 
 
-def test_a_life_that_is_to_begin_later_is_brought_up_then_and_keeps_its_orders(
+@played
+async def test_a_life_that_is_to_begin_later_is_brought_up_then_and_keeps_its_orders(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        scene.start(TRAINER, 0, 1, delay_s=0.001)
-        scene.start(TRAINER, 0, 1, delay_s=0.001)
-        scene.start(SCORER, 0, 1, delay_s=3600.0)
-        await scene.handle("trainer/1").asked.wait()
-        await settled()
-        assert [(event.kind, type(event)) for event in scene.events] == [(TRAINER, ProcessUp)]  # type: ignore[attr-defined]
-        assert not scene.handle("scorer-0/1").opened_with
-        scene.stop(SCORER, 0, 1)
-        await settled()
-        assert scene.lost == [("scorer-0", 1, "enough")]
-        await scene.supervisor.close()
-
-    play(story)
+    scene = Scene(tmp_path, cluster)
+    scene.start(TRAINER, 0, 1, delay_s=0.001)
+    scene.start(TRAINER, 0, 1, delay_s=0.001)
+    scene.start(SCORER, 0, 1, delay_s=3600.0)
+    await scene.handle("trainer/1").asked.wait()
+    await settled()
+    assert [(event.kind, type(event)) for event in scene.events] == [(TRAINER, ProcessUp)]  # type: ignore[attr-defined]
+    assert not scene.handle("scorer-0/1").opened_with
+    scene.stop(SCORER, 0, 1)
+    await settled()
+    assert scene.lost == [("scorer-0", 1, "enough")]
+    await scene.supervisor.close()
 
 
-def test_a_lost_trainer_is_told_with_the_checkpoints_that_it_completed_and_did_not_report(
+@played
+async def test_a_lost_trainer_is_told_with_the_checkpoints_that_it_completed_and_did_not_report(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        saved(tmp_path)
-        scene = Scene(tmp_path, cluster)
-        for steps in (OLDER, NEWEST, NEWEST + 1):
-            scene.scheduler.state.orders.add(SaveCheckpoint(steps=steps, number=steps, cause=0), 0.0)
-        (checkpoint_path(tmp_path / "checkpoints", OLDER) / "steps").write_text("cut")
-        scene.start(TRAINER, 0, 1)
-        await settled()
-        scene.handle("trainer/1").die()
-        await settled()
-        assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].saved == (NEWEST,)
-
-    play(story)
+    saved(tmp_path)
+    scene = Scene(tmp_path, cluster)
+    for steps in (OLDER, NEWEST, NEWEST + 1):
+        scene.scheduler.state.orders.add(SaveCheckpoint(steps=steps, number=steps, cause=0), 0.0)
+    (checkpoint_path(tmp_path / "checkpoints", OLDER) / "steps").write_text("cut")
+    scene.start(TRAINER, 0, 1)
+    await settled()
+    scene.handle("trainer/1").die()
+    await settled()
+    assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].saved == (NEWEST,)
 
 
 @pytest.mark.parametrize("how", ["silent", "dead"])
-def test_a_weights_store_that_does_not_answer_has_nothing(tmp_path: Path, cluster: RayOfHandles, how: str) -> None:
+@played
+async def test_a_weights_store_that_does_not_answer_has_nothing(
+    tmp_path: Path, cluster: RayOfHandles, how: str
+) -> None:
     async def dead() -> int:
         raise RayError("it died")
 
@@ -551,176 +511,160 @@ def test_a_weights_store_that_does_not_answer_has_nothing(tmp_path: Path, cluste
         await asyncio.Event().wait()
         return 0
 
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
-        scene.newest = silent if how == "silent" else dead
-        scene.start(TRAINER, 0, 1)
-        await scene.hears(ProcessLost)
-        assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].published == -1
-
-    play(story)
+    scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
+    scene.newest = silent if how == "silent" else dead
+    scene.start(TRAINER, 0, 1)
+    await scene.hears(ProcessLost)
+    assert isinstance(scene.events[-1], ProcessLost) and scene.events[-1].published == -1
 
 
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("says", ["it has ended", ""])
 @pytest.mark.parametrize(("kind", "store"), [(TRAJECTORY_STORE, 0), (WEIGHTS_STORE, 1), (GATEWAY, 2)])
-def test_a_store_that_says_that_it_is_full_is_lost_for_good(
-    tmp_path: Path, cluster: RayOfHandles, kind: str, store: int, full: bool
+@played
+async def test_a_store_that_says_that_it_is_full_is_lost_for_good_and_a_gateway_is_not(
+    tmp_path: Path, cluster: RayOfHandles, kind: str, store: int, says: str
 ) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster, gateway=True)
-        await scene.supervisor.open()
-        scene.supervisor.begin()
-        if full:
-            scene.stores[store].end = "no space left on device"
-        scene.stores[store].die()
-        await settled()
-        lost = scene.events[-1]
-        assert isinstance(lost, ProcessLost) and (lost.kind, lost.final) == (kind, full)
-        assert lost.reason == (
-            "it cannot store anything more: no space left on device" if full else "RayError: it died"
-        )
-        assert cluster.killed == [], "whoever has started it ends it"
-
-    play(story)
+    scene = Scene(tmp_path, cluster, gateway=True)
+    await scene.supervisor.open()
+    scene.supervisor.begin()
+    if says:
+        scene.stores[store].end = says
+    scene.stores[store].die()
+    await settled()
+    lost = scene.events[-1]
+    full = bool(says) and kind != GATEWAY
+    assert isinstance(lost, ProcessLost) and (lost.kind, lost.final) == (kind, full)
+    assert lost.reason == ("it cannot store anything more: " if full else "") + (says or "RayError: it died")
+    assert cluster.killed == [], "whoever has started it ends it"
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["on this node", "on another"])
-def test_of_a_process_that_hangs_the_loss_names_its_stacks(tmp_path: Path, cluster: RayOfHandles, here: bool) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
-        file = stacks_file(tmp_path, "rollout-0" if here else "rollout-1")
-        register_stacks(file)
-        cluster.pid = os.getpid()
-        handle = await scene.begin(REPLICA, 0, 1)
-        handle.pid = None
-        await scene.hears(ProcessLost)
-        where = f"; its stacks are in {file}" if here else ""
-        assert scene.lost == [("rollout-0", 1, f"no sign of life for 0.01 s{where}")]
-        assert cluster.killed == ["rollout-0/1"]
+@played
+async def test_of_a_process_that_hangs_the_loss_names_its_stacks(
+    tmp_path: Path, cluster: RayOfHandles, here: bool
+) -> None:
+    scene = Scene(tmp_path, cluster, heartbeat_s=0.005, missed_beats=2)
+    file = stacks_file(tmp_path, "rollout-0" if here else "rollout-1")
+    register_stacks(file)
+    cluster.pid = os.getpid()
+    handle = await scene.begin(REPLICA, 0, 1)
+    handle.pid = None
+    await scene.hears(ProcessLost)
+    where = f"; its stacks are in {file}" if here else ""
+    assert scene.lost == [("rollout-0", 1, f"no sign of life for 0.01 s{where}")]
+    assert cluster.killed == ["rollout-0/1"]
 
-    play(story)
 
-
-def test_of_a_trainer_that_is_stopped_as_it_hangs_stacks_and_publication_are_told(
+@played
+async def test_of_a_trainer_that_is_stopped_as_it_hangs_stacks_and_publication_are_told(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        scene = with_checkpoints(Scene(tmp_path, cluster))
-        file = stacks_file(tmp_path, "trainer")
-        register_stacks(file)
-        cluster.pid = os.getpid()
-        await scene.begin(TRAINER, 0, 1)
-        command = StopProcess(kind=TRAINER, index=0, incarnation=1, reason="it is slow", hung=True, cause=0)
-        for _ in range(2):  # a restarted scheduler repeats it
-            scene.supervisor.stop(command)
-        await scene.hears(ProcessLost)
-        await settled()
-        assert scene.lost == [("trainer", 1, f"it is slow; its stacks are in {file}")]
-        assert "most recent call first" in file.read_text()
-        assert cluster.killed == ["trainer/1"]
-
-    play(story)
+    scene = with_checkpoints(Scene(tmp_path, cluster))
+    file = stacks_file(tmp_path, "trainer")
+    register_stacks(file)
+    cluster.pid = os.getpid()
+    await scene.begin(TRAINER, 0, 1)
+    command = StopProcess(kind=TRAINER, index=0, incarnation=1, reason="it is slow", hung=True, cause=0)
+    for _ in range(2):  # a restarted scheduler repeats it
+        scene.supervisor.stop(command)
+    await scene.hears(ProcessLost)
+    await settled()
+    assert scene.lost == [("trainer", 1, f"it is slow; its stacks are in {file}")]
+    assert "most recent call first" in file.read_text()
+    assert cluster.killed == ["trainer/1"]
 
 
 # races
 
 
-def test_a_trainer_that_is_started_while_its_loss_is_looked_into_keeps_its_checkpoint(
+@played
+async def test_a_trainer_that_is_started_while_its_loss_is_looked_into_keeps_its_checkpoint(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        saved(tmp_path, NEWEST)
-        scene = with_checkpoints(Scene(tmp_path, cluster, restore_trainer=restore_mortal))
-        found = asyncio.Event()
+    saved(tmp_path, NEWEST)
+    scene = with_checkpoints(Scene(tmp_path, cluster, restore_trainer=restore_mortal))
+    found = asyncio.Event()
 
-        async def newest() -> int:
-            await found.wait()
-            return 0
+    async def newest() -> int:
+        await found.wait()
+        return 0
 
-        scene.newest = newest
-        await scene.begin(TRAINER, 0, 1)
-        scene.handle("trainer/1").die()
-        await settled()
-        scene.start(TRAINER, 0, 2, steps=NEWEST)
-        await settled()
-        found.set()
-        await settled()
-        assert checkpoint_path(tmp_path / "checkpoints", NEWEST).exists()
-        assert [(type(event), event.incarnation) for event in scene.events] == [  # type: ignore[attr-defined]
-            (ProcessUp, 1), (ProcessUp, 2), (ProcessLost, 1),
-        ]  # fmt: skip
-        assert cluster.killed == ["trainer/1"]
-
-    play(story)
+    scene.newest = newest
+    await scene.begin(TRAINER, 0, 1)
+    scene.handle("trainer/1").die()
+    await settled()
+    scene.start(TRAINER, 0, 2, steps=NEWEST)
+    await settled()
+    found.set()
+    await settled()
+    assert checkpoint_path(tmp_path / "checkpoints", NEWEST).exists()
+    assert [(type(event), event.incarnation) for event in scene.events] == [  # type: ignore[attr-defined]
+        (ProcessUp, 1), (ProcessUp, 2), (ProcessLost, 1),
+    ]  # fmt: skip
+    assert cluster.killed == ["trainer/1"]
 
 
 @pytest.mark.parametrize("when", ["as it starts", "as its loss is looked into"])
-def test_nothing_is_reported_put_aside_or_started_once_everything_is_taken_down(
+@played
+async def test_nothing_is_reported_put_aside_or_started_once_everything_is_taken_down(
     tmp_path: Path, cluster: RayOfHandles, when: str
 ) -> None:
-    async def story() -> None:
-        saved(tmp_path, NEWEST)
-        cluster.up_at_once = when != "as it starts"
-        scene = with_checkpoints(Scene(tmp_path, cluster))
-        found = asyncio.Event()
+    saved(tmp_path, NEWEST)
+    cluster.up_at_once = when != "as it starts"
+    scene = with_checkpoints(Scene(tmp_path, cluster))
+    found = asyncio.Event()
 
-        async def newest() -> int:
-            await found.wait()
-            return 0
+    async def newest() -> int:
+        await found.wait()
+        return 0
 
-        scene.newest = newest
-        await scene.begin(TRAINER, 0, 1)
-        scene.handle("trainer/1").die()
-        await (asyncio.sleep(0) if when == "as it starts" else settled())
-        scene.supervisor.stop_watching()
-        told = len(scene.events)
-        found.set()
-        scene.start(REPLICA, 0, 1)
-        scene.stop(TRAINER, 0, 1)
-        await settled()
-        assert len(scene.events) == told and [*cluster.handles] == ["trainer/1"]
-        assert checkpoint_path(tmp_path / "checkpoints", NEWEST).exists()
-
-    play(story)
+    scene.newest = newest
+    await scene.begin(TRAINER, 0, 1)
+    scene.handle("trainer/1").die()
+    await (asyncio.sleep(0) if when == "as it starts" else settled())
+    scene.supervisor.stop_watching()
+    told = len(scene.events)
+    found.set()
+    scene.start(REPLICA, 0, 1)
+    scene.stop(TRAINER, 0, 1)
+    await settled()
+    assert len(scene.events) == told and [*cluster.handles] == ["trainer/1"]
+    assert checkpoint_path(tmp_path / "checkpoints", NEWEST).exists()
 
 
-def test_generators_that_are_up_may_close_and_nobody_waits_for_a_replica_without_a_node(
+@played
+async def test_generators_that_are_up_may_close_and_nobody_waits_for_a_replica_without_a_node(
     tmp_path: Path, cluster: RayOfHandles
 ) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster)
-        await scene.begin(REPLICA, 0, 1)
-        cluster.up_at_once = False
-        await scene.begin(REPLICA, 1, 1)
-        await scene.supervisor.close()
-        assert [scene.handle(f"rollout-{replica}/1").closes for replica in (0, 1)] == [1, 0]
-        assert sorted(cluster.killed) == ["rollout-0/1", "rollout-1/1"] and scene.events == []
-
-    play(story)
+    scene = Scene(tmp_path, cluster)
+    await scene.begin(REPLICA, 0, 1)
+    cluster.up_at_once = False
+    await scene.begin(REPLICA, 1, 1)
+    await scene.supervisor.close()
+    assert [scene.handle(f"rollout-{replica}/1").closes for replica in (0, 1)] == [1, 0]
+    assert sorted(cluster.killed) == ["rollout-0/1", "rollout-1/1"] and scene.events == []
 
 
 # where a trainer begins
 
 
-def test_a_trainer_begins_where_it_is_told_to(tmp_path: Path, cluster: RayOfHandles) -> None:
-    async def story() -> None:
-        scene = Scene(tmp_path, cluster, restore_trainer=restore_mortal)
-        ended = scene.scheduler.state.checkpoints
-        ended.tracks = True
-        for step in range(6):
-            ended.train(step, (step,), (0,))
-        scene.start(TRAINER, 0, 1)
-        scene.start(TRAINER, 0, 2, steps=4, updates=8, redo=(4, 5))
-        scene.start(TRAINER, 0, 3, steps=6, updates=12, version=3)
-        scene.start(TRAINER, 0, 4, redo=(0,))
-        await settled()
-        redo = [Redo(step=step, groups=(step,), staleness=(0,)) for step in range(6)]
-        checkpoint = str(checkpoint_path(tmp_path / "checkpoints", 4))
-        assert [scene.handle(f"trainer/{life}").opened_with for life in (1, 2, 3, 4)] == [
-            [(None,)],
-            [(Restore(steps=4, optimizer_steps=8, checkpoint=checkpoint, redo=(redo[4], redo[5])),)],
-            [(Restore(steps=6, optimizer_steps=12, version=3),)],
-            [(Restore(steps=0, optimizer_steps=0, redo=(redo[0],)),)],
-        ]
-
-    play(story)
+@played
+async def test_a_trainer_begins_where_it_is_told_to(tmp_path: Path, cluster: RayOfHandles) -> None:
+    scene = Scene(tmp_path, cluster, restore_trainer=restore_mortal)
+    ended = scene.scheduler.state.checkpoints
+    ended.tracks = True
+    for step in range(6):
+        ended.train(step, (step,), (0,))
+    scene.start(TRAINER, 0, 1)
+    scene.start(TRAINER, 0, 2, steps=4, updates=8, redo=(4, 5))
+    scene.start(TRAINER, 0, 3, steps=6, updates=12, version=3)
+    scene.start(TRAINER, 0, 4, redo=(0,))
+    await settled()
+    redo = [Redo(step=step, groups=(step,), staleness=(0,)) for step in range(6)]
+    checkpoint = str(checkpoint_path(tmp_path / "checkpoints", 4))
+    assert [scene.handle(f"trainer/{life}").opened_with for life in (1, 2, 3, 4)] == [
+        [(None,)],
+        [(Restore(steps=4, optimizer_steps=8, checkpoint=checkpoint, redo=(redo[4], redo[5])),)],
+        [(Restore(steps=6, optimizer_steps=12, version=3),)],
+        [(Restore(steps=0, optimizer_steps=0, redo=(redo[0],)),)],
+    ]

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from engine.errors import DataFailure, EngineError
-from engine.gateway.runners import CommandRunner, FunctionRunner
+from engine.gateway.runners import MOST_BLOCKED, CommandRunner, FunctionRunner
 from engine.trajectory import Prompt
 
 PROMPT = Prompt(row=3, text="say it", fields={"answer": "4"})
@@ -75,8 +77,6 @@ def test_a_cancelled_program_takes_its_children_along(tmp_path: Path) -> None:
 
 
 def test_a_coroutine_that_blocks_does_not_block_the_gateway() -> None:
-    import threading
-
     gate = threading.Event()
 
     async def blocking(base_url: str, key: str, prompt: Prompt) -> float:
@@ -92,6 +92,39 @@ def test_a_coroutine_that_blocks_does_not_block_the_gateway() -> None:
         return reward
 
     assert asyncio.run(scenario()) == 2.0
+
+
+def test_agents_that_wait_for_a_blocked_thread_get_another_and_its_stack_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        loop, entered, leave = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        async def agent(base_url: str, key: str, prompt: Prompt) -> float:
+            if key == "blocks":
+                loop.call_soon_threadsafe(entered.set)
+                leave.wait()
+            return 2.0
+
+        runner = FunctionRunner(agent, answer_s=0.01)
+        for blocked in range(1, MOST_BLOCKED + 1):
+            blocking = asyncio.ensure_future(runner.run("", "blocks", PROMPT))
+            await entered.wait()
+            entered.clear()
+            waiting = asyncio.ensure_future(runner.run("", "waits for the thread", PROMPT))
+            await asyncio.sleep(0)
+            blocking.cancel()
+            assert await waiting == 2.0
+            assert caplog.text.count("leave.wait()") == blocked
+        assert re.match("agent .*agent blocks 16 threads and does not return", await runner.failed())
+        leave.set()
+        runner.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(bounded())
 
 
 def test_a_coroutine_that_raises_is_named() -> None:

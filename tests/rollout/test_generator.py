@@ -260,7 +260,7 @@ def test_reward_that_fails_is_a_data_failure_naming_function_and_value(reward: A
     run(make(reward, max_tokens=3), scenario)
 
 
-def test_reward_that_takes_too_long_is_a_data_failure() -> None:
+def test_reward_that_takes_too_long_is_a_data_failure_and_its_stack_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     leave = threading.Event()
 
     async def scenario(generator: ModelGenerator) -> None:
@@ -269,6 +269,7 @@ def test_reward_that_takes_too_long_is_a_data_failure() -> None:
         leave.set()
 
     run(make(lambda prompt, trajectory: leave.wait(30), max_tokens=3, reward_timeout_s=0.01), scenario)
+    assert f'File "{__file__}"' in caplog.text and "self._cond.wait(timeout)" in caplog.text
 
 
 def test_rewards_that_never_return_take_no_place_from_others() -> None:
@@ -382,7 +383,8 @@ asyncio.run(scene())
 
 def test_a_process_ends_though_a_reward_is_stuck() -> None:
     ended = subprocess.run([sys.executable, "-c", STUCK_PROCESS], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
+    assert (ended.returncode, ended.stdout) == (0, "given up\n")
+    assert ended.stderr.startswith("reward __main__.scene.<locals>.<lambda> took longer than 0.01 s; it is in")
 
 
 @pytest.mark.parametrize("how", ["abort", "truncate"])
