@@ -24,7 +24,7 @@ class TimeoutsSection(Section):
 
     draw_s: LimitField = _limit("Draw prompts from the data source")
     start_s: LimitField = _limit("Start or stop a process")
-    group_s: LimitField = _limit("Generate a group, rewards included; each stored prefix restarts the clock")
+    group_s: LimitField = _limit("Generate a group, rewards included; each token, turn or reward restarts the clock")
     rows_s: LimitField = _limit("Measure validation rows in one slot")
     stage_s: LimitField = _limit("Do the work of an added state on a group")
     sync_s: LimitField = _limit("Stage weights on a replica, pause it, or install them")
