@@ -7,7 +7,7 @@ while the run goes on: the run stops, and begins again from its record.
 
 from dataclasses import dataclass
 
-from engine.commands import EnterState, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.commands import EnterState, PublishWeights, SaveCheckpoint, ScoreBatch, StopProcess, TrainStep
 from engine.events import (
     BatchScored,
     Event,
@@ -143,7 +143,7 @@ class ProcessScheduling:
 
     def _lose_worker(self, process: Process, event: ProcessLost) -> None:
         """A scorer, or the process of the added states: it holds nothing that is not elsewhere too."""
-        failed, hung = self._take_orders(process)
+        failed, charged = self._take_orders(process)
         tasks = self.state.limits.scorers()[process.index] if process.kind == SCORER else ()
         who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
         reason = f"the {who} is lost: {event.reason}"
@@ -152,13 +152,13 @@ class ProcessScheduling:
             self.orders.end_run("failed", self._spent(process, reason, event))
             return
         self.lifetimes.start(process)
-        self._fail(failed, hung, reason)
+        self._fail(failed, charged, reason)
 
     def _lose_trainer(self, process: Process, event: ProcessLost) -> None:
         """The next life begins where nothing is lost by it. If there is no such place, or too many lives ended, the run
         ends."""
         state = self.state
-        failed, hung = self._take_orders(process)
+        failed, charged = self._take_orders(process)
         done = []  # only the reports of these are lost
         for order in failed:
             if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
@@ -179,27 +179,32 @@ class ProcessScheduling:
             self.orders.end_run("failed", self._spent(process, reason, event))
             return
         self.lifetimes.start(process, **beginning)
-        self._fail([order for order in failed if order not in done], hung, reason)
+        self._fail([order for order in failed if order not in done], charged, reason)
         if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
             self.training.checkpoint()  # no resume could begin from what is on disk
 
     def _take_orders(self, process: Process) -> tuple[list[Order], list[Order]]:
-        """End the orders of a lost process. Returns them, and those of them that exceeded their limits."""
-        owners = self.state.owners_of(process)
-        hung = [order for owner in owners for order in self.state.clocks.exceeded(owner)]
-        return [order for owner in owners for order in self.state.orders.fail(owner)], hung
+        """End the orders of a lost process. Returns them, and those that cost an attempt: all, or if the process hung,
+        those that exceeded their limits."""
+        state, owners = self.state, self.state.owners_of(process)
+        exceeded = [order for owner in owners for order in state.clocks.exceeded(owner)]
+        hung = exceeded or any(
+            isinstance(one.command, StopProcess) and one.command.hung for one in state.orders.matched
+        )
+        failed = [order for owner in owners for order in state.orders.fail(owner)]
+        return failed, exceeded if hung else failed
 
     def _spent(self, process: Process, reason: str, event: ProcessLost) -> str:
         if event.final or process.deaths <= 1:
             return reason
         return f"{reason}; it ended {process.deaths} times without progress"
 
-    def _fail(self, failed: list[Order], hung: list[Order], reason: str) -> None:
-        """Give the orders again that were lost with a process. Each costs an attempt; if the process hung, only those
-        in `hung` do. A lost checkpoint is ordered again once the run cannot end without it."""
+    def _fail(self, failed: list[Order], costly: list[Order], reason: str) -> None:
+        """Give the orders again that were lost with a process. Those in `costly` cost an attempt. A lost checkpoint is
+        ordered again once the run cannot end without it."""
         steps: dict[StepId, bool] = {}
         for order in failed:
-            command, charged = order.command, not hung or order in hung
+            command, charged = order.command, order in costly
             if isinstance(command, ScoreBatch | TrainStep):
                 steps[command.step] = steps.get(command.step, False) or charged
             elif isinstance(command, PublishWeights) and not charged:

@@ -157,11 +157,11 @@ class RolloutScheduling:
         self.lose_replica(replica, reason)
         self.lifetimes.stop(replica.process, reason)
 
-    def lose_replica(self, replica: Replica, reason: str) -> None:
+    def lose_replica(self, replica: Replica, reason: str, *, hung: bool = False) -> None:
         """Its process has ended, or is to. Park what ran there: each group loses an attempt of the infrastructure
         budget, not its place. If the replica hung, only groups that exceeded their own limit lose one."""
         state = self.state
-        hung = any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
+        hung = hung or any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
         parks = [order.command for order in state.orders.fail(replica.id) if isinstance(order.command, ParkGroup)]
         overdue = {park.group for park in parks if park.reason}
         replica.staged = replica.staging = None

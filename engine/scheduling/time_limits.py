@@ -204,7 +204,7 @@ class TimeLimits:
         if process.kind == REPLICA:
             replica = self.state.fleet.replicas[process.index]
             if replica.state != "down":
-                self.rollout.lose_replica(replica, reason)
+                self.rollout.lose_replica(replica, reason, hung=True)
         self.lifetimes.stop(process, reason, hung=True)
         if process is not owner:
             self.clocks.restart(order)

@@ -100,6 +100,26 @@ def test_the_innermost_process_that_does_not_answer_is_stopped(hung: str) -> Non
     assert run.state.clocks.looks[again.number] == pytest.approx(run.clock + 100.0, abs=2.0), "it has its full time"
 
 
+def test_orders_within_their_limits_cost_nothing_when_their_process_is_stopped_for_another_one() -> None:
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, answers_probes=False,
+        timeouts=Timeouts(score_s=50.0, cut_s=7.0), scoring_tasks=("ref_logprobs",),
+        pools=(*APART[:2], Pool(tasks=("ref_logprobs",))), checkpoint_every=1, keeps_batches=True,
+    )  # fmt: skip
+    run.finish(0, 1)
+    run.tell(BatchScored(step=0, task="ref_logprobs", attempt=1))
+    run.finish(2, 3)
+    assert run.ordered(ScoreBatch)[-1].step == 1 and run.state.orders.find("train", 0) is not None
+    wait(run, run.clock + 51.0)
+    answers(run, "trainer")
+    wait(run, run.clock + 8.0)
+    ((kind, reason),) = stopped(run)
+    assert kind == "trainer"
+    run.tell(ProcessLost(kind="trainer", index=0, incarnation=1, reason=reason))
+    assert run.state.steps[0].failures == 0
+    assert (run.state.steps[0].state, run.state.steps[0].attempt) == ("scoring", 2), "it is scored and trained again"
+
+
 def test_the_one_that_waits_for_an_idle_process_is_to_blame() -> None:
     run = late_scorer()
     answers(run, "trainer")
