@@ -143,14 +143,14 @@ class ProcessScheduling:
 
     def _lose_worker(self, process: Process, event: ProcessLost) -> None:
         """A scorer, or the process of the added states: it holds nothing that is not elsewhere too."""
-        failed, charged = self._take_orders(process)
         tasks = self.state.limits.scorers()[process.index] if process.kind == SCORER else ()
         who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
         reason = f"the {who} is lost: {event.reason}"
         if event.final or not self.lifetimes.may_restart(process):
             self._end(process, reason)
-            self.orders.end_run("failed", self._spent(process, reason, event))
+            self.orders.end_run("failed", self._spent(process, reason, event))  # its orders are a resume's
             return
+        failed, charged = self._take_orders(process)
         self.lifetimes.start(process)
         self._fail(failed, charged, reason)
 

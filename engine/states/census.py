@@ -122,7 +122,8 @@ class Census:
     def rollouts_left(self) -> int:
         """Number of replicas that generate and are up or on their way."""
         rollouts, state = self.rollouts, self._state
-        return rollouts.alive.total + rollouts.coming.total + state.launching - state.launched
+        to_launch = state.limits.rollouts_among(state.launched, state.launching)
+        return rollouts.alive.total + rollouts.coming.total + to_launch
 
     @property
     def under_way(self) -> int:

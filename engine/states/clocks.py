@@ -67,7 +67,7 @@ class OwnerClock:
 class Clocks(Record):
     """The clocks of all open orders that have a time limit."""
 
-    UNHASHED: ClassVar[tuple[str, ...]] = ("owners", "looks")  # `trace` stands for the owners
+    UNHASHED: ClassVar[tuple[str, ...]] = ("owners", "looks", "stalled")  # `trace` stands for the owners
 
     longest: dict[str, float]
     """The longest time to an answer or to progress, by kind."""
@@ -76,12 +76,14 @@ class Clocks(Record):
     owners: dict[Owner, OwnerClock]
     looks: dict[int, float]
     """When to look at an order again, by number, for orders that have left their queue."""
+    stalled: dict[int, None]
+    """Orders that were found to stand still, by number."""
     trace: int = 0
     """A hash of everything that happened to the clocks of processes."""
 
     def __init__(self, state: "State") -> None:
         self._state = state
-        self.longest, self.doubled, self.owners, self.looks = {}, {}, {}, {}
+        self.longest, self.doubled, self.owners, self.looks, self.stalled = {}, {}, {}, {}, {}
         self.least: dict[str, float] = {}
         """The smallest limit of any order, by subject. Subjects without a limit are left out."""
         self.timer_at = inf
@@ -93,7 +95,7 @@ class Clocks(Record):
         self._heap: list[tuple[float, int]] = []
         """`looks` as (time, order number); outdated entries are skipped."""
         self._stalled: dict[Owner, dict[int, None]] = {}
-        """Orders that were found to stand still, by owner."""
+        """`stalled` by owner."""
         self._find_least(state.limits.timeouts)
 
     @property
@@ -161,9 +163,8 @@ class Clocks(Record):
         queue = self._queues.get(order.subject)
         if queue is not None and queue.pop(order.number, None) is None:
             self.looks.pop(order.number, None)
-            stalled = self._stalled.get(order.owner)
-            if stalled is not None:
-                stalled.pop(order.number, None)
+            if self.stalled and self.stalled.pop(order.number, 0) is None:
+                self._stalled[order.owner].pop(order.number, None)
         if was_first and type(order.owner) is str and works_in_order(order.owner):
             self._note_closed(order.owner)
             self._wake(order.owner)
@@ -178,6 +179,7 @@ class Clocks(Record):
             queue.clear()
         self.looks.clear()
         self._heap.clear()
+        self.stalled.clear()
         self._stalled.clear()
 
     # told of processes
@@ -415,6 +417,7 @@ class Clocks(Record):
         """When to look at an order, or `STALLED`."""
         total = self._timeouts.max_s
         if not self.runs(order):
+            self.stalled[order.number] = None
             self._stalled.setdefault(order.owner, {})[order.number] = None
             return STALLED if total is None else max(self._state.now, order.at + total)
         now = self._state.now
@@ -447,6 +450,7 @@ class Clocks(Record):
     def _wake(self, owner: Owner) -> None:
         """Orders of a process that stood still may run again."""
         for number in self._stalled.pop(owner, ()):
+            del self.stalled[number]
             order = self._state.orders.numbered(number)
             self._look_at(order, self._due(order))
 
@@ -462,7 +466,7 @@ class Clocks(Record):
                 continue
             if order.number not in self.looks:
                 self._queues[order.subject][order.number] = order
-            elif self.looks[order.number] != PAST and not self.runs(order):
+            elif order.number in self.stalled:
                 self._stalled.setdefault(order.owner, {})[order.number] = None
         self._make_heap()
         timer = None if state.limit_timer is None else state.orders.find("timer", state.limit_timer)
@@ -484,8 +488,7 @@ class Clocks(Record):
         at = self.earliest()
         if at < inf and at < self.timer_at - SLACK_S:
             yield f"an order may be due at {at}, and the timer fires at {self.timer_at}"
-        stalled = {number for numbers in self._stalled.values() for number in numbers}
-        if {number for number, look in self.looks.items() if look == STALLED} - stalled:
+        if {number for number, look in self.looks.items() if look == STALLED} - set(self.stalled):
             yield "an order stands still for ever"
 
 

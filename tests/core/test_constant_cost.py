@@ -14,7 +14,7 @@ from engine.scheduling.orders import MOST_STARTS
 from engine.scheduling.rollout import MOST_DRAWN
 from engine.simulation.world import Faults, Setting, World
 from engine.states.invariants import check_all
-from engine.states.limits import Limits, Pool
+from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
 
 ROUGH = Faults(lose=0.1, duplicate=0.1, die=0.01, fail_group=0.03, fail_sync=0.1, fail_trainer=0.05)
@@ -164,6 +164,17 @@ def test_replicas_that_were_not_started_yet_are_not_lost() -> None:
     assert not run.scheduler.state.none_left
     assert launched(run.handle(TimerFired(timer=timer.timer))) == [MOST_STARTS]
     run.handle(ProcessLost(kind="replica", index=MOST_STARTS, incarnation=1, reason="no room", final=True))
+    assert run.scheduler.state.none_left
+
+
+def test_replicas_for_validations_that_were_not_started_yet_leave_none_to_generate() -> None:
+    validation = ValidationLimits(rows=4, every=1, replicas=MOST_STARTS, own_from=2)
+    run = Run.__new__(Run)
+    limits = Limits(train_batch_size=4, max_staleness_steps=0, max_concurrent_groups=4, validation=validation)
+    run.scheduler, run.events = Scheduler(limits), 0
+    run.handle(RunStarted(replicas=MOST_STARTS + 2))
+    for index in (0, 1):
+        run.handle(ProcessLost(kind="replica", index=index, incarnation=1, reason="no room", final=True))
     assert run.scheduler.state.none_left
 
 

@@ -17,6 +17,7 @@ from engine.schedule.recovery import recover
 from engine.schedule.replayer import replay
 from engine.states.limits import Limits
 from tests.core.adversary import Adversary
+from tests.core.states_of_our_own import CHECKING
 from tests.core.test_laws import any_policies, limits
 
 
@@ -223,6 +224,25 @@ def test_nothing_but_what_ran_is_lost_where_the_trajectories_are_kept() -> None:
     assert again is not None and (again.groups, again.attempt) == (step.groups, step.attempt + 1)
     assert {group.id: group.infrastructure_failures for group in state.groups.values()} == budgets
     assert made.complete().outcome == "finished"
+
+
+def test_work_of_an_added_state_whose_process_ended_the_run_is_done_after_a_resume() -> None:
+    made = world(prompts=2, train_batch_size=1, max_staleness_steps=0, max_concurrent_groups=1, max_steps=2,
+                 checkpoint_every=1, added_states=(CHECKING,), worker_restarts=0)  # fmt: skip
+    while not made.judged:
+        for kind, source in (("down", made.addressees()), ("up", made.sources())):
+            for one in source:
+                (made.arrive_down if kind == "down" else made.arrive_up)(one)
+        if made.draws:
+            made.draw()
+        for replica, group in made.running():
+            replica.sample(group, 10)
+            replica.finish(group)
+    made.kill_worker("added states")
+    assert made.driver.outcome is not None and made.driver.outcome.outcome == "failed"
+    made.crash(1, kept=True)
+    made.complete(500)
+    assert made.scheduler.state.steps_trained == 2
 
 
 def test_a_batch_is_kept_until_a_checkpoint_contains_its_step() -> None:
