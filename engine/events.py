@@ -444,6 +444,8 @@ class RunInterrupted(Event):
 
     tag: ClassVar[int] = 44
     reason: str
+    launch: bool = False
+    """A launch failed. Else the scheduler ended, which means nothing if the run begins again already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

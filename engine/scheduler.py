@@ -198,7 +198,7 @@ class Scheduler:
     @staticmethod
     def _outlasts(outcome: FinishRun, event: Event) -> bool:
         """Whether an event means something to a run that has ended so."""
-        return isinstance(event, RunResumed) or (isinstance(event, RunInterrupted) and outcome.again)
+        return isinstance(event, RunResumed) or (isinstance(event, RunInterrupted) and event.launch and outcome.again)
 
     def _order_what_may_begin(self) -> None:
         """After every event, and once more under the built-in policies where those of the run have started nothing."""

@@ -13,9 +13,8 @@ from engine.actors.lasting import end_earlier
 from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.stored_groups import INITIAL, missing_groups, way_back
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
-from engine.events import RunResumed
+from engine.events import RunInterrupted, RunResumed
 from engine.hosts.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
-from engine.hosts.reasons import clean
 from engine.hosts.segments import put_store_aside
 from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
@@ -95,7 +94,7 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
             books=transitions,
             replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
         )
-        if plan.interrupted:
+        if plan.interrupted is not None:
             lock = _record_interruption(recovered, plan.interrupted, schedule, lock)
         outcome = recovered.scheduler.state.outcome
         if outcome is not None and (outcome.outcome == "finished" or (plan.again and not outcome.again)):
@@ -108,10 +107,10 @@ def past_of(plan: Plan, transitions: Transitions) -> Past:
         raise
 
 
-def _record_interruption(recovered: Recovered, reason: str, schedule: Path, lock: RecordLock) -> RecordLock:
+def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: Path, lock: RecordLock) -> RecordLock:
     """Record that the run was interrupted, and the scheduler's decision. Returns the lock on the record."""
     after = After(events=recovered.events, torn=recovered.torn)
-    event, answer = recovered.interrupt(clean(reason))
+    answer = recovered.interrupt(event)
     if not answer:
         return lock
     with closing(Recorder(schedule, after, lock=lock)) as recorder:

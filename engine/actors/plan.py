@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.errors import ConfigError
+from engine.events import RunInterrupted
 from engine.hosts.added import Work
 from engine.hosts.durable import StorePolicy
 from engine.hosts.prompts import Prompts
@@ -133,7 +134,7 @@ class Plan:
     aside. None: the run resumes without loss, and a resume with missing data is refused."""
     again: bool = False
     """With `resume`: the launching process resumed the run by itself, not a user."""
-    interrupted: str = ""
+    interrupted: RunInterrupted | None = None
     """With `again`: why the run could not continue, if its record does not say it."""
     scheduler_restarts: int = 20
     """How often Ray restarts the scheduler's process in one launch while the others continue; needs a `run_dir`. Only

@@ -39,7 +39,9 @@ from engine.errors import (
     RunFailed,
     RunFinished,
 )
+from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
+from engine.hosts.reasons import clean
 from engine.metrics.status import Status
 
 log = logging.getLogger(__name__)
@@ -237,7 +239,7 @@ class RunHandle:
         """
         if self._plan.run_dir is None or self.told:
             return False
-        interrupted = "" if recorded else reason
+        interrupted = None if recorded else RunInterrupted(reason=clean(reason))
         self._node.require_ray()
         self._watch.stop()
         self._launched.end()
@@ -247,12 +249,13 @@ class RunHandle:
                 self._start_again(self._plan.run_dir, interrupted)
                 return True
             except BeginAgain as error:
-                reason = interrupted = f"it could not begin again: {error}"
+                reason = f"it could not begin again: {error}"
+                interrupted = RunInterrupted(reason=clean(reason), launch=True)
             threading.Event().wait(RESPITE_S)
             if self.told:
                 raise RunFailed(reason)
 
-    def _start_again(self, run_dir: Path, interrupted: str) -> None:
+    def _start_again(self, run_dir: Path, interrupted: RunInterrupted | None) -> None:
         again = dataclasses.replace(
             self._plan, resume=True, again=True, interrupted=interrupted, force_from=None, settings=()
         )

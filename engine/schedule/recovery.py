@@ -91,14 +91,13 @@ class Recovered:
         """What a crash left behind the last whole frame."""
         return None if self._interruptions else self.report.torn
 
-    def interrupt(self, reason: str) -> tuple[RunInterrupted, tuple[Command, ...]]:
-        """Ask the scheduler whether the run begins again. Returns what the caller must record: the event and the
-        answer. A run that has ended for good gives none, and then nothing is recorded."""
-        event = RunInterrupted(reason=reason)
+    def interrupt(self, event: RunInterrupted) -> tuple[Command, ...]:
+        """Ask the scheduler whether the run begins again. Returns its answer, which the caller must record with the
+        event. A run that has ended for good, or begins again already, gives none: then nothing is recorded."""
         stamp(event, self.events, self.at)
         answer = self.scheduler.handle(event)
         self._interruptions += bool(answer)
-        return event, answer
+        return answer
 
     def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = (), checkpoint: StepId = 0) -> RunResumed:
         """The event that goes on from where the record ends: the trainer is there again, from the checkpoint after so

@@ -12,7 +12,7 @@ from engine.actors.ray_node import RayNode
 from engine.actors.run import Launched, RunHandle
 from engine.actors.told import BeginAgain
 from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
-from engine.events import StopRequested
+from engine.events import RunInterrupted, StopRequested
 from tests.core.test_recovery import busy
 
 NO_MEMORY = "RolloutActor died: CUDA out of memory"
@@ -24,7 +24,7 @@ class Starts:
 
     def __init__(self, ends: Sequence[BaseException], monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
         self.ends = [*ends]
-        self.tried: list[str] = []
+        self.tried: list[RunInterrupted | None] = []
         """Of each launch: what it says about why the run was interrupted."""
         self.said: list[str] = []
         self.run = RunHandle(plan(run_dir), Launched(actor=None, launch="first", metrics_url=None), NO_RAY)
@@ -55,11 +55,12 @@ def test_each_launch_says_what_its_record_does_not(
     """Whether there is another launch is decided from the record: `tests/core/test_restarts.py`."""
     starts = Starts([BeginAgain(NO_MEMORY)] * 7, monkeypatch, tmp_path)
     assert starts.run._begin_again("the trajectory store is lost", recorded=recorded)
-    failed = f"it could not begin again: {NO_MEMORY}"
-    first = "" if recorded else "the trajectory store is lost"
+    reason = f"it could not begin again: {NO_MEMORY}"
+    failed = RunInterrupted(reason=reason, launch=True)
+    first = None if recorded else RunInterrupted(reason="the trajectory store is lost")
     assert starts.tried == [first, *[failed] * 7] and starts.run._launched.launch == "again"
     assert starts.said == [
-        f"{why}; the run begins again from its record" for why in ("the trajectory store is lost", *[failed] * 7)
+        f"{why}; the run begins again from its record" for why in ("the trajectory store is lost", *[reason] * 7)
     ]
 
 

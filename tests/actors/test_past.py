@@ -264,7 +264,7 @@ def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
 
 def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begins_again(scene: Scene) -> None:
     def interrupted(number: int) -> Past:
-        return scene.past(again=True, interrupted=f"the scheduler died, {number}")
+        return scene.past(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
 
     scene.fill()
 
@@ -272,18 +272,26 @@ def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begi
         past = interrupted(number)
         assert past.recovered.scheduler.state.restarts == number + 1
         assert past.event(1, again=True).again and past.after.torn is None
-    with pytest.raises(RunFinished, match="the scheduler died, 5; no train step since the run began again"):
+    with pytest.raises(RunFinished, match="launch 5 failed; no train step since the run began again"):
         interrupted(5)
     assert replay(read(scene.directory.parent / "schedule")).divergence is None
     told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
-    assert told == [f"the scheduler died, {number}" for number in range(6)]
+    assert told == [f"launch {number} failed" for number in range(6)]
     assert scene.past().event(1).again is False, "a user may resume it"
+
+
+def test_an_interruption_of_a_run_that_begins_again_already_is_not_recorded(scene: Scene) -> None:
+    scene.fill()
+    died = RunInterrupted(reason="the scheduler died")
+    for _ in range(2):
+        assert scene.past(again=True, interrupted=died).recovered.scheduler.state.restarts == 1
+    assert len(events_of(scene.directory.parent, RunInterrupted)) == 1
 
 
 def test_a_torn_end_is_cut_once_when_an_interruption_is_recorded_behind_it(scene: Scene) -> None:
     scene.fill()
     path = scene.directory.parent / "schedule" / "00000000.seg"
     path.write_bytes(path.read_bytes()[:-3])
-    past = scene.past(again=True, interrupted="the scheduler died")
+    past = scene.past(again=True, interrupted=RunInterrupted(reason="the scheduler died"))
     assert past.recovered.torn is None and past.recovered.scheduler.state.restarts == 1
     assert replay(read(path.parent)).divergence is None

@@ -28,8 +28,8 @@ def lose_store(run: Scripted) -> FinishRun:
     return run.ordered(FinishRun)[-1]
 
 
-def interrupt(run: Scripted, reason: str = "the scheduler died") -> FinishRun | None:
-    answer = run.tell(RunInterrupted(reason=reason))
+def interrupt(run: Scripted, reason: str = "the scheduler died", *, launch: bool = False) -> FinishRun | None:
+    answer = run.tell(RunInterrupted(reason=reason, launch=launch))
     assert all(isinstance(command, FinishRun) for command in answer[-1:])
     return answer[-1] if answer else None  # type: ignore[return-value]
 
@@ -74,10 +74,21 @@ def test_the_run_begins_again_within_its_budget_and_then_fails_with_the_cause(lo
 def test_a_launch_that_fails_uses_up_the_same_budget() -> None:
     run = trains(run_restarts=2)
     assert lose_store(run).again
-    again = interrupt(run, "it could not begin again: no memory")
+    again = interrupt(run, "it could not begin again: no memory", launch=True)
     assert again is not None and again.again and again.reason == "it could not begin again: no memory"
-    end = interrupt(run, "it could not begin again: no memory")
+    end = interrupt(run, "it could not begin again: no memory", launch=True)
     assert end is not None and (end.outcome, end.again) == ("failed", False)
+
+
+@pytest.mark.parametrize("lose", [lose_store, interrupt], ids=["store", "scheduler"])
+def test_a_scheduler_that_dies_while_it_takes_the_run_down_costs_nothing_more(lose: Any) -> None:
+    run = trains(run_restarts=1)
+    assert lose(run).again
+    hashed = run.state.hash
+    assert interrupt(run) is None, "the record says already that the run begins again"
+    assert (run.state.restarts, run.state.hash) == (1, hashed)
+    resume(run)
+    assert run.state.outcome is None
 
 
 def test_a_train_step_fills_the_budget() -> None:
@@ -162,10 +173,11 @@ def test_whatever_happens_the_run_begins_again_at_most_as_often_as_its_budget_sa
         if what == "failed launch" and left:
             left -= 1
             assert end is not None and end.again
-            end = interrupt(run)
+            end = interrupt(run, launch=True)
         assert end is not None and end.again == bool(left)
         if not end.again:
             assert end.outcome == "failed" and len(run.state.orders) == 0
             return
         left -= 1
+        assert interrupt(run) is None, "begins again already"
         resume(run)
