@@ -72,6 +72,7 @@ class Judge:
         if isinstance(event, WeightsPublished) and event.attempt in self._publishing:
             self._publish(self._publishing.pop(event.attempt))
         if isinstance(event, ProcessLost) and event.kind == TRAINER and event.incarnation > self._trainer_life:
+            self.saved = max(self.saved, *event.saved, 0)
             self._trainer_life = event.incarnation
             lost, self._publishing = self._publishing, {}
             for order in lost.values():
@@ -146,7 +147,7 @@ class Judge:
             self.store.discarded -= {*event.consumed, *event.released}
         self.steps_in = {version: min(steps, event.steps) for version, steps in self.steps_in.items()}
         self._publishing.clear()
-        self.saved = min(self.saved, event.steps)
+        self.saved = max(self.saved, event.checkpoint) if event.kept else event.steps
         self._resumed = True
 
     def _train(self, command: TrainStep) -> None:

@@ -486,7 +486,7 @@ class Clocks(Record):
         if sorted([*queued, *self.looks]) != sorted(limited):
             yield f"orders {limited} have a limit, {queued} and {list(self.looks)} are timed"
         at = self.earliest()
-        if at < inf and at < self.timer_at - SLACK_S:
+        if at < inf and max(at, self._state.now) < self.timer_at - SLACK_S:
             yield f"an order may be due at {at}, and the timer fires at {self.timer_at}"
         if {number for number, look in self.looks.items() if look == STALLED} - set(self.stalled):
             yield "an order stands still for ever"

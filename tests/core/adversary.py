@@ -41,9 +41,11 @@ from engine.events import (
 )
 from engine.policies import PolicySet
 from engine.schedule.frames import Header
+from engine.schedule.packing import pack, unpack
 from engine.schedule.reader import Record, read
 from engine.schedule.recorder import MemoryRecorder, Recorder
 from engine.schedule.recovery import Recovered, recover
+from engine.schedule.snapshots import restore, snapshot
 from engine.scheduler import Scheduler
 from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_answer
 from engine.simulation.judge import Judge
@@ -93,6 +95,8 @@ class Adversary:
         self.past: list[Event] = []
         """What may be said again."""
         self.history: list[Event] = []
+        self.twin: Scheduler | None = None
+        """Made from a snapshot of the scheduler. It must decide as the scheduler does."""
         self.deliver(RunStarted())
 
     def new_record(self, header: Header) -> MemoryRecorder | Recorder:
@@ -104,6 +108,10 @@ class Adversary:
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         self.judge.observe(event, commands)
         check_all(self.scheduler.state)
+        if self.twin is not None:
+            assert self.twin.handle(event) == commands, f"a restored scheduler decides otherwise at {event}"
+            assert self.twin.state_hash == self.scheduler.state_hash
+            check_all(self.twin.state)
 
     def _post(self, source: int) -> Callable[[Event], None]:
         def post(event: Event) -> None:
@@ -246,6 +254,7 @@ class Adversary:
 
         `kept`: the trajectory store is left as well, but for groups that are `missing` from it.
         """
+        self.twin = None
         judging = False
         recovered = recover(self.record(), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
@@ -286,6 +295,11 @@ class Adversary:
 
     def go_on(self, recovered: Recovered) -> None:
         """The record goes on where it ends."""
+
+    def restore_twin(self) -> None:
+        """From here on, a scheduler that was restored from a snapshot handles every event, too."""
+        self.twin = restore([unpack(pack(part)) for part in snapshot(self.scheduler)])
+        assert self.twin.state_hash == self.scheduler.state_hash
 
     def arrive_up(self, source: int) -> None:
         self.deliver(self.up[source].popleft())

@@ -66,6 +66,8 @@ class Scripted:
         self.clock = 0.0
         self.orders: list[Command] = []
         """Everything ordered so far, but for the first lives of the replicas."""
+        self.twin: Scheduler | None = None
+        """Restored from a snapshot of the scheduler. It must decide as the scheduler does."""
         self.tell(RunStarted(replicas=replicas))
         for id in range(replicas):
             self.tell(ProcessUp(kind="replica", index=id, incarnation=1, slots=slots, version=0))
@@ -78,6 +80,7 @@ class Scripted:
         self.events += 1
         new = list(self.scheduler.handle(event))
         check_all(self.state)
+        assert self.twin is None or [*self.twin.handle(event)] == new, f"restored, it decides otherwise: {event}"
         self.orders += new
         for command in new:
             if isinstance(command, DrawPrompts) and self.answers_draws:

@@ -77,7 +77,12 @@ def timeouts(draw: st.DrawFn) -> Timeouts:
     if chosen == "auto":
         return Timeouts()
     kinds = {f"{kind}_s": draw(st.sampled_from([4.0, 60.0, 60.0, AUTO, AUTO])) for kind in KINDS}
-    return Timeouts(**kinds, floor_s=draw(st.sampled_from([2.0, 10.0])), cut_s=draw(st.sampled_from([2.0, 20.0])))
+    return Timeouts(
+        **kinds,
+        floor_s=draw(st.sampled_from([0.01, 2.0, 10.0])),
+        cut_s=draw(st.sampled_from([0.01, 2.0, 20.0])),
+        max_s=draw(st.sampled_from([None, None, 1.0, 30.0])),
+    )
 
 
 @st.composite
@@ -192,10 +197,10 @@ class AnyOrder(RuleBasedStateMachine):
     def draw(self, most: int) -> None:
         self.world.draw(most)
 
-    @rule()
+    @rule(in_time=st.booleans())
     @precondition(lambda self: self.world.timers)
-    def fire(self) -> None:
-        self.world.fire()
+    def fire(self, in_time: bool) -> None:
+        self.world.fire(in_time)
 
     @rule(choice=ANY, final=st.sampled_from([False, False, True]))
     @precondition(lambda self: self.world.replicas)
@@ -287,6 +292,15 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.world.probes)
     def answer_probe(self, choice: int, waits_for: str) -> None:
         self.world.answer(choice, waits_for)
+
+    @rule()
+    @precondition(lambda self: self.world.scheduler.state.outcome is None)
+    def restore_twin(self) -> None:
+        self.world.restore_twin()
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 59.0, 61.0, 5000.0]))
+    def nothing_happens_for(self, seconds: float) -> None:
+        self.world.time += seconds
 
     @rule(choice=ANY)
     def repeat(self, choice: int) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_samples import FAULTS, LIMITS, answer, event, fill, header, leave_open, record_run
 
-from engine.commands import Command
+from engine.commands import Command, StageWeights
 from engine.errors import RecordError
+from engine.events import SettingChanged, TimerFired, WeightsStaged
 from engine.ids import GroupId
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
@@ -29,6 +30,7 @@ from engine.states.limits import Limits
 from engine.states.orders import OrderBook
 from engine.states.tree import declared
 from engine.states.validation import Validation
+from tests.core.scripted import Scripted
 from tests.core.test_laws import any_policies, limits
 from tests.core.test_worlds import ROUGH
 
@@ -118,6 +120,26 @@ def test_from_any_point_on_it_decides_as_the_other_would_have(
         assert again.handle(frame.event) == frame.commands and again.state_hash == frame.state_hash
         first.handle(frame.event)
     assert structure(again) == structure(first)
+
+
+def test_a_clock_that_stands_still_is_looked_at_when_it_would_have_been() -> None:
+    """A group is timed from a change of its limit, stands still in a sync, runs on, and stands still in the next sync
+    when it is time to look at it."""
+    run = Scripted(train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6)
+    run.tell(SettingChanged(setting="timeouts.group_s", value="100"))
+    look_at = run.state.clocks.timer_at
+    for version, groups in ((1, (0, 1)), (2, (2, 3))):
+        run.finish(*groups)
+        run.train()
+        run.publish()
+        sync = run.ordered(StageWeights)[-1]
+        run.tell(WeightsStaged(replica=0, incarnation=1, attempt=sync.attempt, version=version))
+        assert run.state.fleet.replicas[0].state == "pausing"
+        if version == 1:
+            run.twin = restore(over_the_wire(run.scheduler))
+            run.install()
+    assert run.state.limit_timer is not None
+    run.tell(TimerFired(timer=run.state.limit_timer), at=look_at)
 
 
 def test_every_kind_of_record_is_in_a_snapshot_once() -> None:
