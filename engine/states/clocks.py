@@ -67,7 +67,8 @@ class OwnerClock:
 class Clocks(Record):
     """The clocks of all open orders that have a time limit."""
 
-    UNHASHED: ClassVar[tuple[str, ...]] = ("owners", "looks", "stalled")  # `trace` stands for the owners
+    UNHASHED: ClassVar[tuple[str, ...]] = ("owners", "doubled", "looks", "stalled")
+    """`trace` stands for the first two; the others follow from the orders and from when the timer fired."""
 
     longest: dict[str, float]
     """The longest time to an answer or to progress, by kind."""
@@ -79,7 +80,7 @@ class Clocks(Record):
     stalled: dict[int, None]
     """Orders that were found to stand still, by number."""
     trace: int = 0
-    """A hash of everything that happened to the clocks of processes."""
+    """A hash of everything that happened to the clocks of processes and to `doubled`."""
 
     def __init__(self, state: "State") -> None:
         self._state = state
@@ -249,7 +250,6 @@ class Clocks(Record):
     def begin_again(self) -> None:
         """New processes carry the run. What was learned about limits stays."""
         self.owners.clear()
-        self.trace = 0
         self.timer_at, self.sooner = inf, True
 
     # settings
@@ -260,7 +260,6 @@ class Clocks(Record):
         self._find_least(self._timeouts)
         if self.on and not before:
             self.owners.clear()
-            self.trace = 0
             for replica in self._state.fleet.replicas.values():
                 self.replica_changed(replica)
             for process in self._state.processes.values():
@@ -377,12 +376,14 @@ class Clocks(Record):
     def double(self, order: Order) -> None:
         """An order exceeded its limit: the next one with its key gets twice as much time."""
         key = order.subject, order.id
-        self.doubled = {**self.doubled, key: min(MOST_DOUBLED, 2 * self.doubled.get(key, 1))}
+        times = self.doubled[key] = min(MOST_DOUBLED, 2 * self.doubled.get(key, 1))
+        self._note_doubled(key, times)
 
     def forget_keys(self, *keys: tuple[str, KeyId]) -> None:
         """No order with these keys will follow."""
-        if any(key in self.doubled for key in keys):
-            self.doubled = {key: times for key, times in self.doubled.items() if key not in keys}
+        for key in keys:
+            if self.doubled.pop(key, None) is not None:
+                self._note_doubled(key, 1)
 
     # inside
 
@@ -478,6 +479,9 @@ class Clocks(Record):
 
     def _note_owner(self, owner: Owner, clock: OwnerClock) -> None:
         self.trace = digest((self.trace, owner, hashed_values(clock))) >> 1
+
+    def _note_doubled(self, key: tuple[str, KeyId], times: int) -> None:
+        self.trace = digest((self.trace, key, times)) >> 1
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the books, if anything."""
