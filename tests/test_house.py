@@ -56,8 +56,10 @@ ALLOWED: dict[str, set[str]] = {
     "control": {*DRIVER, "listeners"},
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
     "hosts": {*EVENTS, "schedule", "user_code", "private_files"},  # how frames lie on disk, and who may write them
-    "local": {*DRIVER, "hosts", "metrics", "user_code"},
-    "actors": {*DRIVER, *WORK, "hosts", "metrics", "config", "rundir", "hardware", "gateway", "control", "listeners"},
+    "runtime": {*DRIVER, "hosts", "config", "gateway"},
+    "local": {*DRIVER, "hosts", "runtime", "metrics", "user_code"},
+    "actors": {*DRIVER, *WORK, "hosts", "runtime", "metrics", "config", "rundir", "hardware", "gateway", "control"}
+    | {"listeners"},
     # the work itself, which knows nothing of the scheduler
     "rollout": {*BOTTOM, "user_code"},
     "gateway": {*BOTTOM, "rollout", "user_code", "listeners"},  # agents' calls become requests to a replica
@@ -366,7 +368,7 @@ def test_a_light_import_brings_nothing_heavy(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("actor", ["rollout", "trainer", "stores", "scorer"])
+@pytest.mark.parametrize("actor", ["worker", "stores"])
 def test_the_process_of_an_actor_loads_what_it_uses_alone(actor: str) -> None:
     """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours."""
     heavy = ("aiohttp", "numpy", "pydantic", "torch", "vllm", "transformers")

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine.actors.plan import Plan
 from engine.control.decide import decide
 from engine.control.place import announce, new_token, withdraw
 from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
@@ -19,6 +18,7 @@ from engine.errors import EngineError
 from engine.hosts.reasons import clean
 from engine.metrics.collector import RunMetrics
 from engine.metrics.silence import Silence
+from engine.runtime.plan import Plan
 from engine.states.waiting import are, waits
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine.actors.plan import Plan
 from engine.control import place as control
 from engine.driver import Driver
 from engine.listeners.hosts import ANYWHERE
@@ -21,6 +20,7 @@ from engine.metrics.endpoint import FILE, announce, remove_dead, withdraw
 from engine.metrics.export import Around, registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.status import plain_status
+from engine.runtime.plan import Plan
 from engine.schedule import Recorder
 
 log = logging.getLogger(__name__)

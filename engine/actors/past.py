@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.actors.lasting import end_earlier
-from engine.actors.plan import Plan, Redo, Restore
 from engine.actors.stored_groups import INITIAL, missing_groups, way_back
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import RunInterrupted, RunResumed
@@ -20,6 +19,7 @@ from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
+from engine.runtime.plan import Plan, Redo, Restore
 from engine.schedule import After, Recorder, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.regular import require_regular

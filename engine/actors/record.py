@@ -5,9 +5,9 @@ Called by the scheduler actor.
 
 from engine import __version__
 from engine.actors.past import Past
-from engine.actors.plan import Plan
 from engine.actors.survived import Survived
 from engine.policies import PolicySet
+from engine.runtime.plan import Plan
 from engine.schedule import Header, NullRecorder, Recorder
 
 

@@ -17,7 +17,6 @@ import ray
 
 from engine.actors.control import Control
 from engine.actors.endpoint import Endpoint, leave_no_word
-from engine.actors.executor import RayExecutor
 from engine.actors.failures import named, raised
 from engine.actors.gateway import GatewayActor
 from engine.actors.lasting import Living, end_living, lasting, note_launch
@@ -25,12 +24,13 @@ from engine.actors.outbox import Inbox
 from engine.actors.past import Past, past_of
 from engine.actors.placement import beside_the_run
 from engine.actors.process import PackedPlan, collect_rarely, prepare_process
+from engine.actors.processes import GOODBYE_S, RayProcesses, RayStores
 from engine.actors.record import recorder_of
 from engine.actors.scheduler_watch import announce_process
 from engine.actors.stores import TrajectoryStoreActor, WeightsStoreActor
-from engine.actors.supervisor import GOODBYE_S, Supervisor
 from engine.actors.survived import STORES, Survived, metrics_at_end, survived_of, take_hold
 from engine.actors.told import BeginAgain, Traffic, Update
+from engine.actors.transports import transport_of
 from engine.actors.watched import Watchers
 from engine.actors.wire import unpack_events
 from engine.commands import Command, FinishRun
@@ -48,6 +48,8 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.sinks import open_books
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
+from engine.runtime.executor import RunExecutor
+from engine.runtime.supervisor import Supervisor
 from engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -138,9 +140,10 @@ class SchedulerActor:
             named = {**light, **lasting(packed, source), **beside_the_run(gpus), **options}
             return ray.remote(kind).options(**named).remote(packed, self._self, *given)
 
+        transport = transport_of(plan)
         at, policy, fresh = plan.trajectories_dir, plan.store_policy, not plan.resume
         self._trajectories = begin(TrajectoryStoreActor, STORES[0], at, policy, fresh)
-        self._weights = begin(WeightsStoreActor, STORES[1], plan.transport, gpus=plan.transport.store_gpus)
+        self._weights = begin(WeightsStoreActor, STORES[1], transport, gpus=transport.store_gpus)
         if plan.make_gateway is not None:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
@@ -160,24 +163,15 @@ class SchedulerActor:
         self._metrics = RunMetrics(self._scheduler, self._transitions, journal, rows)
         self._clock = self._new_clock(earlier)
         self._over = asyncio.get_running_loop().create_future()
-        given = (self._packed, self._self, self._trajectories, self._weights)
-        self._supervisor = Supervisor(
-            plan,
-            given,
-            self._scheduler.state,
-            self._deliver,
-            self._lose_run,
-            self._gateway,
-            living,
-            self._recorder.epoch,
-        )
-        self._executor = RayExecutor(
+        kept = (self._trajectories, self._weights, self._gateway)
+        processes = RayProcesses(plan, self._packed, self._self, *kept, epoch=self._recorder.epoch)
+        found = None if living is None else processes.found(living)
+        self._supervisor = Supervisor(plan, processes, self._scheduler.state, self._deliver, self._lose_run, found)
+        self._executor = RunExecutor(
             supervisor=self._supervisor,
             scorers=plan.limits.scorers(),
             prompts=self._prompts,
-            trajectories=self._trajectories,
-            weights=self._weights,
-            gateway=self._gateway,
+            stores=RayStores(*kept),
             held_out=len(plan.held_out),
             drawn=self._scheduler.state.ledger.drawn,
             deliver=self._deliver,
