@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {*DRIVER, "listeners"},
     # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
     "hosts": {*EVENTS, "schedule", "user_code", "private_files"},  # how frames lie on disk, and who may write them
-    "runtime": {*DRIVER, "hosts", "config", "gateway"},
+    "runtime": {*DRIVER, "hosts", "config", "gateway", "control", "metrics", "listeners"},
     "local": {*DRIVER, "hosts", "runtime", "metrics", "user_code"},
     "actors": {*DRIVER, *WORK, "hosts", "runtime", "metrics", "config", "rundir", "hardware", "gateway", "control"}
     | {"listeners"},

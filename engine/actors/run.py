@@ -18,7 +18,6 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from engine.actors.endpoint import leave_no_word
 from engine.actors.failures import raised, unwrapped
 from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import end_living
@@ -42,6 +41,7 @@ from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.hosts.reasons import clean
 from engine.metrics.status import Status
+from engine.runtime.endpoint import leave_no_word
 from engine.runtime.plan import Plan
 
 log = logging.getLogger(__name__)

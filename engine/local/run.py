@@ -1,40 +1,39 @@
 """`run`: schedule a user's generators and trainer to the end of the run, and say what came of it.
 
-Called by users; builds scheduler, driver, recorder and executor, and takes them down whatever happens.
+Called by users; makes a plan of what they give, and a session whose processes are in this one, and takes both down
+whatever happens.
 """
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import __version__
 from engine.commands import FinishRun
-from engine.driver import Driver
-from engine.errors import ConfigError, RunFailed
-from engine.events import RunStarted, StopRequested
+from engine.errors import ConfigError, EngineError, RunFailed
+from engine.events import StopRequested
 from engine.hosts.added import Work, unchanged
-from engine.hosts.clock import WallClock
 from engine.hosts.prompts import Prompts, as_prompts, listed
-from engine.hosts.turns import taking_turns
+from engine.hosts.threads import contained
 from engine.ids import ReplicaId, StepId
-from engine.local.executor import LocalExecutor
-from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import Journal
+from engine.local.processes import LocalProcesses, LocalStores
+from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.metrics.transitions import Transitions
-from engine.policies import PolicySet
-from engine.policies.added import work_of
 from engine.private_files import make_run_private
 from engine.roles import Generator, Scorer, Trainer
-from engine.schedule import Header, MemoryRecorder, Recorder
-from engine.scheduler import Scheduler
+from engine.runtime.plan import Plan, Rollout
+from engine.runtime.session import Session, header_of, recorder_of
+from engine.runtime.watchers import Watchers
+from engine.schedule import MemoryRecorder, Recorder
 from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt
 
 Generators = Sequence[Generator] | Callable[[ReplicaId], Generator]
+Tasks = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ async def run_async(
     policies: Mapping[str, str] | None = None,
     run_dir: str | Path | None = None,
     held_out: Sequence[Prompt | str] = (),
-    make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None,
+    make_scorer: Callable[[Tasks], Scorer] | None = None,
     works: Mapping[str, Work] | None = None,
     state_timeout_s: float | None = None,
 ) -> RunResult:
@@ -106,103 +105,130 @@ async def run_async(
     """
     _require_counts(limits, samples, slots, run_dir)
     limits = _with_restarts(_with_held_out(limits, held_out, samples), replacements)
-    make, first = _lives(generators, replicas + len(limits.validators()))
-    _require_numbers(limits, len(first))
-    books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
-    executor = LocalExecutor(
-        generators=first,
-        make=make,
-        trainer=taking_turns(trainer) if limits.trains_in_turns else trainer,
-        prompts=listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
+    lives = _Lives(generators, replicas + len(limits.validators()))
+    _require_numbers(limits, lives.first)
+    works = works or {}
+    plan = Plan(
+        limits=limits,
         samples=samples,
+        make_rollout=lives.make,
+        make_trainer=lambda: trainer,
+        make_prompts=lambda: listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
+        replicas=lives.first - len(limits.validators()),
         slots=slots,
         prefix_every_tokens=prefix_every_tokens,
-        report=books.report,
-        checkpoints=books.directory / "checkpoints" if books.directory else None,
-        held_out=as_prompts(held_out),
-        scorers=_scorers(limits, make_scorer),
-        works={
-            state.name: work_of(state.name) or (works or {}).get(state.name, unchanged) for state in limits.added_states
-        },
+        make_scorer=None if make_scorer is None else lives.alone(make_scorer),
+        make_work=lambda name: works.get(name, unchanged),
         state_timeout_s=state_timeout_s,
+        policies=policies or {},
+        run_dir=None if run_dir is None else Path(run_dir),
+        held_out=as_prompts(held_out),
     )
-    clock = WallClock()
-    executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)
-    try:
-        executor.deliver(RunStarted(replicas=len(first)))
-        finish = await asyncio.shield(executor.over)
-    except asyncio.CancelledError:
-        executor.deliver(StopRequested(reason="interrupted"))
-        raise
-    finally:
-        await executor.close()
-        books.close()
-    if finish.outcome == "failed":
-        raise RunFailed(finish.reason, steps=books.scheduler.state.steps_trained)
-    return books.result(finish, executor.driver.events_handled, clock.now())
+    plan.require_scorers()
+    return await LocalRun(plan, lives).to_end()
 
 
-class Books:
-    """The scheduler of a run and all that is written down about it."""
+class LocalRun:
+    """A session whose processes are in this one."""
 
-    def __init__(self, limits: Limits, policies: PolicySet, directory: Path | None) -> None:
-        self.directory = directory
-        if directory is not None:
-            make_run_private(directory)
-        name = directory.name if directory else "local"
-        header = Header(run=name, limits=limits.to_plain(), policies=dict(policies.names), code=__version__)
-        self.recorder = MemoryRecorder(header) if directory is None else Recorder(directory / "schedule", header)
-        self._transitions = Transitions()
-        self.scheduler = Scheduler(limits, policies, observe=self._transitions.changed)
-        journal = Journal(directory / "metrics.jsonl") if directory else None
-        self.metrics = RunMetrics(self.scheduler, self._transitions, journal)
-        self._said: list[dict[str, Any]] = []
+    def __init__(self, plan: Plan, lives: "_Lives") -> None:
+        if plan.run_dir is not None:
+            make_run_private(plan.run_dir)
+        self.recorder: Any = MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, None)
+        self.transitions = Transitions()
+        self.session = Session(plan, self.recorder, self.transitions, Watchers())
+        self.plan = plan
+        self._lives = lives
+        self._reports: list[dict[str, Any]] = []
+        trajectories, weights = LocalTrajectories(), LocalWeights()
+        session = self.session
+        processes = LocalProcesses(plan, trajectories, weights, session.deliver, self._report, lives.can_make)
+        session.connect(plan.make_prompts(), processes, LocalStores(trajectories, weights), trajectories.stats)
 
-    def report(self, step: StepId, figures: Mapping[str, Any]) -> None:
-        self._said.append({"step": step} | dict(figures) | {"step": step})
-        self.metrics.report(step, figures)
+    async def to_end(self) -> RunResult:
+        """Raises: `RunFailed` with the cause that ended the run, `EngineError` for a defect."""
+        session = self.session
+        try:
+            await session.supervisor.open()
+            session.begin(None)
+            finish = await asyncio.shield(session.over)
+        except asyncio.CancelledError:
+            session.deliver(StopRequested(reason="interrupted"))
+            raise
+        finally:
+            session.stop()
+            await session.control.close()
+            await session.supervisor.close()
+            session.close()
+        if finish.outcome == "failed":
+            raise RunFailed(finish.reason, steps=session.scheduler.state.steps_trained)
+        return self._result(finish)
 
-    def close(self) -> None:
-        self.metrics.close()
-        self.recorder.close()
+    def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        self._reports.append({"step": step} | dict(figures) | {"step": step})
+        self.session.metrics.report(step, figures)
 
-    def result(self, finish: FinishRun, events: int, seconds: float) -> RunResult:
-        staleness = self.metrics.staleness
+    def _result(self, finish: FinishRun) -> RunResult:
+        session = self.session
+        metrics, state = session.metrics, session.scheduler.state
         return RunResult(
             outcome=finish.outcome,
             reason=finish.reason,
-            steps=self.scheduler.state.steps_trained,
-            version=self.scheduler.state.latest_version,
-            groups={state: self._transitions.entered("group", state) for state in GROUP.terminal},
-            staleness_mean=staleness.mean or 0.0,
-            staleness_max=int(staleness.largest or 0),
-            tokens=self.metrics.tokens_trained,
-            events=events,
-            seconds=seconds,
-            metrics=self._said,
-            validations=self.metrics.validations,
-            record=self.recorder if isinstance(self.recorder, MemoryRecorder) else self.recorder.directory,
+            steps=state.steps_trained,
+            version=state.latest_version,
+            groups={name: self.transitions.entered("group", name) for name in GROUP.terminal},
+            staleness_mean=metrics.staleness.mean or 0.0,
+            staleness_max=int(metrics.staleness.largest or 0),
+            tokens=metrics.tokens_trained,
+            events=session.driver.events_handled,
+            seconds=session.now(),
+            metrics=self._reports,
+            validations=metrics.validations,
+            record=self.recorder.directory if isinstance(self.recorder, Recorder) else self.recorder,
         )
 
 
-def _scorers(limits: Limits, make: Callable[[tuple[str, ...]], Scorer] | None) -> dict[tuple[str, ...], Scorer]:
-    if limits.scorers() and make is None:
-        law = f"{', '.join(limits.scorers()[0])} have a pool without train, and nothing there can score"
-        raise ConfigError("make_scorer", None, law, "pass a function that makes a roles.Scorer")
-    return {tasks: make(tasks) for tasks in limits.scorers() if make is not None}
+class _Lives:
+    """The generators of a run: given one by one, or made by a function."""
 
+    def __init__(self, generators: Generators, replicas: int) -> None:
+        self._make: Callable[[ReplicaId], Generator] | None = None
+        self._loading = threading.Lock()
+        """Libraries that load models are seldom fit for several threads at once."""
+        self._given: dict[ReplicaId, Generator] = {}
+        if isinstance(generators, Sequence):
+            if not generators:
+                raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
+            self._given = dict(enumerate(generators))
+            self.first = len(generators)
+        else:
+            if replicas < 1:
+                raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
+            self._make, self.first = generators, replicas
+        """Number of replicas at the beginning."""
 
-def _lives(
-    generators: Generators, replicas: int
-) -> tuple[Callable[[ReplicaId], Generator] | None, Sequence[Generator]]:
-    """What makes another life of a replica, if anything does, and the first lives."""
-    if isinstance(generators, Sequence):
-        if not generators:
-            raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
-        return None, generators
-    if replicas < 1:
-        raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
-    return generators, [generators(replica) for replica in range(replicas)]
+    def make(self, replica: ReplicaId) -> Rollout:
+        """The next life of a replica. Raises: whatever the run's factory raises."""
+        if self._make is not None:
+            with self._loading:
+                generator = contained(self._make, replica)
+        elif replica in self._given:
+            generator = self._given.pop(replica)
+        else:
+            raise EngineError("the run was given its generators one by one and can make no other")
+        return Rollout(generator=generator, evaluator=generator)
+
+    def alone(self, make: Callable[[Tasks], Scorer]) -> Callable[[Tasks], Scorer]:
+        """A function that makes a scorer while nothing else is made."""
+
+        def one_at_a_time(tasks: Tasks) -> Scorer:
+            with self._loading:
+                return contained(make, tasks)
+
+        return one_at_a_time
+
+    def can_make(self, replica: ReplicaId) -> bool:
+        return self._make is not None or replica in self._given
 
 
 def _with_restarts(limits: Limits, replacements: int | None) -> Limits:

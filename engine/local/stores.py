@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
-from engine.hosts.trajectories import TrajectoryStore, copy_group, size_of
+from engine.hosts.trajectories import StoreStats, TrajectoryStore, copy_group, size_of
 from engine.hosts.weights import Trained, WeightsStore
 from engine.ids import GroupId, StepId, Version
 from engine.trajectory import TrajectoryGroup
@@ -39,6 +39,9 @@ class LocalTrajectories:
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         self.store.discard(groups, attempt)
+
+    async def stats(self) -> StoreStats:
+        return self.store.stats()
 
 
 class LocalWeights:

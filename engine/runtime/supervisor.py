@@ -78,6 +78,8 @@ class Supervisor:
         self._ordered: dict[Key, Life] = {}
         self._begun: dict[Key, Incarnation] = {}
         """The newest life of each process that was started here, or will be."""
+        self._ending: dict[Key, Incarnation] = {}
+        """Lives that were killed and are not gone yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
@@ -199,9 +201,9 @@ class Supervisor:
 
     def stop(self, command: StopProcess) -> None:
         """End a life and report it, even if it has ended already."""
-        if self._closed:
-            return
         key = (command.kind, command.index)
+        if self._closed or self._ending.get(key) == command.incarnation:
+            return
         life = self._lives.get(key)
         there = life is not None and life.incarnation == command.incarnation
         if life is not None and there and (command.hung or life.kind == TRAINER):
@@ -211,10 +213,12 @@ class Supervisor:
         if gone is None:
             self._deliver(self._loss(key, command.incarnation, command.reason))
         else:
+            self._ending[key] = command.incarnation
             self._spawn(self._report_gone(key, command, gone))
 
     async def _report_gone(self, key: Key, command: StopProcess, gone: Awaitable[object]) -> None:
         await gone
+        del self._ending[key]
         if not self._closed:
             self._deliver(self._loss(key, command.incarnation, command.reason))
 
@@ -422,9 +426,11 @@ class Supervisor:
 
     async def _end_life(self, life: Life, *, hung: bool = False) -> None:
         """`_forget`, and wait until the next life may begin."""
-        gone = self._forget(life, hung=hung)
+        gone, key = self._forget(life, hung=hung), (life.kind, life.index)
         if gone is not None:
+            self._ending[key] = life.incarnation
             await gone
+            del self._ending[key]
 
     def _forget(self, life: Life, *, hung: bool = False) -> Awaitable[object] | None:
         """End a life and report nothing more about it. Returns what `Process.kill` does."""

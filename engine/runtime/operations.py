@@ -1,7 +1,7 @@
-"""What a run over Ray is told from outside, by its own command line or over its control endpoint, and what it says
+"""What a run is told from outside, by its own command line or over its control endpoint, and what it says
 when it has fallen silent.
 
-Part of the scheduler actor, on its event loop: an operation is checked and delivered between two events.
+Part of `session.py`, on the event loop of the driver: an operation is checked and delivered between two events.
 """
 
 import asyncio
