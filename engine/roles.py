@@ -154,6 +154,14 @@ class Offloadable(Protocol):
         """Take it again. On error nothing has changed, and it may be called again."""
 
 
+@runtime_checkable
+class Restorable(Protocol):
+    """A trainer that can take up what an earlier process saved."""
+
+    def load(self, directory: str) -> None:
+        """Become the trainer that `save` wrote into this directory. Called before anything else."""
+
+
 class Scorer(Protocol):
     """Scores batches on hardware of its own, while the trainer trains. Calls are blocking, one at a time."""
 

@@ -13,7 +13,7 @@ from engine.actors.lasting import end_when_orphaned
 from engine.actors.outbox import Outbox
 from engine.actors.process import PackedPlan, prepare_process
 from engine.actors.sign import Watched, awaited
-from engine.actors.stores import RemoteTrajectories, RemoteWeights
+from engine.actors.stores import RemoteWeights, remote_trajectories
 from engine.actors.transports import transport_of
 from engine.actors.wire import InOrder, unpack_orders
 from engine.errors import EngineError
@@ -52,7 +52,7 @@ class WorkerActor(Watched):
         self._prepared = False
         self._orders: InOrder[bytes] = InOrder()
         self._broken: asyncio.Future[str] | None = None
-        self._trajectories = RemoteTrajectories(trajectories)
+        self._trajectories = remote_trajectories(trajectories)
         self._weights = RemoteWeights(weights, transport_of(self._plan), self._reader(index))
 
     def _reader(self, index: int) -> ReplicaId | None:

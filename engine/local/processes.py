@@ -7,7 +7,7 @@ and the next one begins without it.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from engine.events import Event
@@ -18,8 +18,9 @@ from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.port import Ended, Order, Process, Sign
+from engine.runtime.trajectories import PackedTrajectories, TrajectoryService
 from engine.runtime.workers import WORKERS, Peers, ReplicaWorker, TrainerWorker, Worker
-from engine.states.process import REPLICA, TRAINER, name_of
+from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,34 @@ class LocalProcess:
             self._broken.set_result(reason)
 
 
+class LocalStore:
+    """The trajectory store of this process. It ends when nothing more can be stored."""
+
+    def __init__(self, store: TrajectoryService | LocalTrajectories) -> None:
+        self._store = store
+
+    async def bring_up(self, restore: Restore | None) -> None: ...
+
+    def join(self) -> None: ...
+
+    def send(self, orders: Sequence[Order]) -> None: ...
+
+    async def probe(self) -> Sign:
+        return Sign(os.getpid())
+
+    async def lost(self) -> Ended:
+        return Ended(await self._store.alive(), told=True)
+
+    async def stacks(self) -> str:
+        return ""
+
+    async def hand_over(self, steps: StepId) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def kill(self, *, hung: bool = False) -> None: ...
+
+
 class LocalProcesses:
     """Makes lives in this process."""
 
@@ -98,7 +127,7 @@ class LocalProcesses:
     def __init__(
         self,
         plan: Plan,
-        trajectories: Trajectories,
+        store: TrajectoryService | LocalTrajectories,
         weights: LocalWeights,
         emit: Callable[[Event], None],
         report: Report,
@@ -106,7 +135,7 @@ class LocalProcesses:
     ) -> None:
         """`can_make`: whether another life of a replica can be made."""
         self._plan = plan
-        self._trajectories = trajectories
+        self._store = store
         self._weights = weights
         self._emit = emit
         self._report = report
@@ -123,7 +152,7 @@ class LocalProcesses:
         return kind == TRAINER or (kind == REPLICA and not self._can_make(index))
 
     def kept(self) -> Mapping[str, Process]:
-        return {}
+        return {TRAJECTORY_STORE: LocalStore(self._store)}
 
     async def room(self) -> int:
         return len(self._plan.lives())
@@ -141,7 +170,7 @@ class LocalProcesses:
                 await self._trainer.hand_over(steps)
 
         return Peers(
-            trajectories=self._trajectories,
+            trajectories=self._client(waits),
             weights=self._weights,
             emit=self._emit,
             report=self._report,
@@ -149,16 +178,22 @@ class LocalProcesses:
             ask_trainer=ask_trainer,
         )
 
+    def _client(self, waits: Waits) -> Trajectories:
+        """The trajectory store, for one worker."""
+        if isinstance(self._store, LocalTrajectories):
+            return self._store
+        return PackedTrajectories(self._store, waits.on)
+
 
 class LocalStores:
     """The stores of this process, for the executor."""
 
-    def __init__(self, trajectories: LocalTrajectories, weights: LocalWeights) -> None:
-        self._trajectories = trajectories
+    def __init__(self, store: TrajectoryService | LocalTrajectories, weights: LocalWeights) -> None:
+        self._store = store
         self._weights = weights
 
-    def discard(self, groups: Sequence[GroupId]) -> None:
-        self._trajectories.store.discard(groups)
+    def discard(self, groups: Sequence[GroupId]) -> Awaitable[None]:
+        return self._store.discard([*groups])
 
     def retire(self, version: Version) -> None:
         self._weights.store.retire(version)

@@ -23,11 +23,13 @@ from engine.local.processes import LocalProcesses, LocalStores
 from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.metrics.transitions import Transitions
 from engine.private_files import make_run_private
-from engine.roles import Generator, Scorer, Trainer
-from engine.runtime.plan import Plan, Rollout
+from engine.roles import Generator, Restorable, Scorer, Trainer
+from engine.runtime.past import past_of
+from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.session import Session, header_of, recorder_of
+from engine.runtime.trajectories import TrajectoryService
 from engine.runtime.watchers import Watchers
-from engine.schedule import MemoryRecorder, Recorder
+from engine.schedule import MemoryRecorder, Recorder, read
 from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt
@@ -61,6 +63,8 @@ class RunResult:
     validations: list[dict[str, Any]] = field(default_factory=list)
     """Each validation that ended: `version`, `steps`, `outcome`, `accuracy`, `reward_mean` and so on, as a line of
     `metrics.jsonl`."""
+    resumed: str = ""
+    """What a resumed run continued from, in words."""
     record: MemoryRecorder | Path | None = None
     """The schedule's record: where it is on disk, or itself. `engine.schedule.read` takes either."""
 
@@ -88,6 +92,11 @@ async def run_async(
     make_scorer: Callable[[Tasks], Scorer] | None = None,
     works: Mapping[str, Work] | None = None,
     state_timeout_s: float | None = None,
+    resume: bool = False,
+    force_from: str | None = None,
+    trajectories: str = "disk",
+    metrics_port: int | None = None,
+    control_port: int | None = None,
 ) -> RunResult:
     """Run to the end on the current event loop.
 
@@ -100,11 +109,18 @@ async def run_async(
     (`GroupWork.held_out`), when `limits.validation` says, else before and after training; `make_scorer` makes what
     scores the tasks that `limits.pools` puts apart from `train`; `works` is what is done in those of
     `limits.added_states` whose policies have no `work` of their own, at most `state_timeout_s` on one group.
+    With a `run_dir`, trajectories are kept there as well (`trajectories`: `disk` or `memory`), and `resume` continues
+    the run in it: give the same limits, and a trainer as it was at the beginning, which has `load` (`roles.Restorable`)
+    if there is a checkpoint. `force_from` names an older checkpoint to go back to, or `initial`. `metrics_port` and
+    `control_port` serve `engine top`, `engine waits` and the other commands for running runs; 0: any free port.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
     _require_counts(limits, samples, slots, run_dir)
-    limits = _with_restarts(_with_held_out(limits, held_out, samples), replacements)
+    if run_dir is None and (resume or control_port is not None):
+        raise ConfigError("run_dir", None, "a run that is resumed or controlled needs one", "name its directory")
+    keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
+    limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
     lives = _Lives(generators, replicas + len(limits.validators()))
     _require_numbers(limits, lives.first)
     works = works or {}
@@ -123,9 +139,20 @@ async def run_async(
         policies=policies or {},
         run_dir=None if run_dir is None else Path(run_dir),
         held_out=as_prompts(held_out),
+        resume=resume,
+        force_from=force_from,
+        restore_trainer=_load if isinstance(trainer, Restorable) else None,
+        trajectories=trajectories,
+        metrics_port=metrics_port,
+        control_port=control_port,
     )
     plan.require_scorers()
     return await LocalRun(plan, lives).to_end()
+
+
+def _load(trainer: Trainer, restore: Restore) -> None:
+    assert isinstance(trainer, Restorable) and restore.checkpoint is not None
+    trainer.load(restore.checkpoint)
 
 
 class LocalRun:
@@ -134,23 +161,32 @@ class LocalRun:
     def __init__(self, plan: Plan, lives: "_Lives") -> None:
         if plan.run_dir is not None:
             make_run_private(plan.run_dir)
-        self.recorder: Any = MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, None)
         self.transitions = Transitions()
-        self.session = Session(plan, self.recorder, self.transitions, Watchers())
-        self.plan = plan
-        self._lives = lives
+        if plan.resume:
+            _require_same(plan)
+        self.past = past_of(plan, self.transitions) if plan.resume else None
+        self.recorder: Any = MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.past)
+        self.session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
+        self.session.take_settings()
         self._reports: list[dict[str, Any]] = []
-        trajectories, weights = LocalTrajectories(), LocalWeights()
+        directory = plan.trajectories_dir
+        self._store = (
+            LocalTrajectories()
+            if directory is None
+            else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
+        )
+        weights = LocalWeights()
         session = self.session
-        processes = LocalProcesses(plan, trajectories, weights, session.deliver, self._report, lives.can_make)
-        session.connect(plan.make_prompts(), processes, LocalStores(trajectories, weights), trajectories.stats)
+        processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, lives.can_make)
+        session.connect(plan.make_prompts(), processes, LocalStores(self._store, weights), self._store.stats)
 
     async def to_end(self) -> RunResult:
         """Raises: `RunFailed` with the cause that ended the run, `EngineError` for a defect."""
         session = self.session
         try:
-            await session.supervisor.open()
-            session.begin(None)
+            await session.control.open()
+            await session.supervisor.open(None if self.past is None else self.past.restore)
+            session.begin(self.past)
             finish = await asyncio.shield(session.over)
         except asyncio.CancelledError:
             session.deliver(StopRequested(reason="interrupted"))
@@ -159,6 +195,7 @@ class LocalRun:
             session.stop()
             await session.control.close()
             await session.supervisor.close()
+            await self._store.close()
             session.close()
         if finish.outcome == "failed":
             raise RunFailed(finish.reason, steps=session.scheduler.state.steps_trained)
@@ -184,6 +221,7 @@ class LocalRun:
             seconds=session.now(),
             metrics=self._reports,
             validations=metrics.validations,
+            resumed="" if self.past is None else str(self.past),
             record=self.recorder.directory if isinstance(self.recorder, Recorder) else self.recorder,
         )
 
@@ -231,8 +269,25 @@ class _Lives:
         return self._make is not None or replica in self._given
 
 
-def _with_restarts(limits: Limits, replacements: int | None) -> Limits:
-    return limits if replacements is None else dataclasses.replace(limits, replica_restarts=replacements)
+def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
+    """The limits of a run that does not begin again by itself, and keeps batches that no checkpoint contains if it
+    can."""
+    restarts = limits.replica_restarts if replacements is None else replacements
+    return dataclasses.replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
+
+
+def _require_same(plan: Plan) -> None:
+    """Raises: `ConfigError` if a record is of a run with other limits, or of one that a configuration describes."""
+    assert plan.run_dir is not None
+    header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
+    if header.config:
+        law = "is of a run that a configuration describes"
+        raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
+    then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
+    for name, value in then.items():
+        if now[name] != value:
+            law = f"was {value!r} when the run in {plan.run_dir} began"
+            raise ConfigError(f"limits.{name}", now[name], law, "resume it with the same limits")
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:

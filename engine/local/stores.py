@@ -1,5 +1,7 @@
-"""The two stores in this very process, as the hosts use them."""
+"""The two stores in this process, as the hosts use them. Trajectories that must outlive the process are in a
+`runtime.trajectories.TrajectoryService` instead."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +41,12 @@ class LocalTrajectories:
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         self.store.discard(groups, attempt)
+
+    async def alive(self) -> str:
+        """Never answered: memory does not fail."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None: ...
 
     async def stats(self) -> StoreStats:
         return self.store.stats()
