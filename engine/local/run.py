@@ -16,6 +16,7 @@ from engine.commands import FinishRun
 from engine.errors import ConfigError, EngineError, RunFailed
 from engine.events import StopRequested
 from engine.hosts.added import Work, unchanged
+from engine.hosts.checkpoints import list_checkpoints
 from engine.hosts.prompts import Prompts, as_prompts, listed
 from engine.hosts.threads import contained
 from engine.ids import ReplicaId, StepId
@@ -147,6 +148,8 @@ async def run_async(
         control_port=control_port,
     )
     plan.require_scorers()
+    if resume:
+        _require_same(plan, trainer)
     return await LocalRun(plan, lives).to_end()
 
 
@@ -162,8 +165,6 @@ class LocalRun:
         if plan.run_dir is not None:
             make_run_private(plan.run_dir)
         self.transitions = Transitions()
-        if plan.resume:
-            _require_same(plan)
         self.past = past_of(plan, self.transitions) if plan.resume else None
         self.recorder: Any = MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.past)
         self.session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
@@ -276,13 +277,17 @@ def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bo
     return dataclasses.replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
 
 
-def _require_same(plan: Plan) -> None:
-    """Raises: `ConfigError` if a record is of a run with other limits, or of one that a configuration describes."""
+def _require_same(plan: Plan, trainer: Trainer) -> None:
+    """Raises: `ConfigError` if a record is of a run with other limits, or of one that a configuration describes, or if
+    the trainer cannot load its checkpoints."""
     assert plan.run_dir is not None
     header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
     if header.config:
         law = "is of a run that a configuration describes"
         raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
+    if plan.restore_trainer is None and list_checkpoints(plan.run_dir / "checkpoints"):
+        law = "has no load(directory), and the run has a checkpoint"
+        raise ConfigError("trainer", type(trainer).__name__, law, "define load: roles.Restorable")
     then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
     for name, value in then.items():
         if now[name] != value:

@@ -1,12 +1,11 @@
 """Where commands become orders to processes: one message per process for all the commands of a drain.
 
-Runs on the event loop of the driver. What it can answer by itself (prompts, timers, orders to who is gone) it delivers
-at once.
+Runs on the event loop of the driver. It draws prompts and keeps timers itself.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from engine.commands import (
@@ -37,6 +36,7 @@ from engine.hosts.measuring import held_out_group
 from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
+from engine.hosts.threads import OneThread
 from engine.ids import GroupId
 from engine.runtime.port import Order, Stores
 from engine.runtime.supervisor import Supervisor
@@ -75,8 +75,10 @@ class RunExecutor:
         self._discards: list[GroupId] = []
         self._discard_orders: list[int] = []
         self._done = DoneOrders(deliver)
-        self._answers: set[asyncio.Task[None]] = set()
-        """Calls to the stores that are not answered yet."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Draws, and calls to the stores, that have not ended."""
+        self._source = OneThread("prompts")
+        self._drawing = asyncio.Lock()
         self._timers = Timers(deliver)
         self.calls = 0
         """Messages to processes for commands."""
@@ -117,8 +119,9 @@ class RunExecutor:
 
     def close(self) -> None:
         self._timers.close()
-        for answer in self._answers:
-            answer.cancel()
+        self._source.abandon()
+        for task in self._tasks:
+            task.cancel()
 
     def _expect(self, call: Awaitable[object] | None, numbers: list[int]) -> None:
         """Orders to a store are done when the call is answered."""
@@ -126,9 +129,12 @@ class RunExecutor:
             self._done.add(*numbers)
             return
         self.calls += 1
-        answer = asyncio.get_running_loop().create_task(self._answer(call, numbers))
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
+        self._spawn(self._answer(call, numbers))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Awaitable[object], numbers: list[int]) -> None:
         """A store that is gone leaves its orders open; whoever watches it says what follows."""
@@ -177,9 +183,13 @@ class RunExecutor:
         self.calls += self._stores.cut_agents(groups)
 
     def _draw(self, command: DrawPrompts) -> None:
-        drawn = draw_prompts(self._prompts, command, self._drawn)
-        if isinstance(drawn, PromptsDrawn):
-            self._drawn += drawn.count
+        self._spawn(self._draw_next(command))
+
+    async def _draw_next(self, command: DrawPrompts) -> None:
+        async with self._drawing:
+            drawn = await self._source.call(draw_prompts, self._prompts, command, self._drawn)
+            if isinstance(drawn, PromptsDrawn):
+                self._drawn += drawn.count
         self._deliver(drawn)
 
     def _retire(self, command: RetireWeights) -> None:

@@ -17,7 +17,7 @@ from engine.hosts.added import AddedStatesHost, Work, unchanged
 from engine.hosts.measuring import HeldOut
 from engine.hosts.replica import ReplicaHost
 from engine.hosts.scorer import ScorerHost
-from engine.hosts.threads import contained
+from engine.hosts.threads import on_a_thread
 from engine.hosts.trainer import Report, TrainerHost
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.turns import taking_turns
@@ -125,7 +125,7 @@ class ReplicaWorker(Worker):
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         plan = self.plan
-        self.rollout = rollout = await asyncio.to_thread(contained, plan.make_rollout, self.index)
+        self.rollout = rollout = await on_a_thread(plan.make_rollout, self.index)
         self._host = ReplicaHost(
             replica=self.index,
             incarnation=self.incarnation,
@@ -181,7 +181,7 @@ class TrainerWorker(Worker):
         plan = self.plan
         if restore is not None and restore.version != NO_VERSION:
             restore = replace(restore, weights=await peers.weights.get(restore.version))
-        trainer = await asyncio.to_thread(contained, self._make, restore)
+        trainer = await on_a_thread(self._make, restore)
         host = TrainerHost(
             trainer=trainer,
             trajectories=peers.trajectories,
@@ -241,7 +241,7 @@ class ScorerWorker(Worker):
         make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
         assert make is not None  # a plan without is refused before the run begins
         self._host = ScorerHost(
-            scorer=await asyncio.to_thread(contained, make, tasks),
+            scorer=await on_a_thread(make, tasks),
             trajectories=peers.trajectories,
             weights=peers.weights,
             emit=peers.emit,
@@ -270,7 +270,7 @@ class StatesWorker(Worker):
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         self._host = AddedStatesHost(
-            works=await asyncio.to_thread(contained, self._works),
+            works=await on_a_thread(self._works),
             trajectories=peers.trajectories,
             emit=peers.emit,
             timeout_s=self.plan.state_timeout_s,
