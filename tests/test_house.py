@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
 from pathlib import Path
 
@@ -108,6 +108,10 @@ class Source:
     def unit(self) -> str:
         """The layer: first part of the path under engine/."""
         return Path(self.path).parts[1].removesuffix(".py")
+
+    @property
+    def module(self) -> str:
+        return ".".join(Path(self.path).with_suffix("").parts).removesuffix(".__init__")
 
     @property
     def package(self) -> list[str]:
@@ -353,6 +357,44 @@ def test_the_layers_have_no_circle() -> None:
 
     for unit in ("cli", "__init__"):
         below(unit)
+
+
+def module_graph(all_sources: Sequence[Source]) -> dict[str, list[str]]:
+    """Which files each file imports when it runs, late imports included, those for type checking alone left out."""
+    known = {source.module: source for source in all_sources}
+
+    def reached(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in known else node.module for name in names)
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            for child in ast.iter_child_nodes(node):
+                yield from reached(child)
+
+    graph = {module: {*reached(source.tree)} & known.keys() - {module} for module, source in known.items()}
+    return {module: sorted(below) for module, below in graph.items()}
+
+
+def circles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
+    """A path back to its beginning for each file that is on one; the first found."""
+    for module in graph:
+        paths, seen = [[module]], {module}
+        while paths:
+            path = paths.pop()
+            if module in graph[path[-1]]:
+                yield path
+                break
+            new = [below for below in graph[path[-1]] if below not in seen]
+            seen.update(new)
+            paths += [[*path, below] for below in new]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert list(circles(module_graph(sources()))) == []
+    late = [Source("engine/a.py", "def f():\n    from engine import b"), Source("engine/b.py", "import engine.a")]
+    assert next(circles(module_graph(late))) == ["engine.a", "engine.b"]
 
 
 # -- what an import brings ---------------------------------------------------------------------------------------------
