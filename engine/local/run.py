@@ -103,17 +103,16 @@ async def run_async(
 
     Args: `generators` is one generator per replica, or a function that makes that of a replica: then there are
     `replicas`, and one that is lost is replaced, up to `replacements` times in a row without a train step in between
-    (None: `limits.replica_restarts` times); `samples` trajectories per prompt;
-    `slots` groups at once per replica; a generator may save prefixes every `prefix_every_tokens` (0: never); `epochs`
-    passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
-    checkpoints, which otherwise stay in memory; `held_out` prompts are measured, one response each
-    (`GroupWork.held_out`), when `limits.validation` says, else before and after training; `make_scorer` makes what
-    scores the tasks that `limits.pools` puts apart from `train`; `works` is what is done in those of
-    `limits.added_states` whose policies have no `work` of their own, at most `state_timeout_s` on one group.
-    With a `run_dir`, trajectories are kept there as well (`trajectories`: `disk` or `memory`), and `resume` continues
-    the run in it: give the same limits, and a trainer as it was at the beginning, which has `load` (`roles.Restorable`)
-    if there is a checkpoint. `force_from` names an older checkpoint to go back to, or `initial`. `metrics_port` and
-    `control_port` serve `engine top`, `engine waits` and the other commands for running runs; 0: any free port.
+    (None: `limits.replica_restarts` times); `samples` trajectories per prompt; `slots` groups at once per replica; a
+    generator may save prefixes every `prefix_every_tokens` (0: never); `epochs` passes over a list of prompts;
+    `policies` names by decision; `held_out` prompts are measured, one response each (`GroupWork.held_out`), when
+    `limits.validation` says, else before and after training; `make_scorer` makes what scores the tasks that
+    `limits.pools` puts apart from `train`; `works` is what is done in those of `limits.added_states` whose policies
+    have no `work` of their own, at most `state_timeout_s` on one group.
+    `run_dir` takes the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or `memory`), all
+    of which otherwise stay in memory. `resume` continues the run in it: give the same limits, and a trainer as it was
+    at the beginning, with `load` (`roles.Restorable`) if there is a checkpoint. `force_from` names an older checkpoint
+    to go back to, or `initial`. `metrics_port` and `control_port` serve `engine top`, `waits`, `drain` and so on.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
@@ -122,35 +121,24 @@ async def run_async(
         raise ConfigError("run_dir", None, "a run that is resumed or controlled needs one", "name its directory")
     keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
     limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
-    lives = _Lives(generators, replicas + len(limits.validators()))
-    _require_numbers(limits, lives.first)
-    works = works or {}
-    plan = Plan(
-        limits=limits,
+    given = _Given(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
+    plan = given.plan(
+        limits,
         samples=samples,
-        make_rollout=lives.make,
-        make_trainer=lambda: trainer,
         make_prompts=lambda: listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
-        replicas=lives.first - len(limits.validators()),
         slots=slots,
         prefix_every_tokens=prefix_every_tokens,
-        make_scorer=None if make_scorer is None else lives.alone(make_scorer),
-        make_work=lambda name: works.get(name, unchanged),
         state_timeout_s=state_timeout_s,
         policies=policies or {},
         run_dir=None if run_dir is None else Path(run_dir),
         held_out=as_prompts(held_out),
         resume=resume,
         force_from=force_from,
-        restore_trainer=_load if isinstance(trainer, Restorable) else None,
         trajectories=trajectories,
         metrics_port=metrics_port,
         control_port=control_port,
     )
-    plan.require_scorers()
-    if resume:
-        _require_same(plan, trainer)
-    return await LocalRun(plan, lives).to_end()
+    return await LocalRun(plan, given).to_end()
 
 
 def _load(trainer: Trainer, restore: Restore) -> None:
@@ -161,7 +149,9 @@ def _load(trainer: Trainer, restore: Restore) -> None:
 class LocalRun:
     """A session whose processes are in this one."""
 
-    def __init__(self, plan: Plan, lives: "_Lives") -> None:
+    def __init__(self, plan: Plan, given: "_Given") -> None:
+        if plan.resume:
+            _require_same(plan, given.trainer)
         if plan.run_dir is not None:
             make_run_private(plan.run_dir)
         self.transitions = Transitions()
@@ -178,7 +168,7 @@ class LocalRun:
         )
         weights = LocalWeights()
         session = self.session
-        processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, lives.can_make)
+        processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, given.can_make)
         session.connect(plan.make_prompts(), processes, LocalStores(self._store, weights), self._store.stats)
 
     async def to_end(self) -> RunResult:
@@ -227,47 +217,69 @@ class LocalRun:
         )
 
 
-class _Lives:
-    """The generators of a run: given one by one, or made by a function."""
+class _Given:
+    """What a user gives a run: generators one by one or a function that makes them, a trainer, scorers, works."""
 
-    def __init__(self, generators: Generators, replicas: int) -> None:
+    def __init__(
+        self,
+        generators: Generators,
+        replicas: int,
+        trainer: Trainer,
+        make_scorer: Callable[[Tasks], Scorer] | None,
+        works: Mapping[str, Work],
+    ) -> None:
         self._make: Callable[[ReplicaId], Generator] | None = None
-        self._loading = threading.Lock()
-        """Libraries that load models are seldom fit for several threads at once."""
-        self._given: dict[ReplicaId, Generator] = {}
+        self._generators: dict[ReplicaId, Generator] = {}
         if isinstance(generators, Sequence):
             if not generators:
                 raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
-            self._given = dict(enumerate(generators))
-            self.first = len(generators)
+            self._generators = dict(enumerate(generators))
+            replicas = len(generators)
         else:
+            self._make = generators
             if replicas < 1:
                 raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
-            self._make, self.first = generators, replicas
-        """Number of replicas at the beginning."""
+        self._replicas = replicas
+        self.trainer = trainer
+        self._make_scorer = make_scorer
+        self._works = works
+        self._loading = threading.Lock()
+        """Libraries that load models are seldom fit for several threads at once."""
 
-    def make(self, replica: ReplicaId) -> Rollout:
+    def plan(self, limits: Limits, **settings: Any) -> Plan:
+        """Raises: `ConfigError`."""
+        _require_numbers(limits, self._replicas)
+        made = Plan(
+            limits=limits,
+            make_rollout=self._rollout,
+            make_trainer=lambda: self.trainer,
+            replicas=self._replicas - len(limits.validators()),
+            make_scorer=None if self._make_scorer is None else self._scorer,
+            make_work=lambda name: self._works.get(name, unchanged),
+            restore_trainer=_load if isinstance(self.trainer, Restorable) else None,
+            **settings,
+        )
+        made.require_scorers()
+        return made
+
+    def _rollout(self, replica: ReplicaId) -> Rollout:
         """The next life of a replica. Raises: whatever the run's factory raises."""
         if self._make is not None:
             with self._loading:
                 generator = contained(self._make, replica)
-        elif replica in self._given:
-            generator = self._given.pop(replica)
+        elif replica in self._generators:
+            generator = self._generators.pop(replica)
         else:
             raise EngineError("the run was given its generators one by one and can make no other")
         return Rollout(generator=generator, evaluator=generator)
 
-    def alone(self, make: Callable[[Tasks], Scorer]) -> Callable[[Tasks], Scorer]:
-        """A function that makes a scorer while nothing else is made."""
-
-        def one_at_a_time(tasks: Tasks) -> Scorer:
-            with self._loading:
-                return contained(make, tasks)
-
-        return one_at_a_time
+    def _scorer(self, tasks: Tasks) -> Scorer:
+        assert self._make_scorer is not None
+        with self._loading:
+            return contained(self._make_scorer, tasks)
 
     def can_make(self, replica: ReplicaId) -> bool:
-        return self._make is not None or replica in self._given
+        return self._make is not None or replica in self._generators
 
 
 def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
