@@ -1,7 +1,7 @@
 """A policy of one's own: a curriculum for admission, which begins with few groups at once and widens as they do better.
 
     python examples/custom_policy.py                       # in one process, without Ray or torch: about a second
-    engine check examples/custom_policy.yaml               # proves it lawful in small simulated runs
+    engine check examples/custom_policy.yaml               # tests it in 24 small simulated runs
     engine run   examples/custom_policy.yaml               # trains the quickstart's model under it
 
 Few groups at once keep the data fresh while the model changes fastest; more of them keep every slot busy once it is

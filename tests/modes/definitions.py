@@ -31,8 +31,8 @@ def is_one_step_off(course: Course) -> None:
 
 def is_generate_ahead(course: Course, ahead: int) -> None:
     """Whole batches in order, begun so many train steps before their own at most; none is trained when older."""
-    assert max(course.every_staleness()) <= ahead - 1
-    assert max(steps_early(course)) <= ahead - 1
+    assert max(course.every_staleness()) <= ahead
+    assert max(steps_early(course)) <= ahead
 
 
 def steps_early(course: Course) -> list[int]:

@@ -59,7 +59,7 @@ def test_one_step_off(times: dict[str, float]) -> None:
 @settings(max_examples=40)
 def test_generate_ahead(times: dict[str, float], layout: str) -> None:
     course = course_in_world("generate_ahead", times, *variants("generate_ahead")[layout])
-    definitions.is_generate_ahead(course, ahead=3)
+    definitions.is_generate_ahead(course, ahead=2)
 
 
 def test_generation_is_ahead_of_a_slow_trainer_by_as_many_batches_as_it_may() -> None:

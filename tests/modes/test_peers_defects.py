@@ -54,7 +54,7 @@ class Interrupted(Scripted):
 
 
 def test_a_partial_group_is_as_old_as_its_oldest_token_whatever_it_went_on_under() -> None:
-    """verl's partial rollout stamps a prompt once and compares with that stamp: the age of its tokens is never seen."""
+    """The first version of verl-recipe's partial rollout (pull request 58) compares with a stamp that is set once."""
     run = Interrupted(staleness=3)
     run.step()
     run.step()
@@ -65,7 +65,7 @@ def test_a_partial_group_is_as_old_as_its_oldest_token_whatever_it_went_on_under
 
 
 def test_a_group_that_spans_ten_versions_and_more_is_trained_on() -> None:
-    """verl's partial rollout drops such prompts without a word."""
+    """The first version of verl-recipe's partial rollout (pull request 58) drops such prompts without a word."""
     run = Interrupted(staleness=12)
     for _ in range(11):
         run.step()
@@ -142,7 +142,7 @@ def test_no_replica_waits_for_another_to_take_new_weights() -> None:
 def test_the_end_of_the_data_ends_the_run_with_everything_trained(
     seed: int, every: int, prompts: int, batch: int
 ) -> None:
-    """dots.rl's end signal leads back to waiting; verl's partial rollout leaves pending prompts behind."""
+    """dots.rl's end signal leads back to waiting; verl-recipe's partial rollout abandons what runs at the end."""
     limits = Limits(
         train_batch_size=batch, max_staleness_steps=every, max_concurrent_groups=batch, sync_every=every,
         sync_mode="abort", scoring_tasks=("ref_logprobs", "old_logprobs"),

@@ -108,7 +108,7 @@ def test_every_layout_that_the_preset_lists_is_tested() -> None:
 
 def test_generate_ahead(made: Path) -> None:
     course, _ = run("generate_ahead", made, *variants("generate_ahead")["all apart"])
-    definitions.is_generate_ahead(course, ahead=3)
+    definitions.is_generate_ahead(course, ahead=2)
     assert {(step, task) for _, _, step, task in course.scored} == {
         (step, task) for step in range(STEPS) for task in ("old_logprobs", "ref_logprobs")
     }
