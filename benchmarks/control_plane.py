@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.actors.plan import Plan, Rollout
 from engine.actors.run import connect, start
 from engine.hosts.prompts import CountedPrompts, Prompts
 from engine.ids import ReplicaId
 from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, Generated, GroupWork
+from engine.runtime.plan import Plan, Rollout
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from soak import processes
 
-from engine.actors.plan import Plan, Rollout
 from engine.actors.run import start
 from engine.commands import Command, StartProcess
 from engine.events import Event, GroupGenerated, ProcessLost, ProcessUp
 from engine.hosts.prompts import CountedPrompts
 from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, GroupWork
+from engine.runtime.plan import Plan, Rollout
 from engine.schedule import Handled, read
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from scheduler import REPLICAS, Echo
 
-from engine.actors.plan import Plan, Rollout
 from engine.actors.run import start
 from engine.commands import Command, DeleteCheckpoint, DiscardGroups, RetireWeights, SaveCheckpoint, StopProcess
 from engine.driver import Driver
@@ -32,6 +31,7 @@ from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
 from engine.metrics.transitions import Transitions
 from engine.roles import Batch, GroupWork
+from engine.runtime.plan import Plan, Rollout
 from engine.schedule import Header, Recorder
 from engine.scheduler import Scheduler
 from engine.states.limits import Limits

@@ -1,6 +1,6 @@
 """The two protocols a user implements to have their own generator and trainer scheduled: `Generator` and `Trainer`.
 
-Called by the Ray actors (`actors/`) and by the in-process executor (`local/`), which host one `Generator` per replica
+Called by `hosts/`, in Ray actors or in one process, which host one `Generator` per replica
 and one `Trainer`. The built-in ones are `rollout.generator.ModelGenerator` and `training.trainer.ModelTrainer`.
 Implementations never see the scheduler: they do one piece of work at a time and return or raise.
 
@@ -152,6 +152,14 @@ class Offloadable(Protocol):
 
     def onload(self) -> None:
         """Take it again. On error nothing has changed, and it may be called again."""
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """A trainer that can take up what an earlier process saved."""
+
+    def load(self, directory: str) -> None:
+        """Become the trainer that `save` wrote into this directory. Called before anything else."""
 
 
 class Scorer(Protocol):

@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 from engine import rundir, top
-from engine.actors.plan import Plan
 from engine.config import Config, load_config
 from engine.config.loading import parse_config
 from engine.config.resumed import resumed
@@ -28,6 +27,7 @@ from engine.metrics.endpoint import FILE, address_of, announce
 from engine.redaction import is_secret_name
 from engine.rollout import openai_http
 from engine.rollout.openai_http import Http, Unavailable
+from engine.runtime.plan import Plan
 
 MADE: dict[str, Any] = {"model": {"make": "arithmetic"}}
 SECRET = "hunter2-and-more"

@@ -1,6 +1,6 @@
 """How it is known that an actor is lost: it says so itself, Ray says that it died, or it gives no sign of life.
 
-Used by `supervisor.py`, `survived.py` and `scheduler_watch.py`. The first two need no polls: a call that is answered
+Used by `processes.py`, `survived.py` and `scheduler_watch.py`. The first two need no polls: a call that is answered
 at the end only. A process that hangs (stopped, swapping, its event loop blocked) never answers, so each process gets
 heartbeats at intervals. Long work on its threads does not keep its event loop from answering.
 """
@@ -13,22 +13,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from engine.actors.failures import failure_reason
-from engine.actors.plan import Plan
-from engine.actors.sign import Sign
+from engine.runtime.plan import Plan
+from engine.runtime.port import Ended, Sign
 
 PATIENCE_S = 30.0
 """For an answer, where no heartbeat says otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a life ended."""
-
-    reason: str
-    told: bool = False
-    """The actor says so itself."""
-    silent: bool = False
-    """It gives no sign of life, but may still run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.actors.agents import check_agent, gateway_of, generator_maker
-from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.senders import Wire
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport
 from engine.config import Config, check_backend
@@ -30,6 +29,7 @@ from engine.roles import Trainer
 from engine.rollout.backend import RolloutBackend, SamplingParams
 from engine.rollout.scoring import Rewarding, Scorer
 from engine.rollout.vllm_args import built_for_cpu, workers_of
+from engine.runtime.plan import Plan, Restore, Rollout
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward

@@ -1,58 +1,20 @@
-"""Sends items from an actor in batches: items that arrive during a call go with the next one.
+"""Sends the events of an actor to the scheduler in batches: events that arrive during a call go with the next one.
 
-So the number of calls per item falls under load, and no item waits for a timer. Used for events to the scheduler and
-for trajectories to their store.
+So the number of calls per event falls under load, and no event waits for a timer.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from engine.actors.failures import failure_reason
 from engine.actors.wire import pack_events
 from engine.events import Event
 from engine.ids import Incarnation, StepId
+from engine.runtime.trajectories import MAX_ITEMS
 
 log = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
-MAX_ITEMS = 4096
-"""Maximum number of items of one call."""
-
-
-class Batcher(Generic[Item]):
-    """Sends items in order, one call at a time. `put` returns when the call with the item was answered."""
-
-    def __init__(self, send: Callable[[Sequence[Item]], Awaitable[object]]) -> None:
-        self._send = send
-        self._waiting: list[tuple[Item, asyncio.Future[None]]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def put(self, item: Item) -> None:
-        """Send an item. Raises the exception of the call."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, done))
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._drain())
-        await done
-
-    async def _drain(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[:MAX_ITEMS], self._waiting[MAX_ITEMS:]
-            error: Exception | None = None
-            try:
-                await self._send([item for item, _ in batch])
-            except Exception as raised:
-                error = raised
-            for _, done in batch:
-                if done.done():
-                    continue
-                if error is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(error)
-        self._task = None
 
 
 Report = Callable[[int, bytes, list[tuple[StepId, Mapping[str, Any]]]], Awaitable[int]]

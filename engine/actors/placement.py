@@ -1,6 +1,6 @@
 """Where actors with GPUs run: shares of what the cluster has, and placement groups for replicas of several GPUs.
 
-Called by `run.start`, before any actor is, and by `supervisor.py`, which owns a replica's group for one life of it.
+Called by `run.start`, before any actor is, and by `processes.py`, which owns a replica's group for one life of it.
 Nothing here waits for a group: an actor that is created in one waits by itself. A group also ends with the actor that
 made it.
 """
@@ -20,9 +20,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from engine.actors.plan import Plan
+from engine.actors.transports import transport_of
 from engine.errors import ConfigError
 from engine.hardware import gpus_of_their_own
+from engine.runtime.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def with_gpus(plan: Plan) -> Plan:
     Raises: `ConfigError` where the transport, or replicas of several GPUs, need more than there are.
     """
     nodes, replicas = node_gpus(), len(plan.lives())
-    store, gpus = plan.transport.store_gpus, sum(nodes)
+    store, gpus = transport_of(plan).store_gpus, sum(nodes)
     several = plan.rollout_gpus if plan.rollout_gpus > 1 else 0.0
     scorers = len(plan.limits.scorers())
     needed, who = gpus_of_their_own(replicas, int(several or 1), scorers)

@@ -12,9 +12,9 @@ from uuid import uuid4
 
 from ray import cloudpickle
 
-from engine.actors.plan import Plan
 from engine.actors.stacks import register_stacks, stacks_file
 from engine.private_files import UMASK, make_directory, make_run_private, private_opener
+from engine.runtime.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

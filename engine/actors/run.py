@@ -18,13 +18,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from engine.actors.endpoint import leave_no_word
 from engine.actors.failures import raised, unwrapped
 from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import end_living
 from engine.actors.models import Progress, plan_of
 from engine.actors.placement import beside_the_run, with_gpus
-from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
 from engine.actors.ray_node import RayNode, sessions_of_their_own
 from engine.actors.scheduler import SchedulerActor
@@ -43,6 +41,8 @@ from engine.events import RunInterrupted
 from engine.hardware import object_store_limit
 from engine.hosts.reasons import clean
 from engine.metrics.status import Status
+from engine.runtime.endpoint import leave_no_word
+from engine.runtime.plan import Plan
 
 log = logging.getLogger(__name__)
 

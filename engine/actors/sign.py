@@ -6,20 +6,13 @@ It is given on the event loop, so computation on a thread does not delay it.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from engine.actors.failures import named
 from engine.hosts.waits import Waits
+from engine.runtime.port import Sign
 
 WAITS = Waits()
 """Of this process, which is one actor."""
-
-
-class Sign(NamedTuple):
-    """`waits_for`: the name of the process that has not answered for longest; empty: none."""
-
-    pid: int
-    waits_for: str = ""
 
 
 class Watched:

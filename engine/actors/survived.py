@@ -13,11 +13,9 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from engine.actors.births import KEPT, source_of
 from engine.actors.failures import failure_reason
 from engine.actors.heartbeat import Pulse
 from engine.actors.lasting import Living, find_living
-from engine.actors.plan import Plan
 from engine.errors import EngineError, RunFailed
 from engine.ids import Incarnation
 from engine.metrics.collector import RunMetrics
@@ -25,6 +23,8 @@ from engine.metrics.journal import keep_rows
 from engine.metrics.status import Status
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
+from engine.runtime.plan import Plan
+from engine.runtime.port import KEPT, source_of
 from engine.schedule import After, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.states.state import State

@@ -16,6 +16,7 @@ from engine.actors.senders import KeptTensors, SentByStore, Wire
 from engine.actors.tensors import pack_tensors, unpack_tensors
 from engine.errors import EngineError
 from engine.ids import ReplicaId
+from engine.runtime.plan import Plan
 
 
 class Transport(Protocol):
@@ -67,6 +68,12 @@ class ObjectStoreTransport:
     async def take(self, answer: Any) -> Any:
         (reference,) = await answer
         return unpack_tensors(await reference)
+
+
+def transport_of(plan: Plan) -> Transport:
+    """The transport of a plan."""
+    given: Transport | None = plan.transport
+    return ObjectStoreTransport() if given is None else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

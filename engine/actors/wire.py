@@ -7,21 +7,14 @@ from disk. Trajectories are not pickled: `hosts.packed`.
 
 import pickle
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from engine.commands import Command
 from engine.events import Event
+from engine.runtime.port import Order
 from engine.schedule.codec import command_from, event_from, plain_command, plain_event
 from engine.trajectory import Prompt
 
 Item = TypeVar("Item")
-
-
-class Order(NamedTuple):
-    """A command for an actor, with the prompt that a generator needs."""
-
-    command: Command
-    prompt: Prompt | None = None
 
 
 def pack_events(events: Sequence[Event]) -> bytes:

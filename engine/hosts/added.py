@@ -1,6 +1,6 @@
 """Hosts the work of added states: a group fetched, handed to the user's coroutine, checked, put back, reported.
 
-Called by `local` and by the actor of added states. It does what it is ordered and no more: how many at once is for the
+Called by `runtime.workers`. It does what it is ordered and no more: how many at once is for the
 scheduler to say. It must never let work change a token, nor bring back a group that was forgotten meanwhile.
 """
 

@@ -5,12 +5,11 @@ Used by `trainer.py` and `scorer.py`. It must never run two calls at once, or ca
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from engine.commands import Command
 from engine.events import Event
-from engine.hosts.threads import contained
+from engine.hosts.threads import OneThread
 
 REMEMBERED_ORDERS = 1024
 """Number of newest orders that are remembered, to detect repeats. Far fewer are open at once."""
@@ -24,12 +23,11 @@ class OneByOne(Generic[Orders]):
 
     def __init__(self, name: str, emit: Callable[[Event], None]) -> None:
         self._emit = emit
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = OneThread(name)
         self._seen: dict[tuple[object, ...], None] = {}
         """Keys of the newest orders, oldest first."""
         self._orders: asyncio.Queue[Orders] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
-        self._abandoned = False
 
     def _key(self, command: Orders) -> tuple[object, ...]:
         raise NotImplementedError
@@ -52,14 +50,14 @@ class OneByOne(Generic[Orders]):
 
     def abandon(self) -> None:
         """The present call hangs: `close` does not wait for it, because a thread cannot be killed."""
-        self._abandoned = True
+        self._thread.abandon()
 
     async def close(self) -> None:
         """Return when the present call has ended. Queued orders are dropped, and nothing more is reported."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, wait=not self._abandoned, cancel_futures=True)
+        await self._thread.close()
 
     async def _work(self) -> None:
         while True:
@@ -68,4 +66,4 @@ class OneByOne(Generic[Orders]):
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a blocking call on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, contained, function, *arguments)
+        return await self._thread.call(function, *arguments)

@@ -23,7 +23,8 @@ class Prompts(Protocol):
         """How many of the prompts `first`, `first + 1`, … there are, at most `count`, and whether they are the last.
 
         Fewer are fine: the others are ordered again. None without having been the last, more than `count`, and an
-        exception are a failed attempt; `scheduler.infrastructure_attempts` of these in a row end the run.
+        exception are a failed attempt; `scheduler.infrastructure_attempts` of these in a row end the run. It is called
+        on a thread of its own, so it may block. `prompt` may be called meanwhile, for prompts drawn before.
         """
 
     def prompt(self, group: GroupId) -> Prompt:

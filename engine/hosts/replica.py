@@ -1,6 +1,6 @@
 """Hosts one `Generator`: commands of the scheduler in, events about its groups and weights out.
 
-Called by `local` and by the rollout actor, on the event loop that the generator lives on. It keeps who runs; it must
+Called by `runtime.workers`, on the event loop that the generator lives on. It keeps who runs; it must
 never report a group before the store has it, report a group twice, or leave a command that wants an answer without one.
 """
 

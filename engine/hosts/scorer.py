@@ -1,6 +1,6 @@
 """Hosts a `Scorer`: batches scored one at a time, in the order they were asked for, apart from the trainer.
 
-Called by `local` and by the scorer actor. It must never score under other weights than those the step is about to be
+Called by `runtime.workers`. It must never score under other weights than those the step is about to be
 trained from, nor say that a batch is scored before its scores are in the trajectory store.
 """
 

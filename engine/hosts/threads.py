@@ -1,12 +1,17 @@
-"""Runs a user's blocking call on a thread, so that any exception it raises reaches the event loop.
+"""Runs a user's blocking calls on threads, so that any exception they raise reaches the event loop.
 
-Used by `hosts.trainer` and the actors. A future cannot carry every exception: with `StopIteration` it never completes,
-and `CancelledError` cancels the waiting task.
+Used by the hosts, the workers and the executor. A future cannot carry every exception: with `StopIteration` it never
+completes, and `CancelledError` cancels the waiting task. The threads are daemons: a call that never returns must not
+keep the process from ending.
 """
 
+import asyncio
+import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import ParamSpec, TypeVar
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
 
 from engine.errors import describe_error
 
@@ -26,3 +31,71 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
             raise
         name = getattr(function, "__qualname__", type(function).__qualname__)
         raise RuntimeError(f"{name} raised {describe_error(error)}") from error
+
+
+class OneThread:
+    """A thread for calls that must not overlap, in the order in which they come. It starts with the first call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
+        """`contained(function, ...)` on the thread. If the caller is canceled, the call still happens."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Value] = loop.create_future()
+
+        def work() -> None:
+            try:
+                value = contained(function, *args, **kwargs)
+            except Exception as error:
+                settle(_fail, error)
+            else:
+                settle(_succeed, value)
+
+        def settle(how: Callable[..., None], outcome: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(how, done, outcome)
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
+            self._thread.start()
+        self._calls.put(work)
+        return await done
+
+    async def close(self) -> None:
+        """Return when the calls so far have ended."""
+        if self._thread is not None:
+            self._calls.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    def abandon(self) -> None:
+        """The thread ends when its present call returns, and nothing waits for that."""
+        self._calls.put(None)
+        self._calls, self._thread = queue.SimpleQueue(), None
+
+
+def _work(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (work := calls.get()) is not None:
+        work()
+
+
+async def on_a_thread(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
+    """`contained(function, ...)` on a thread of its own."""
+    name = getattr(function, "__name__", type(function).__name__)
+    thread = OneThread(name)
+    try:
+        return await thread.call(function, *args, **kwargs)
+    finally:
+        thread.abandon()
+
+
+def _succeed(done: "asyncio.Future[Value]", value: Value) -> None:
+    if not done.done():
+        done.set_result(value)
+
+
+def _fail(done: "asyncio.Future[Value]", error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)

@@ -1,7 +1,7 @@
 """Hosts the `Trainer`: scoring, training, publishing and checkpoints, one at a time and in the order they were asked
 for.
 
-Called by `local` and by the trainer actor. The trainer's blocking calls run on one thread of their own, so that the
+Called by `runtime.workers`. The trainer's blocking calls run on one thread of their own, so that the
 event loop stays free; it must never run two at once, or report a checkpoint that is not complete.
 """
 

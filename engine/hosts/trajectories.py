@@ -1,7 +1,7 @@
 """The trajectory store: finished groups, and partial ones after an abort, until the scheduler discards them.
 
-`local` holds it in process, `actors` in a separate actor, so that it survives the replicas. It never looks into its
-payloads: `local` puts groups, `actors` packed bytes. `durable.DurableStore` keeps them on disk.
+`local` holds it in memory; `runtime.trajectories` has it as a service, over Ray in an actor that survives the replicas.
+It never looks into its payloads: `local` puts groups, the service packed bytes. `durable.DurableStore` is on disk.
 """
 
 from collections.abc import Container, Sequence

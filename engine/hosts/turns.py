@@ -1,6 +1,6 @@
 """Lets a trainer take turns with replicas on the hardware of a pool: it leaves the accelerator when it does not work.
 
-`local` and the trainer actor wrap the trainer in it if `Limits.trains_in_turns`. The scheduler gives rollout the pool
+`runtime.workers` wraps the trainer in it if `Limits.trains_in_turns`. The scheduler gives rollout the pool
 back only after `train` has returned and the published weights are in the weights store.
 """
 

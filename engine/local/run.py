@@ -1,40 +1,42 @@
 """`run`: schedule a user's generators and trainer to the end of the run, and say what came of it.
 
-Called by users; builds scheduler, driver, recorder and executor, and takes them down whatever happens.
+Called by users; makes a plan of what they give, and a session whose processes are in this one, and takes both down
+whatever happens.
 """
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine import __version__
 from engine.commands import FinishRun
-from engine.driver import Driver
-from engine.errors import ConfigError, RunFailed
-from engine.events import RunStarted, StopRequested
+from engine.errors import ConfigError, EngineError, RunFailed
+from engine.events import StopRequested
 from engine.hosts.added import Work, unchanged
-from engine.hosts.clock import WallClock
+from engine.hosts.checkpoints import list_checkpoints
 from engine.hosts.prompts import Prompts, as_prompts, listed
-from engine.hosts.turns import taking_turns
+from engine.hosts.threads import contained
 from engine.ids import ReplicaId, StepId
-from engine.local.executor import LocalExecutor
-from engine.metrics.collector import RunMetrics
-from engine.metrics.journal import Journal
+from engine.local.processes import LocalProcesses, LocalStores
+from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.metrics.transitions import Transitions
-from engine.policies import PolicySet
-from engine.policies.added import work_of
 from engine.private_files import make_run_private
-from engine.roles import Generator, Scorer, Trainer
-from engine.schedule import Header, MemoryRecorder, Recorder
-from engine.scheduler import Scheduler
+from engine.roles import Generator, Restorable, Scorer, Trainer
+from engine.runtime.past import past_of
+from engine.runtime.plan import Plan, Restore, Rollout
+from engine.runtime.session import Session, header_of, recorder_of
+from engine.runtime.trajectories import TrajectoryService
+from engine.runtime.watchers import Watchers
+from engine.schedule import MemoryRecorder, Recorder, read
 from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt
 
 Generators = Sequence[Generator] | Callable[[ReplicaId], Generator]
+Tasks = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class RunResult:
     validations: list[dict[str, Any]] = field(default_factory=list)
     """Each validation that ended: `version`, `steps`, `outcome`, `accuracy`, `reward_mean` and so on, as a line of
     `metrics.jsonl`."""
+    resumed: str = ""
+    """What a resumed run continued from, in words."""
     record: MemoryRecorder | Path | None = None
     """The schedule's record: where it is on disk, or itself. `engine.schedule.read` takes either."""
 
@@ -86,127 +90,221 @@ async def run_async(
     policies: Mapping[str, str] | None = None,
     run_dir: str | Path | None = None,
     held_out: Sequence[Prompt | str] = (),
-    make_scorer: Callable[[tuple[str, ...]], Scorer] | None = None,
+    make_scorer: Callable[[Tasks], Scorer] | None = None,
     works: Mapping[str, Work] | None = None,
     state_timeout_s: float | None = None,
+    resume: bool = False,
+    force_from: str | None = None,
+    trajectories: str = "disk",
+    metrics_port: int | None = None,
+    control_port: int | None = None,
 ) -> RunResult:
     """Run to the end on the current event loop.
 
     Args: `generators` is one generator per replica, or a function that makes that of a replica: then there are
     `replicas`, and one that is lost is replaced, up to `replacements` times in a row without a train step in between
-    (None: `limits.replica_restarts` times); `samples` trajectories per prompt;
-    `slots` groups at once per replica; a generator may save prefixes every `prefix_every_tokens` (0: never); `epochs`
-    passes over a list of prompts; `policies` names by decision; `run_dir` takes the record, `metrics.jsonl` and
-    checkpoints, which otherwise stay in memory; `held_out` prompts are measured, one response each
-    (`GroupWork.held_out`), when `limits.validation` says, else before and after training; `make_scorer` makes what
-    scores the tasks that `limits.pools` puts apart from `train`; `works` is what is done in those of
-    `limits.added_states` whose policies have no `work` of their own, at most `state_timeout_s` on one group.
+    (None: `limits.replica_restarts` times); `samples` trajectories per prompt; `slots` groups at once per replica; a
+    generator may save prefixes every `prefix_every_tokens` (0: never); `epochs` passes over a list of prompts;
+    `policies` names by decision; `held_out` prompts are measured, one response each (`GroupWork.held_out`), when
+    `limits.validation` says, else before and after training; `make_scorer` makes what scores the tasks that
+    `limits.pools` puts apart from `train`; `works` is what is done in those of `limits.added_states` whose policies
+    have no `work` of their own, at most `state_timeout_s` on one group.
+    `run_dir` takes the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or `memory`), all
+    of which otherwise stay in memory. `resume` continues the run in it: give the same limits, and a trainer as it was
+    at the beginning, with `load` (`roles.Restorable`) if there is a checkpoint. `force_from` names an older checkpoint
+    to go back to, or `initial`. `metrics_port` and `control_port` serve `engine top`, `waits`, `drain` and so on.
     Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
     defect.
     """
     _require_counts(limits, samples, slots, run_dir)
-    limits = _with_restarts(_with_held_out(limits, held_out, samples), replacements)
-    make, first = _lives(generators, replicas + len(limits.validators()))
-    _require_numbers(limits, len(first))
-    books = Books(limits, PolicySet.from_names(policies or {}), Path(run_dir) if run_dir is not None else None)
-    executor = LocalExecutor(
-        generators=first,
-        make=make,
-        trainer=taking_turns(trainer) if limits.trains_in_turns else trainer,
-        prompts=listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
+    if run_dir is None and (resume or control_port is not None):
+        raise ConfigError("run_dir", None, "a run that is resumed or controlled needs one", "name its directory")
+    keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
+    limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
+    given = _Given(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
+    plan = given.plan(
+        limits,
         samples=samples,
+        make_prompts=lambda: listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
         slots=slots,
         prefix_every_tokens=prefix_every_tokens,
-        report=books.report,
-        checkpoints=books.directory / "checkpoints" if books.directory else None,
-        held_out=as_prompts(held_out),
-        scorers=_scorers(limits, make_scorer),
-        works={
-            state.name: work_of(state.name) or (works or {}).get(state.name, unchanged) for state in limits.added_states
-        },
         state_timeout_s=state_timeout_s,
+        policies=policies or {},
+        run_dir=None if run_dir is None else Path(run_dir),
+        held_out=as_prompts(held_out),
+        resume=resume,
+        force_from=force_from,
+        trajectories=trajectories,
+        metrics_port=metrics_port,
+        control_port=control_port,
     )
-    clock = WallClock()
-    executor.driver = Driver(books.scheduler, clock, books.recorder, executor, books.metrics.observe)
-    try:
-        executor.deliver(RunStarted(replicas=len(first)))
-        finish = await asyncio.shield(executor.over)
-    except asyncio.CancelledError:
-        executor.deliver(StopRequested(reason="interrupted"))
-        raise
-    finally:
-        await executor.close()
-        books.close()
-    if finish.outcome == "failed":
-        raise RunFailed(finish.reason, steps=books.scheduler.state.steps_trained)
-    return books.result(finish, executor.driver.events_handled, clock.now())
+    return await LocalRun(plan, given).to_end()
 
 
-class Books:
-    """The scheduler of a run and all that is written down about it."""
+def _load(trainer: Trainer, restore: Restore) -> None:
+    assert isinstance(trainer, Restorable) and restore.checkpoint is not None
+    trainer.load(restore.checkpoint)
 
-    def __init__(self, limits: Limits, policies: PolicySet, directory: Path | None) -> None:
-        self.directory = directory
-        if directory is not None:
-            make_run_private(directory)
-        name = directory.name if directory else "local"
-        header = Header(run=name, limits=limits.to_plain(), policies=dict(policies.names), code=__version__)
-        self.recorder = MemoryRecorder(header) if directory is None else Recorder(directory / "schedule", header)
-        self._transitions = Transitions()
-        self.scheduler = Scheduler(limits, policies, observe=self._transitions.changed)
-        journal = Journal(directory / "metrics.jsonl") if directory else None
-        self.metrics = RunMetrics(self.scheduler, self._transitions, journal)
-        self._said: list[dict[str, Any]] = []
 
-    def report(self, step: StepId, figures: Mapping[str, Any]) -> None:
-        self._said.append({"step": step} | dict(figures) | {"step": step})
-        self.metrics.report(step, figures)
+class LocalRun:
+    """A session whose processes are in this one."""
 
-    def close(self) -> None:
-        self.metrics.close()
-        self.recorder.close()
+    def __init__(self, plan: Plan, given: "_Given") -> None:
+        if plan.resume:
+            _require_same(plan, given.trainer)
+        if plan.run_dir is not None:
+            make_run_private(plan.run_dir)
+        self.transitions = Transitions()
+        self.past = past_of(plan, self.transitions) if plan.resume else None
+        self.recorder: Any = MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.past)
+        self.session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
+        self.session.take_settings()
+        self._reports: list[dict[str, Any]] = []
+        directory = plan.trajectories_dir
+        self._store = (
+            LocalTrajectories()
+            if directory is None
+            else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
+        )
+        weights = LocalWeights()
+        session = self.session
+        processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, given.can_make)
+        session.connect(plan.make_prompts(), processes, LocalStores(self._store, weights), self._store.stats)
 
-    def result(self, finish: FinishRun, events: int, seconds: float) -> RunResult:
-        staleness = self.metrics.staleness
+    async def to_end(self) -> RunResult:
+        """Raises: `RunFailed` with the cause that ended the run, `EngineError` for a defect."""
+        session = self.session
+        try:
+            await session.control.open()
+            await session.supervisor.open(None if self.past is None else self.past.restore)
+            session.begin(self.past)
+            finish = await asyncio.shield(session.over)
+        except asyncio.CancelledError:
+            session.deliver(StopRequested(reason="interrupted"))
+            raise
+        finally:
+            session.stop()
+            await session.control.close()
+            await session.supervisor.close()
+            await self._store.close()
+            session.close()
+        if finish.outcome == "failed":
+            raise RunFailed(finish.reason, steps=session.scheduler.state.steps_trained)
+        return self._result(finish)
+
+    def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        self._reports.append({"step": step} | dict(figures) | {"step": step})
+        self.session.metrics.report(step, figures)
+
+    def _result(self, finish: FinishRun) -> RunResult:
+        session = self.session
+        metrics, state = session.metrics, session.scheduler.state
         return RunResult(
             outcome=finish.outcome,
             reason=finish.reason,
-            steps=self.scheduler.state.steps_trained,
-            version=self.scheduler.state.latest_version,
-            groups={state: self._transitions.entered("group", state) for state in GROUP.terminal},
-            staleness_mean=staleness.mean or 0.0,
-            staleness_max=int(staleness.largest or 0),
-            tokens=self.metrics.tokens_trained,
-            events=events,
-            seconds=seconds,
-            metrics=self._said,
-            validations=self.metrics.validations,
-            record=self.recorder if isinstance(self.recorder, MemoryRecorder) else self.recorder.directory,
+            steps=state.steps_trained,
+            version=state.latest_version,
+            groups={name: self.transitions.entered("group", name) for name in GROUP.terminal},
+            staleness_mean=metrics.staleness.mean or 0.0,
+            staleness_max=int(metrics.staleness.largest or 0),
+            tokens=metrics.tokens_trained,
+            events=session.driver.events_handled,
+            seconds=session.now(),
+            metrics=self._reports,
+            validations=metrics.validations,
+            resumed="" if self.past is None else str(self.past),
+            record=self.recorder.directory if isinstance(self.recorder, Recorder) else self.recorder,
         )
 
 
-def _scorers(limits: Limits, make: Callable[[tuple[str, ...]], Scorer] | None) -> dict[tuple[str, ...], Scorer]:
-    if limits.scorers() and make is None:
-        law = f"{', '.join(limits.scorers()[0])} have a pool without train, and nothing there can score"
-        raise ConfigError("make_scorer", None, law, "pass a function that makes a roles.Scorer")
-    return {tasks: make(tasks) for tasks in limits.scorers() if make is not None}
+class _Given:
+    """What a user gives a run: generators one by one or a function that makes them, a trainer, scorers, works."""
+
+    def __init__(
+        self,
+        generators: Generators,
+        replicas: int,
+        trainer: Trainer,
+        make_scorer: Callable[[Tasks], Scorer] | None,
+        works: Mapping[str, Work],
+    ) -> None:
+        self._make: Callable[[ReplicaId], Generator] | None = None
+        self._generators: dict[ReplicaId, Generator] = {}
+        if isinstance(generators, Sequence):
+            if not generators:
+                raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
+            self._generators = dict(enumerate(generators))
+            replicas = len(generators)
+        else:
+            self._make = generators
+            if replicas < 1:
+                raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
+        self._replicas = replicas
+        self.trainer = trainer
+        self._make_scorer = make_scorer
+        self._works = works
+        self._loading = threading.Lock()
+        """Libraries that load models are seldom fit for several threads at once."""
+
+    def plan(self, limits: Limits, **settings: Any) -> Plan:
+        """Raises: `ConfigError`."""
+        _require_numbers(limits, self._replicas)
+        made = Plan(
+            limits=limits,
+            make_rollout=self._rollout,
+            make_trainer=lambda: self.trainer,
+            replicas=self._replicas - len(limits.validators()),
+            make_scorer=None if self._make_scorer is None else self._scorer,
+            make_work=lambda name: self._works.get(name, unchanged),
+            restore_trainer=_load if isinstance(self.trainer, Restorable) else None,
+            **settings,
+        )
+        made.require_scorers()
+        return made
+
+    def _rollout(self, replica: ReplicaId) -> Rollout:
+        """The next life of a replica. Raises: whatever the run's factory raises."""
+        if self._make is not None:
+            with self._loading:
+                generator = contained(self._make, replica)
+        elif replica in self._generators:
+            generator = self._generators.pop(replica)
+        else:
+            raise EngineError("the run was given its generators one by one and can make no other")
+        return Rollout(generator=generator, evaluator=generator)
+
+    def _scorer(self, tasks: Tasks) -> Scorer:
+        assert self._make_scorer is not None
+        with self._loading:
+            return contained(self._make_scorer, tasks)
+
+    def can_make(self, replica: ReplicaId) -> bool:
+        return self._make is not None or replica in self._generators
 
 
-def _lives(
-    generators: Generators, replicas: int
-) -> tuple[Callable[[ReplicaId], Generator] | None, Sequence[Generator]]:
-    """What makes another life of a replica, if anything does, and the first lives."""
-    if isinstance(generators, Sequence):
-        if not generators:
-            raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
-        return None, generators
-    if replicas < 1:
-        raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
-    return generators, [generators(replica) for replica in range(replicas)]
+def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
+    """The limits of a run that does not begin again by itself, and keeps batches that no checkpoint contains if it
+    can."""
+    restarts = limits.replica_restarts if replacements is None else replacements
+    return dataclasses.replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
 
 
-def _with_restarts(limits: Limits, replacements: int | None) -> Limits:
-    return limits if replacements is None else dataclasses.replace(limits, replica_restarts=replacements)
+def _require_same(plan: Plan, trainer: Trainer) -> None:
+    """Raises: `ConfigError` if a record is of a run with other limits, or of one that a configuration describes, or if
+    the trainer cannot load its checkpoints."""
+    assert plan.run_dir is not None
+    header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
+    if header.config:
+        law = "is of a run that a configuration describes"
+        raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
+    if plan.restore_trainer is None and list_checkpoints(plan.run_dir / "checkpoints"):
+        law = "has no load(directory), and the run has a checkpoint"
+        raise ConfigError("trainer", type(trainer).__name__, law, "define load: roles.Restorable")
+    then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
+    for name, value in then.items():
+        if now[name] != value:
+            law = f"was {value!r} when the run in {plan.run_dir} began"
+            raise ConfigError(f"limits.{name}", now[name], law, "resume it with the same limits")
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:

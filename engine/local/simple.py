@@ -111,3 +111,5 @@ class SimpleTrainer:
         raise NotImplementedError(
             f"{type(self).__name__} must define: def save(self, directory, step), to save checkpoints"
         )
+
+    # A trainer that also defines `load(self, directory)` can be resumed from its checkpoints: `roles.Restorable`.

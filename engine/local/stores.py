@@ -1,10 +1,12 @@
-"""The two stores in this very process, as the hosts use them."""
+"""The two stores in this process, as the hosts use them. Trajectories that must outlive the process are in a
+`runtime.trajectories.TrajectoryService` instead."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
-from engine.hosts.trajectories import TrajectoryStore, copy_group, size_of
+from engine.hosts.trajectories import StoreStats, TrajectoryStore, copy_group, size_of
 from engine.hosts.weights import Trained, WeightsStore
 from engine.ids import GroupId, StepId, Version
 from engine.trajectory import TrajectoryGroup
@@ -39,6 +41,15 @@ class LocalTrajectories:
 
     async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
         self.store.discard(groups, attempt)
+
+    async def alive(self) -> str:
+        """Never answered: memory does not fail."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None: ...
+
+    async def stats(self) -> StoreStats:
+        return self.store.stats()
 
 
 class LocalWeights:

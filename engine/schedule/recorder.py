@@ -300,6 +300,8 @@ class MemoryRecorder:
     Args: `last`: keep only that many frames, the newest; such a record shows how a run ended but cannot be replayed.
     """
 
+    epoch = 0
+
     def __init__(self, header: Header, *, last: int | None = None) -> None:
         self.header = encode_header(header)
         self.frames: deque[bytes] = deque(maxlen=last)

@@ -1,6 +1,6 @@
 """`ModelScorer`: the built-in `engine.roles.Scorer`, which computes what `ModelTrainer` would, on hardware of its own.
 
-Hosted by the scorer actor and the in-process executor, which call it from one thread, one call at a time. It holds the
+Hosted by `hosts.scorer`, which calls it from one thread, one call at a time. It holds the
 models that its tasks need and no others, and must never train one.
 """
 

@@ -1,6 +1,6 @@
 """`ModelTrainer`: the built-in `engine.roles.Trainer`, for any Hugging Face causal language model in one process.
 
-Hosted by the Ray trainer actor and the in-process executor, which call it from one thread, one call at a time. An
+Hosted by `hosts.trainer`, which calls it from one thread, one call at a time. An
 outer step cuts its groups into minibatches of `policy_mini_batch_size` in the order the scheduler chose, and takes
 one optimizer step for each. It must never leave weights half-trained (a step that raises is undone) nor apply a
 gradient that is not finite.

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 from group_gate import Gate
 
-from engine.actors.plan import Rollout
 from engine.ids import GroupId
 from engine.roles import Generated, GroupWork
+from engine.runtime.plan import Rollout
 from engine.trajectory import TrajectoryGroup
 
 SAVES = 2

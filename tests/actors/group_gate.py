@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.actors.plan import Rollout
 from engine.ids import GroupId
 from engine.roles import Generated, GroupWork
+from engine.runtime.plan import Rollout
 
 
 class Gate:

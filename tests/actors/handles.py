@@ -19,15 +19,15 @@ from ray.exceptions import RayError
 from ray_plans import plan
 
 from engine.actors import placement
-from engine.actors.births import source_of
 from engine.actors.lasting import Living
-from engine.actors.plan import Plan
 from engine.actors.process import PackedPlan
-from engine.actors.sign import Sign
-from engine.actors.supervisor import Supervisor
+from engine.actors.processes import RayProcesses
 from engine.actors.wire import unpack_orders
 from engine.commands import Command, ProbeProcess, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
+from engine.runtime.plan import Plan
+from engine.runtime.port import Sign, source_of
+from engine.runtime.supervisor import Supervisor
 from engine.scheduler import Scheduler
 
 ACTORS = {"RolloutActor", "TrainerActor", "ScorerActor", "AddedStatesActor"}
@@ -168,15 +168,21 @@ class Scene:
         self.stores = [Handle("trajectories"), Handle("weights"), Handle("gateway")]
         self.newest: Callable[[], Awaitable[int]] = lambda: asyncio.sleep(0, 0)
         self.stores[1].newest = SimpleNamespace(remote=lambda: self.newest())  # type: ignore[attr-defined]
-        given = (replace(PackedPlan.of(self.plan), launch="run"), None, *self.stores[:2])
+        kept = (*self.stores[:2], self.stores[2] if gateway else None)
+        packed = replace(PackedPlan.of(self.plan), launch="run")
+        processes = RayProcesses(self.plan, packed, None, *kept)
         taken = None
         if living is not None:
             actors = {(name.split("/")[0], int(name.split("/")[1])): cluster.add(name) for name in living}
-            taken = Living(actors=actors, epoch=100, silent=dict.fromkeys(silent, "it is silent"))
+            taken = processes.found(Living(actors=actors, epoch=100, silent=dict.fromkeys(silent, "it is silent")))
         self.supervisor = Supervisor(
-            self.plan, given, self.scheduler.state, self._deliver, pytest.fail,  # type: ignore[arg-type]
-            self.stores[2] if gateway else None, taken,
-        )  # fmt: skip
+            self.plan,
+            processes,
+            self.scheduler.state,
+            self._deliver,
+            pytest.fail,
+            taken,  # type: ignore[arg-type]
+        )
 
     def handle(self, name: str) -> Handle:
         return self.cluster.handles[name]

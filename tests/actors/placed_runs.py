@@ -10,9 +10,9 @@ from ray.util import placement_group_table
 from ray_plans import Quick, check_record, plan
 
 from engine.actors.placement import shortfall, with_gpus
-from engine.actors.plan import Rollout
 from engine.actors.run import start
 from engine.errors import ConfigError
+from engine.runtime.plan import Rollout
 
 GPUS = 5
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 
-from engine.actors.plan import Plan, Restore, Rollout
 from engine.errors import ConfigError
 from engine.hosts.prompts import listed
 from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, GroupWork
+from engine.runtime.plan import Plan, Restore, Rollout
 from engine.schedule import Handled, read
 from engine.schedule.replayer import build_scheduler, replay
 from engine.states.invariants import check_all

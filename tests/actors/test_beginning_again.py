@@ -7,12 +7,12 @@ import pytest
 from ray_plans import plan
 
 from engine.actors import run as running
-from engine.actors.plan import Plan
 from engine.actors.ray_node import RayNode
 from engine.actors.run import Launched, RunHandle
 from engine.actors.told import BeginAgain
 from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
 from engine.events import RunInterrupted, StopRequested
+from engine.runtime.plan import Plan
 from tests.core.test_recovery import busy
 
 NO_MEMORY = "RolloutActor died: CUDA out of memory"

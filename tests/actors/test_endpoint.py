@@ -12,10 +12,10 @@ from pathlib import Path
 from clockwork import clockwork
 from ray_plans import plan
 
-from engine.actors.endpoint import Endpoint, leave_no_word, places_of
 from engine.control import place as control
 from engine.metrics import endpoint
 from engine.metrics.endpoint import FILE, announce, remove_dead
+from engine.runtime.endpoint import Endpoint, leave_no_word, places_of
 
 ANNOUNCER = """
 import sys

@@ -1,4 +1,4 @@
-"""`RayExecutor`: who gets an order, and when orders to the stores are answered, without Ray."""
+"""`RunExecutor`: who gets an order, and when orders to the stores are answered, without Ray."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from handles import RayOfHandles, Scene, played, settled
 
-from engine.actors.executor import RayExecutor
+from engine.actors.processes import RayStores
 from engine.commands import (
     Command,
     DiscardGroups,
@@ -22,6 +22,7 @@ from engine.commands import (
 )
 from engine.events import Event, OrderDone
 from engine.hosts.prompts import listed
+from engine.runtime.executor import RunExecutor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 
@@ -49,9 +50,9 @@ class Executor:
 
     def __init__(self, scene: Scene) -> None:
         self.trajectories, self.weights, self.events = Store(), Store(), list[Event]()
-        self.executor = RayExecutor(
+        self.executor = RunExecutor(
             supervisor=scene.supervisor, scorers=[("ref_logprobs",)], prompts=listed(["question 0"]),
-            trajectories=self.trajectories, weights=self.weights,
+            stores=RayStores(self.trajectories, self.weights),
             deliver=lambda *events: self.events.extend(events), finish=lambda command: None,
         )  # fmt: skip
 

@@ -8,13 +8,13 @@ import pytest
 from ray_plans import Mortal, Quick, check_record, events_of, plan, restore_mortal
 from small_disk import SmallDisk, small_disk
 
-from engine.actors.plan import Plan
 from engine.actors.run import start
 from engine.errors import StorageFull
 from engine.events import CheckpointFailed, CheckpointSaved, GroupFailed, RunResumed
 from engine.hosts.durable import StorePolicy
 from engine.local import response
 from engine.roles import GroupWork
+from engine.runtime.plan import Plan
 from engine.trajectory import Trajectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]

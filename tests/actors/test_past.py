@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from ray_plans import Mortal, events_of, plan, restore_mortal
 
-from engine.actors.past import Past, past_of
-from engine.actors.plan import Plan
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import PrefixStored, RunInterrupted, StepTrained
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
@@ -17,6 +15,8 @@ from engine.hosts.durable import DurableStore
 from engine.hosts.packed import pack_group
 from engine.local import response
 from engine.metrics.transitions import Transitions
+from engine.runtime.past import Past, past_of
+from engine.runtime.plan import Plan
 from engine.schedule import read, replay
 from engine.states.group import Group, phase_of
 from engine.states.machine import Phase

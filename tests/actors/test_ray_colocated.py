@@ -6,9 +6,9 @@ import pytest
 from ray_plans import Counter, check_record, events_of, plan
 from sleepy_generator import Sleepy, check_asleep_at_each_step
 
-from engine.actors.plan import Rollout
 from engine.actors.run import start
 from engine.events import GroupAborted, StepFailed, SyncFailed
+from engine.runtime.plan import Rollout
 from engine.states.limits import Limits, Pool
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

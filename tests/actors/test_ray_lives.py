@@ -20,13 +20,13 @@ from ray_plans import PROMPTS, Quick, Treacherous, check_record, endless, events
 from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
-from engine.actors.plan import Plan, Rollout
 from engine.actors.run import RunHandle, start
 from engine.commands import TrainStep
 from engine.control.place import FILE as CONTROL_FILE
 from engine.events import ProcessLost, RunInterrupted, RunResumed, SchedulerRecovered, StepFailed
 from engine.hosts.prompts import listed
 from engine.metrics.endpoint import FILE as METRICS_FILE
+from engine.runtime.plan import Plan, Rollout
 from engine.schedule import Handled, read
 from engine.schedule.lock import RecordLock
 

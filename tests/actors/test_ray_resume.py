@@ -18,7 +18,6 @@ from ray_plans import SMALLEST, Mortal, check_record, events_of, plan, restore_m
 from token_generator import TokenGenerator
 
 from engine.actors.models import plan_of
-from engine.actors.plan import Plan
 from engine.actors.run import start
 from engine.commands import TrainStep
 from engine.config.loading import parse_config
@@ -26,6 +25,7 @@ from engine.errors import ConfigError, RecordError, RunDamaged
 from engine.events import GroupGenerated, RunResumed, StepTrained
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
+from engine.runtime.plan import Plan
 from engine.schedule import Handled, read
 from engine.schedule.lock import RecordLock
 from engine.states.limits import Limits

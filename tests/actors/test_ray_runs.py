@@ -32,7 +32,6 @@ from ray_plans import (
     spanning,
 )
 
-from engine.actors.plan import Plan
 from engine.actors.run import start
 from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
@@ -45,6 +44,7 @@ from engine.events import (
     WeightsInstalled,
 )
 from engine.metrics.status import Status
+from engine.runtime.plan import Plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

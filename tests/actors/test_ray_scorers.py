@@ -14,13 +14,13 @@ from ray_plans import SMALLEST, Counter, check_record, events_of, plan
 from token_generator import TokenGenerator
 
 from engine.actors.models import plan_of
-from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.run import start
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
 from engine.events import BatchScored, CheckpointSaved, ProcessLost, PublishFailed, RunResumed, StepFailed
 from engine.metrics.status import Status
 from engine.roles import Batch
+from engine.runtime.plan import Plan, Restore, Rollout
 from engine.states.limits import Limits, Pool
 from engine.training.scorer import ModelScorer
 from engine.training.trainer import ModelTrainer

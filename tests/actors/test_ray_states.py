@@ -8,12 +8,12 @@ import pytest
 from ray_plans import SMALLEST, Counter, Quick, check_record, events_of, plan
 
 from engine.actors.models import plan_of
-from engine.actors.plan import Rollout
 from engine.actors.run import start
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, ProcessLost, ProcessUp, StateLeft
 from engine.hosts.prompts import listed
 from engine.roles import Batch
+from engine.runtime.plan import Rollout
 from engine.states.limits import AddedState, Limits
 from engine.training.trainer import ModelTrainer
 

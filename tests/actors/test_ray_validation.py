@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from ray_plans import PROMPTS, Quick, check_record, events_of, plan
 
-from engine.actors.plan import Plan, Rollout
 from engine.actors.run import start
 from engine.errors import ConfigError
 from engine.events import GroupGenerated, ProcessLost, RowsMeasured
 from engine.hosts.measuring import held_out_group
 from engine.metrics.status import Status
 from engine.roles import GroupWork
+from engine.runtime.plan import Plan, Rollout
 from engine.states.limits import ValidationLimits
 from engine.trajectory import Prompt, Trajectory
 

@@ -12,11 +12,11 @@ import pytest
 from ray_plans import Mortal, plan, restore_mortal
 from test_past import SAVED, TRAINED, Scene
 
-from engine.actors.past import past_of
 from engine.errors import RecordError, RunDamaged
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.hosts.durable import DurableStore
 from engine.metrics.transitions import Transitions
+from engine.runtime.past import past_of
 from engine.schedule.index import Entry, closed_entry, store_index
 from tests.core.test_recovery import until_trained, world
 

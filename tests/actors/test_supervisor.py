@@ -10,7 +10,6 @@ from handles import RayOfHandles, Scene, played, settled
 from ray.exceptions import RayError
 from ray_plans import Mortal, restore_mortal
 
-from engine.actors.plan import Redo, Restore
 from engine.actors.stacks import register_stacks, stacks_file
 from engine.actors.wire import Order
 from engine.commands import SaveCheckpoint, ScoreBatch, StartGroup, StopProcess, TrainStep
@@ -28,6 +27,7 @@ from engine.events import (
     RunStarted,
 )
 from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
+from engine.runtime.plan import Redo, Restore
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 
 ENDED = "it ended while there was no scheduler"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.actors.plan import Rollout
+from engine.runtime.plan import Rollout
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:

@@ -7,18 +7,16 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import engine.local
-from engine.commands import StartProcess, StopProcess
+from engine.commands import StartProcess
 from engine.errors import ConfigError, DataFailure, RunFailed
-from engine.events import DrawFailed, Event, GroupFailed, GroupGenerated, ProcessLost
-from engine.hosts.prompts import CountedPrompts, listed
+from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
+from engine.hosts.prompts import CountedPrompts
 from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
-from engine.local.executor import LocalExecutor
 from engine.roles import Batch, Generated, GroupWork
 from engine.schedule import Handled, read, replay
 from engine.scheduling import lifetimes
@@ -327,7 +325,7 @@ def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on
     frozen, unmade, *_ = events_of(result, ProcessLost)  # the next start is delayed, so the run may end before it
     assert "frozen for good" in frozen.reason
     assert (unmade.index, unmade.incarnation, unmade.final) == (0, 2, False)
-    assert "could not be made" in unmade.reason and "no licence left" in unmade.reason
+    assert "could not be started" in unmade.reason and "no licence left" in unmade.reason
 
 
 def test_a_factory_that_raises_at_the_beginning_fails_the_run_with_its_error() -> None:
@@ -398,24 +396,6 @@ def test_a_factory_that_raises_is_asked_again_after_the_ordered_delay(monkeypatc
     assert result.outcome == "finished" and len(made) == 4
     delays = [order.delay_s for order in orders_of(result, StartProcess)]
     assert delays == [0.0, 0.0, 0.002, 0.004]
-
-
-def test_a_life_that_is_stopped_before_its_delay_is_over_never_begins() -> None:
-    async def story() -> list[Event]:
-        made: list[int] = []
-        executor = LocalExecutor(
-            generators=[], make=lambda replica: made.append(replica) or Steady(), trainer=Counting(),  # type: ignore[func-returns-value,return-value]
-            prompts=listed(["a"]), samples=1, slots=1, prefix_every_tokens=0, report=lambda *_: None, checkpoints=None,
-        )  # fmt: skip
-        told: list[Event] = []
-        executor.driver = SimpleNamespace(deliver=told.append)  # type: ignore[assignment]
-        executor.execute([StartProcess(kind="replica", index=0, incarnation=2, delay_s=3600.0, cause=0)])
-        executor.execute([StopProcess(kind="replica", index=0, incarnation=2, reason="not wanted", cause=0)])
-        await executor.close()
-        assert not made
-        return told
-
-    assert asyncio.run(story()) == [ProcessLost(kind="replica", index=0, incarnation=2, reason="not wanted")]
 
 
 def test_the_next_life_of_a_replica_begins_when_the_one_before_is_closed() -> None:

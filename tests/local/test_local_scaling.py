@@ -10,8 +10,8 @@ from test_local_runs import Counting, Steady, events_of, run
 
 from engine.commands import Command, StartProcess, StopProcess
 from engine.events import ProcessLost, ProcessUp, ReplicasWanted
-from engine.local.executor import LocalExecutor
 from engine.roles import GroupWork
+from engine.runtime.session import Session
 from engine.schedule import read, replay
 from engine.trajectory import Trajectory
 
@@ -21,42 +21,45 @@ PROMPTS = 120
 class Wanting(Steady):
     """Asks for other numbers of replicas after so many groups, over all of its kind."""
 
-    def __init__(self, executors: list[LocalExecutor], wanted: dict[int, int], seen: list[int]) -> None:
+    def __init__(self, sessions: list[Session], wanted: dict[int, int], seen: list[int]) -> None:
         super().__init__()
-        self._executors = executors
+        self._sessions = sessions
         self._wanted = wanted
         self._seen = seen
 
     async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
         self._seen.append(work.group)
         if (replicas := self._wanted.get(len(self._seen))) is not None:
-            self._executors[0].deliver(ReplicasWanted(replicas=replicas))
+            self._sessions[0].deliver(ReplicasWanted(replicas=replicas))
         return await super().sample(work, weights, version)
 
 
 @pytest.fixture
-def executors(monkeypatch: pytest.MonkeyPatch) -> list[LocalExecutor]:
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     """Those that runs of the test make, as they are made. They get each order about a life twice."""
-    made: list[LocalExecutor] = []
+    made: list[Session] = []
 
-    class Noted(LocalExecutor):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
+    class Noted(Session):
+        def connect(self, *given: Any) -> None:
+            super().connect(*given)
             made.append(self)
+            execute = self.executor.execute
 
-        def execute(self, commands: Sequence[Command]) -> None:
-            super().execute([*commands, *(one for one in commands if isinstance(one, StartProcess | StopProcess))])
+            def twice(commands: Sequence[Command]) -> None:
+                execute([*commands, *(one for one in commands if isinstance(one, StartProcess | StopProcess))])
 
-    monkeypatch.setattr(sys.modules["engine.local.run"], "LocalExecutor", Noted)
+            monkeypatch.setattr(self.executor, "execute", twice)
+
+    monkeypatch.setattr(sys.modules["engine.local.run"], "Session", Noted)
     return made
 
 
-def test_replicas_are_started_let_go_and_started_again(executors: list[LocalExecutor]) -> None:
+def test_replicas_are_started_let_go_and_started_again(sessions: list[Session]) -> None:
     trainer, seen, made = Counting(), list[int](), list[int]()
 
     def make(replica: int) -> Wanting:
         made.append(replica)
-        return Wanting(executors, wanted, seen)
+        return Wanting(sessions, wanted, seen)
 
     wanted = {8: 3, 40: 1, 80: 2}
     result = run(
@@ -68,15 +71,15 @@ def test_replicas_are_started_let_go_and_started_again(executors: list[LocalExec
     assert sorted(trainer.groups) == list(range(PROMPTS)), "each prompt once"
     joined = [(event.index, event.incarnation) for event in events_of(result, ProcessUp)]
     assert joined == [(0, 1), (1, 1), (2, 1), (1, 2)]
-    assert made == [replica for replica, _ in joined], "one generator for each life"
+    assert sorted(made) == sorted(replica for replica, _ in joined), "one generator for each life"
     lost = [(event.index, event.incarnation, event.final) for event in events_of(result, ProcessLost)]
     assert sorted(lost) == [(1, 1, False), (2, 1, False)]
     assert replay(read(result.record)).identical
 
 
-def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(executors: list[LocalExecutor]) -> None:
+def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(sessions: list[Session]) -> None:
     trainer, seen = Counting(), list[int]()
-    generators = [Wanting(executors, {8: 3}, seen) for _ in range(2)]
+    generators = [Wanting(sessions, {8: 3}, seen) for _ in range(2)]
     result = run(generators=generators, trainer=trainer)
     assert sorted(trainer.groups) == list(range(30))
     (lost,) = events_of(result, ProcessLost)
@@ -87,8 +90,8 @@ def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(execut
 class Closing(Wanting):
     """Takes some turns of the event loop to close, or never ends it."""
 
-    def __init__(self, executors: list[LocalExecutor], seen: list[int], *, hangs: bool = False) -> None:
-        super().__init__(executors, {8: 1}, seen)
+    def __init__(self, sessions: list[Session], seen: list[int], *, hangs: bool = False) -> None:
+        super().__init__(sessions, {8: 1}, seen)
         self._hangs = hangs
         self.state_then = ""
         """Of replica 1, once it has closed."""
@@ -98,14 +101,12 @@ class Closing(Wanting):
             await asyncio.sleep(0)
         if self._hangs:
             await asyncio.Event().wait()
-        driver = self._executors[0].driver
-        assert driver is not None
-        self.state_then = driver.scheduler.state.fleet.replicas[1].process.state
+        self.state_then = self._sessions[0].scheduler.state.fleet.replicas[1].process.state
 
 
-def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(executors: list[LocalExecutor]) -> None:
+def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(sessions: list[Session]) -> None:
     trainer, seen = Counting(), list[int]()
-    generators = [Closing(executors, seen) for _ in range(2)]
+    generators = [Closing(sessions, seen) for _ in range(2)]
     result = run(generators=generators, trainer=trainer)
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.incarnation, lost.reason) == (1, 1, "1 replicas are wanted")
@@ -114,11 +115,11 @@ def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(executors: list[Lo
 
 
 def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
-    executors: list[LocalExecutor], monkeypatch: pytest.MonkeyPatch
+    sessions: list[Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["engine.local.executor"], "CLOSE_S", 0.0)
+    monkeypatch.setattr(sys.modules["engine.local.processes"], "CLOSE_S", 0.0)
     trainer, seen = Counting(), list[int]()
-    result = run(generators=[Closing(executors, seen, hangs=True) for _ in range(2)], trainer=trainer)
+    result = run(generators=[Closing(sessions, seen, hangs=True) for _ in range(2)], trainer=trainer)
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.incarnation) == (1, 1)
     assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))

@@ -23,11 +23,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine.actors.plan import Plan, Restore, Rollout
 from engine.actors.run import start
 from engine.hosts.prompts import CountedPrompts, listed
 from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, GroupWork
+from engine.runtime.plan import Plan, Restore, Rollout
 from engine.schedule import Recorder
 from engine.states.limits import Limits, Pool
 from engine.trajectory import Trajectory

@@ -8,12 +8,12 @@ has accepted all batches.
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from engine.actors.plan import Plan
 from engine.errors import RecordError, RunDamaged
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
 from engine.hosts.segments import segment_numbers
 from engine.ids import GroupId, StepId, Version
+from engine.runtime.plan import Plan
 from engine.schedule import Recovered
 from engine.schedule.store import Torn
 from engine.states.group import phase_of

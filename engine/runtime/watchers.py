@@ -1,4 +1,4 @@
-"""Wakes the observers of a run when its status changes. Part of the scheduler actor, on its event loop."""
+"""Wakes the observers of a run when its status changes. Part of `session.py`, on the event loop of the driver."""
 
 import asyncio
 

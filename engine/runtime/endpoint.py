@@ -1,26 +1,26 @@
-"""The metrics endpoint of a run over Ray: what the exporter cannot read off the scheduler, and where it is announced.
+"""The metrics endpoint of a run: what the exporter cannot read off the scheduler, and where it is announced.
 
-Opened by the scheduler actor. Scrapes come on threads of their own: nothing here may make them wait for the actor's
-event loop, nor the loop for them.
+Opened by `session.py`. Scrapes come on threads of their own: nothing here may make them wait for the event loop of the
+driver, nor the loop for them.
 """
 
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from engine.actors.plan import Plan
 from engine.control import place as control
 from engine.driver import Driver
+from engine.hosts.trajectories import StoreStats
 from engine.listeners.hosts import ANYWHERE
 from engine.metrics.collector import RunMetrics
 from engine.metrics.endpoint import FILE, announce, remove_dead, withdraw
 from engine.metrics.export import Around, registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.status import plain_status
+from engine.runtime.plan import Plan
 from engine.schedule import Recorder
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ def leave_no_word(plan: Plan) -> None:
 class StoreWatch:
     """What the trajectory store holds, as it said when last asked; a look asks again, for the next one."""
 
-    def __init__(self, store: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._store = store
+    def __init__(self, held: Callable[[], Awaitable[StoreStats]], loop: asyncio.AbstractEventLoop) -> None:
+        self._held = held
         self._loop = loop
         self._known = (0, 0, 0)
         self._asked = False
@@ -62,7 +62,7 @@ class StoreWatch:
 
     async def _ask(self) -> None:
         try:
-            stats = await self._store.stats.remote()
+            stats = await self._held()
             self._known = (stats.groups, stats.bytes, stats.disk_bytes)
         except Exception as error:
             log.debug("the trajectory store does not say what it holds: %s", error)
@@ -74,14 +74,20 @@ class Endpoint:
     """Serves the metrics of a run from its making to `close`, and says where. Raises: ConfigError for its address."""
 
     def __init__(
-        self, plan: Plan, metrics: RunMetrics, driver: Driver, store: Any, now: Callable[[], float], port: int
+        self,
+        plan: Plan,
+        metrics: RunMetrics,
+        driver: Driver,
+        held: Callable[[], Awaitable[StoreStats]],
+        now: Callable[[], float],
+        port: int,
     ) -> None:
         recorder = driver.recorder
         around = Around(
             now=now,
             events_waiting=lambda: driver.waiting,
             record=(lambda: recorder.progress) if isinstance(recorder, Recorder) else None,
-            store=StoreWatch(store, asyncio.get_running_loop()),
+            store=StoreWatch(held, asyncio.get_running_loop()),
             directory=plan.run_dir,
         )
         self.server = MetricsServer(

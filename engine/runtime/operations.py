@@ -1,7 +1,7 @@
-"""What a run over Ray is told from outside, by its own command line or over its control endpoint, and what it says
+"""What a run is told from outside, by its own command line or over its control endpoint, and what it says
 when it has fallen silent.
 
-Part of the scheduler actor, on its event loop: an operation is checked and delivered between two events.
+Part of `session.py`, on the event loop of the driver: an operation is checked and delivered between two events.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine.actors.plan import Plan
 from engine.control.decide import decide
 from engine.control.place import announce, new_token, withdraw
 from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
@@ -19,6 +18,7 @@ from engine.errors import EngineError
 from engine.hosts.reasons import clean
 from engine.metrics.collector import RunMetrics
 from engine.metrics.silence import Silence
+from engine.runtime.plan import Plan
 from engine.states.waiting import are, waits
 
 log = logging.getLogger(__name__)

@@ -1,17 +1,15 @@
 """What earlier lives of a run left behind: its record, replayed, and the checkpoint that the next life starts from.
 
-Read by the scheduler actor of a resumed run before it starts any other actor. It checks everything before it changes
+Read when a run is resumed, before any process is started. It checks everything before it changes
 anything, and names what is missing or damaged. Only `Plan.force_from` continues with less. Then it moves what came
 after the checkpoint aside, and never deletes it.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.actors.lasting import end_earlier
-from engine.actors.plan import Plan, Redo, Restore
-from engine.actors.stored_groups import INITIAL, missing_groups, way_back
 from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
 from engine.events import RunInterrupted, RunResumed
 from engine.hosts.checkpoints import checkpoint_path, list_checkpoints, name_aside, put_aside, verify_checkpoint
@@ -20,6 +18,8 @@ from engine.ids import GroupId, StepId
 from engine.metrics.journal import cut_rows
 from engine.metrics.steps import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
+from engine.runtime.plan import Plan, Redo, Restore
+from engine.runtime.stored_groups import INITIAL, missing_groups, way_back
 from engine.schedule import After, Recorder, Recovered, read, recover
 from engine.schedule.lock import RecordLock
 from engine.schedule.regular import require_regular
@@ -75,8 +75,9 @@ class Past:
         return replace(event, again=again)
 
 
-def past_of(plan: Plan, transitions: Transitions) -> Past:
-    """Take over the unfinished run in a plan's directory.
+def past_of(plan: Plan, transitions: Transitions, end_earlier: Callable[[Path], None] = lambda run_dir: None) -> Past:
+    """Take over the unfinished run in a plan's directory. `end_earlier(run_dir)` ends processes of earlier launches,
+    which would still write.
 
     Raises: `RecordError` if its record or trajectories are damaged or another process writes them, `RunDamaged` if
     something that the record refers to is missing, `RunFinished` if the run has finished, `ConfigError` if its newest

@@ -1,17 +1,13 @@
-"""Where commands become Ray calls: one call per actor for all the commands of a drain.
+"""Where commands become orders to processes: one message per process for all the commands of a drain.
 
-The twin of `local.executor` and of the simulation's world. Runs in the scheduler actor, on its event loop; what it
-can answer by itself (prompts, timers, orders to who is gone) it delivers at once.
+Runs on the event loop of the driver. It draws prompts and keeps timers itself.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from engine.actors.failures import failure_reason
-from engine.actors.supervisor import Supervisor
-from engine.actors.wire import Order
 from engine.commands import (
     CancelTimer,
     Command,
@@ -40,7 +36,10 @@ from engine.hosts.measuring import held_out_group
 from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
+from engine.hosts.threads import OneThread
 from engine.ids import GroupId
+from engine.runtime.port import Order, Stores
+from engine.runtime.supervisor import Supervisor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 log = logging.getLogger(__name__)
@@ -48,8 +47,8 @@ log = logging.getLogger(__name__)
 TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 
-class RayExecutor:
-    """Collects the calls of a drain; `flush` makes them. `deliver` takes events, `finish` the end of the run;
+class RunExecutor:
+    """Collects the orders of a drain; `flush` sends them. `deliver` takes events, `finish` the end of the run;
     `scorers`: the tasks of each scorer; `held_out` counts the rows of a validation; `drawn` prompts were drawn in
     earlier lives of the run."""
 
@@ -59,9 +58,7 @@ class RayExecutor:
         supervisor: Supervisor,
         scorers: Sequence[Sequence[str]] = (),
         prompts: Prompts,
-        trajectories: Any,
-        weights: Any,
-        gateway: Any = None,
+        stores: Stores,
         held_out: int = 0,
         drawn: GroupId = 0,
         deliver: Callable[..., None],
@@ -70,9 +67,7 @@ class RayExecutor:
         self._supervisor = supervisor
         self._scorer_of = {task: index for index, tasks in enumerate(scorers) for task in tasks}
         self._prompts = prompts
-        self._trajectories = trajectories
-        self._weights = weights
-        self._gateway = gateway
+        self._stores = stores
         self._held_out = held_out
         self._deliver = deliver
         self._finish = finish
@@ -80,11 +75,13 @@ class RayExecutor:
         self._discards: list[GroupId] = []
         self._discard_orders: list[int] = []
         self._done = DoneOrders(deliver)
-        self._answers: set[asyncio.Task[None]] = set()
-        """Calls to the stores that are not answered yet."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Draws, and calls to the stores, that have not ended."""
+        self._source = OneThread("prompts")
+        self._drawing = asyncio.Lock()
         self._timers = Timers(deliver)
         self.calls = 0
-        """Calls to actors made for commands."""
+        """Messages to processes for commands."""
         self._carry: dict[type[Command], Callable[[Any], None]] = {
             StartGroup: self._start,
             ResumeGroup: self._start,
@@ -113,33 +110,38 @@ class RayExecutor:
                 self._order_replica(Order(command))
 
     def flush(self) -> None:
-        """Make the calls that the commands so far ask for. To be called at the end of every drain."""
+        """Send what the commands so far ask for. To be called at the end of every drain."""
         self.calls += self._supervisor.flush()
         if self._discards:
-            self._expect(self._trajectories.discard.remote(self._discards), self._discard_orders)
-            self.calls += 1
-            if self._gateway is not None:
-                self._gateway.discard.remote(self._discards)
-                self.calls += 1
+            self._expect(self._stores.discard(self._discards), self._discard_orders)
+            self.calls += self._stores.cut_agents(self._discards)
             self._discards, self._discard_orders = [], []
 
     def close(self) -> None:
         self._timers.close()
-        for answer in self._answers:
-            answer.cancel()
+        self._source.abandon()
+        for task in self._tasks:
+            task.cancel()
 
-    def _expect(self, call: Awaitable[object], numbers: list[int]) -> None:
+    def _expect(self, call: Awaitable[object] | None, numbers: list[int]) -> None:
         """Orders to a store are done when the call is answered."""
-        answer = asyncio.get_running_loop().create_task(self._answer(call, numbers))
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
+        if call is None:
+            self._done.add(*numbers)
+            return
+        self.calls += 1
+        self._spawn(self._answer(call, numbers))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Awaitable[object], numbers: list[int]) -> None:
         """A store that is gone leaves its orders open; whoever watches it says what follows."""
         try:
             await call
         except Exception as error:
-            log.warning("orders %s to a store came to nothing: %s", numbers, failure_reason(error))
+            log.warning("orders %s to a store came to nothing: %s", numbers, reason_of(error))
         else:
             self._done.add(*numbers)
 
@@ -177,17 +179,18 @@ class RayExecutor:
     def _stop_measuring(self, command: StopMeasuring) -> None:
         """The replica stops, and so do the agents of held-out rows, if there are any."""
         self._order_replica(Order(command))
-        if self._gateway is not None:
-            groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
-            self._gateway.discard.remote(groups)
-            self.calls += 1
+        groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
+        self.calls += self._stores.cut_agents(groups)
 
     def _draw(self, command: DrawPrompts) -> None:
-        drawn = draw_prompts(self._prompts, command, self._drawn)
-        if isinstance(drawn, PromptsDrawn):
-            self._drawn += drawn.count
+        self._spawn(self._draw_next(command))
+
+    async def _draw_next(self, command: DrawPrompts) -> None:
+        async with self._drawing:
+            drawn = await self._source.call(draw_prompts, self._prompts, command, self._drawn)
+            if isinstance(drawn, PromptsDrawn):
+                self._drawn += drawn.count
         self._deliver(drawn)
 
     def _retire(self, command: RetireWeights) -> None:
-        self._expect(self._weights.retire.remote(command.version), [command.number])
-        self.calls += 1
+        self._expect(self._stores.retire(command.version), [command.number])

@@ -1,4 +1,4 @@
-"""`Plan`: everything that a run over Ray consists of, as values and functions that are sent to the actors.
+"""`Plan`: everything that a run consists of, as values and functions that are sent to its processes.
 
 `models.plan_of` makes it from a configuration. Users with a custom generator and trainer make it themselves.
 `run.start` carries it out.
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actors.transports import ObjectStoreTransport, Transport
 from engine.errors import ConfigError
 from engine.events import RunInterrupted
 from engine.hosts.added import Work
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What a rollout actor hosts: a generator and, if held-out prompts are measured, a greedy one."""
+    """What a replica hosts: a generator and, if held-out prompts are measured, a greedy one."""
 
     generator: Generator
     evaluator: Generator | None = None
@@ -92,8 +91,8 @@ class Plan:
     """Seconds that the work on one group may take; in the state `rewarding`, each call of the reward."""
     reward_timeout_s: float = 0.0
     """Seconds that one call of the reward may take. `timeouts.group_s` cannot be set below it in a running run."""
-    transport: Transport = field(default_factory=ObjectStoreTransport)
-    """How published weights reach the replicas."""
+    transport: Any = None
+    """How published weights reach the replicas: an `actors.transports.Transport`; None: Ray's object store."""
     resume: bool = False
     """Resume the run in `run_dir`."""
     policies: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,202 @@
+"""The processes of a run in one process: the runtime's port as workers on the event loop of the driver.
+
+Made by `run.run_async`. A user's blocking calls run on threads. One that hangs cannot be killed: its life is abandoned,
+and the next one begins without it.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from engine.events import Event
+from engine.hosts.trainer import Report
+from engine.hosts.trajectories import Trajectories
+from engine.hosts.waits import Waits
+from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.local.stores import LocalTrajectories, LocalWeights
+from engine.runtime.plan import Plan, Restore
+from engine.runtime.port import Ended, Order, Process, Sign
+from engine.runtime.trajectories import PackedTrajectories, TrajectoryService
+from engine.runtime.workers import WORKERS, Peers, ReplicaWorker, TrainerWorker, Worker
+from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 30.0
+"""Seconds that a generator gets to close. Then its `close` is canceled."""
+
+
+class LocalProcess:
+    """One life of a worker."""
+
+    def __init__(self, worker: Worker, peers: Callable[[Callable[[str], None], Waits], Peers]) -> None:
+        self._worker = worker
+        self._waits = Waits()
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._peers = peers(self._break, self._waits)
+        self._closing: asyncio.Task[None] | None = None
+
+    async def bring_up(self, restore: Restore | None) -> None:
+        await self._worker.open(self._peers, restore)
+
+    def join(self) -> None:
+        assert isinstance(self._worker, ReplicaWorker)
+        self._worker.join()
+
+    def send(self, orders: Sequence[Order]) -> None:
+        for command, prompt in orders:
+            self._worker.carry_out(command, prompt)
+
+    async def probe(self) -> Sign:
+        """Nothing here can be silent: this is the event loop of all."""
+        return Sign(os.getpid(), self._waits.oldest)
+
+    async def lost(self) -> Ended:
+        return Ended(await asyncio.shield(self._broken), told=True)
+
+    async def stacks(self) -> str:
+        return ""
+
+    async def hand_over(self, steps: StepId) -> None:
+        assert isinstance(self._worker, TrainerWorker)
+        await self._worker.hand_over(steps)
+
+    async def close(self) -> None:
+        await asyncio.shield(self._close())
+
+    def kill(self, *, hung: bool = False) -> Any:
+        """The next life may need what this one holds, so it waits until this one is closed."""
+        if hung:
+            self._worker.abandon()
+        return self._close()
+
+    def _close(self) -> "asyncio.Task[None]":
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close_in_time())
+        return self._closing
+
+    async def _close_in_time(self) -> None:
+        closing = asyncio.get_running_loop().create_task(self._worker.close())
+        _, unfinished = await asyncio.wait([closing], timeout=CLOSE_S)
+        if unfinished:
+            closing.cancel()
+            who = name_of(self._worker.kind, self._worker.index)
+            log.warning("%s did not close within %g s: its close is canceled", who, CLOSE_S)
+
+    def _break(self, reason: str) -> None:
+        if not self._broken.done():
+            self._broken.set_result(reason)
+
+
+class LocalStore:
+    """The trajectory store of this process. It ends when nothing more can be stored."""
+
+    def __init__(self, store: TrajectoryService | LocalTrajectories) -> None:
+        self._store = store
+
+    async def bring_up(self, restore: Restore | None) -> None: ...
+
+    def join(self) -> None: ...
+
+    def send(self, orders: Sequence[Order]) -> None: ...
+
+    async def probe(self) -> Sign:
+        return Sign(os.getpid())
+
+    async def lost(self) -> Ended:
+        return Ended(await self._store.alive(), told=True)
+
+    async def stacks(self) -> str:
+        return ""
+
+    async def hand_over(self, steps: StepId) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def kill(self, *, hung: bool = False) -> None: ...
+
+
+class LocalProcesses:
+    """Makes lives in this process."""
+
+    goodbye_s: float = CLOSE_S
+    look_again_s: float | None = None
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: TrajectoryService | LocalTrajectories,
+        weights: LocalWeights,
+        emit: Callable[[Event], None],
+        report: Report,
+        can_make: Callable[[ReplicaId], bool],
+    ) -> None:
+        """`can_make`: whether another life of a replica can be made."""
+        self._plan = plan
+        self._store = store
+        self._weights = weights
+        self._emit = emit
+        self._report = report
+        self._can_make = can_make
+        self._trainer: LocalProcess | None = None
+
+    def make(self, kind: str, index: int, incarnation: Incarnation) -> LocalProcess:
+        made = LocalProcess(WORKERS[kind](self._plan, index, incarnation), self._peers)
+        if kind == TRAINER:
+            self._trainer = made
+        return made
+
+    def last(self, kind: str, index: int) -> bool:
+        return kind == TRAINER or (kind == REPLICA and not self._can_make(index))
+
+    def kept(self) -> Mapping[str, Process]:
+        return {TRAJECTORY_STORE: LocalStore(self._store)}
+
+    async def room(self) -> int:
+        return len(self._plan.lives())
+
+    async def lacking(self, replicas: int) -> None:
+        return None
+
+    async def published(self) -> Version:
+        return self._weights.store.newest
+
+    def _peers(self, broken: Callable[[str], None], waits: Waits) -> Peers:
+        async def ask_trainer(steps: StepId) -> None:
+            assert self._trainer is not None
+            with waits.on(TRAINER):
+                await self._trainer.hand_over(steps)
+
+        return Peers(
+            trajectories=self._client(waits),
+            weights=self._weights,
+            emit=self._emit,
+            report=self._report,
+            broken=broken,
+            ask_trainer=ask_trainer,
+        )
+
+    def _client(self, waits: Waits) -> Trajectories:
+        """The trajectory store, for one worker."""
+        if isinstance(self._store, LocalTrajectories):
+            return self._store
+        return PackedTrajectories(self._store, waits.on)
+
+
+class LocalStores:
+    """The stores of this process, for the executor."""
+
+    def __init__(self, store: TrajectoryService | LocalTrajectories, weights: LocalWeights) -> None:
+        self._store = store
+        self._weights = weights
+
+    def discard(self, groups: Sequence[GroupId]) -> Awaitable[None]:
+        return self._store.discard([*groups])
+
+    def retire(self, version: Version) -> None:
+        self._weights.store.retire(version)
+
+    def cut_agents(self, groups: Sequence[GroupId]) -> bool:
+        return False

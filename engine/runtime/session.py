@@ -1,0 +1,200 @@
+"""One life of a run's scheduler and all that stands around it in its process: driver, record, metrics, executor,
+supervisor, control and metrics endpoint.
+
+Made by the scheduler actor, and in one process by `local.run`. It lives on one event loop, which it must never block:
+events are handled and recorded at once, and their commands leave before `deliver` returns.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from engine import __version__
+from engine.commands import Command, FinishRun
+from engine.control.decide import after_resuming
+from engine.driver import Driver
+from engine.events import Event, RunInterrupted, RunStarted
+from engine.hosts.clock import WallClock
+from engine.hosts.prompts import Prompts
+from engine.hosts.reasons import clean
+from engine.hosts.trajectories import StoreStats
+from engine.metrics.collector import RunMetrics
+from engine.metrics.sinks import open_books
+from engine.metrics.steps import StepRows
+from engine.metrics.transitions import Transitions
+from engine.policies import PolicySet
+from engine.runtime.endpoint import Endpoint
+from engine.runtime.executor import RunExecutor
+from engine.runtime.operations import Control
+from engine.runtime.past import Past
+from engine.runtime.plan import Plan
+from engine.runtime.port import Found, Processes, Stores
+from engine.runtime.supervisor import Supervisor
+from engine.runtime.watchers import Watchers
+from engine.schedule import After, Header, MemoryRecorder, NullRecorder, Recorder, Recovered
+from engine.schedule.lock import RecordLock
+from engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Earlier(Protocol):
+    """What is left of earlier lives of a run: `runtime.past.Past`, or what a restarted scheduler finds."""
+
+    @property
+    def recovered(self) -> Recovered: ...
+    @property
+    def lock(self) -> RecordLock: ...
+    @property
+    def rows(self) -> StepRows | None: ...
+    @property
+    def after(self) -> After: ...
+
+
+def header_of(plan: Plan) -> Header:
+    """The header of a new record of a plan."""
+    return Header(
+        run="local" if plan.run_dir is None else plan.run_dir.name,
+        limits=plan.limits.to_plain(),
+        policies=dict(PolicySet.from_names(plan.policies).names),
+        config=plan.config,
+        code=__version__,
+    )
+
+
+def recorder_of(plan: Plan, earlier: Earlier | None) -> Recorder | NullRecorder:
+    """Where the frames of a run go: into a new record, to the end of the one that an earlier process wrote, or nowhere.
+    Raises: `RecordError`."""
+    if plan.run_dir is None:
+        return NullRecorder()
+    if earlier is not None:
+        return Recorder(plan.run_dir / "schedule", earlier.after, lock=earlier.lock)
+    return Recorder(plan.run_dir / "schedule", header_of(plan))
+
+
+class Session:
+    """`connect`, then `begin`, until `close`. `over` is done when the run is: with its `FinishRun`, or with what the
+    scheduler raised."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        recorder: Recorder | NullRecorder | MemoryRecorder,
+        transitions: Transitions,
+        watchers: Watchers,
+        earlier: Earlier | None = None,
+    ) -> None:
+        self.plan = plan
+        self.recorder = recorder
+        self.watchers = watchers
+        self.transitions = transitions
+        self.over: asyncio.Future[FinishRun] = asyncio.get_running_loop().create_future()
+        self._before = 0 if earlier is None else earlier.recovered.events
+        self._at = 0.0 if earlier is None else earlier.recovered.at
+        if earlier is None:
+            policies = PolicySet.from_names(plan.policies)
+            self.scheduler = Scheduler(plan.limits, policies, observe=transitions.changed)
+        else:
+            self.scheduler = earlier.recovered.scheduler
+        journal = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
+        self.metrics = RunMetrics(self.scheduler, transitions, journal, None if earlier is None else earlier.rows)
+        self.clock = WallClock(self._at)
+        self._settings: Sequence[Event] = ()
+        self._draining = False
+        self.endpoint: Endpoint | None = None
+
+    def take_settings(self) -> None:
+        """Take the plan's changes of live settings, for `begin`. Raises: `ConfigError`."""
+        self._settings = after_resuming(self.scheduler, self.plan.settings, self.plan.replicas)
+
+    def connect(
+        self,
+        prompts: Prompts,
+        processes: Processes,
+        stores: Stores,
+        held: Callable[[], Awaitable[StoreStats]],
+        found: Found | None = None,
+    ) -> None:
+        """Connect the scheduler with the processes of the run. `held`: asks the trajectory store what it holds."""
+        plan = self.plan
+        self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
+        self.executor = RunExecutor(
+            supervisor=self.supervisor,
+            scorers=plan.limits.scorers(),
+            prompts=prompts,
+            stores=stores,
+            held_out=len(plan.held_out),
+            drawn=self.scheduler.state.ledger.drawn,
+            deliver=self.deliver,
+            finish=self._finish,
+        )
+        self.driver = Driver(
+            self.scheduler, self.clock, self.recorder, self.executor, self._observe, self._before,
+            0 if plan.run_dir is None else plan.snapshot_every, self.transitions,
+        )  # fmt: skip
+        if plan.metrics_port is not None:
+            self.endpoint = Endpoint(plan, self.metrics, self.driver, held, self.now, plan.metrics_port)
+        self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
+
+    def now(self) -> float:
+        """Seconds of the run. Those in which no process carried it do not count."""
+        return self.clock.now()
+
+    def begin(self, past: Past | None) -> None:
+        """Start the run, or resume it after `past`, once every process is open."""
+        self.clock = self.driver.clock = WallClock(self._at)
+        lives = len(self.plan.lives())
+        begun = past is not None and past.recovered.events > 0
+        resumed = past.event(lives, self.plan.again) if begun and past is not None else None
+        self.deliver(resumed or RunStarted(replicas=lives))
+        self.deliver(*self._settings)
+        self.announce()
+        self.supervisor.begin()
+
+    def announce(self) -> None:
+        """Write down where the run can be watched and controlled."""
+        if self.endpoint is not None:
+            self.endpoint.announce()
+        self.control.begin()
+
+    def deliver(self, *events: Event) -> None:
+        """Hand events to the driver and send what they led to. What the driver raises ends the run."""
+        if self.over.done():
+            return
+        outermost, self._draining = not self._draining, True
+        try:
+            self.driver.deliver(*events)
+            if outermost:
+                self.executor.flush()
+        except Exception as error:
+            if not self.over.done():
+                self.over.set_exception(error)
+            log.exception("the run cannot go on")
+        finally:
+            self._draining = not outermost
+
+    def lose(self, reason: str) -> None:
+        """Report that the run cannot continue in these processes."""
+        self.deliver(RunInterrupted(reason=clean(reason)))
+
+    def stop(self) -> None:
+        """Carry out no more orders, and report no more ends of processes."""
+        self.executor.close()
+        self.supervisor.stop_watching()
+
+    def close(self) -> None:
+        """Close the record and the books, at last."""
+        with contextlib.closing(self.recorder):
+            self.metrics.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+    def _finish(self, command: FinishRun) -> None:
+        if not self.over.done():
+            self.over.set_result(command)
+
+    def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
+        self.metrics.observe(event, commands)
+        self.watchers.soon()
