@@ -113,11 +113,14 @@ def transcripts(chance: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def main(overrides: list[str]) -> int:
-    """Make the model, then what `engine run examples/multi_turn_agent.yaml` does."""
+    """Make the model, then what `engine run examples/multi_turn_agent.yaml --set model.path=...` does."""
     from engine.cli import main as engine
 
     make(MADE)
-    return engine(["run", str(HERE / "multi_turn_agent.yaml"), *overrides])
+    inputs = {"model.path": "model", "data.path": "train.jsonl", "data.validation_path": "held_out.jsonl"}
+    given = [f"{field}={MADE / name}" for field, name in inputs.items()]
+    arguments = [word for override in given for word in ("--set", override)]
+    return engine(["run", str(HERE / "multi_turn_agent.yaml"), *arguments, *overrides])
 
 
 if __name__ == "__main__":

@@ -201,7 +201,8 @@ def test_a_missing_model_directory_is_refused(capsys: Capture) -> None:
     write_data()
     sections = own_data()
     sections["model"]["path"] = "./no/such/model"
-    assert "model.path './no/such/model' is not a directory" in refused(capsys, "check", write_config(**sections))
+    looked = Path.cwd() / "no/such/model"
+    assert f"model.path '{looked}' is not a directory" in refused(capsys, "check", write_config(**sections))
 
 
 def write_model(directory: str, *missing: str) -> None:
@@ -221,7 +222,7 @@ def test_a_directory_without_a_model_is_refused(capsys: Capture, missing: str) -
     write_data()
     write_model("mine", missing)
     said = refused(capsys, "check", write_config(**{**own_data(), "model": {"make": None, "path": "mine"}}))
-    assert said.startswith("engine: model.path 'mine' has no ") and missing in said
+    assert said.startswith(f"engine: model.path '{Path.cwd() / 'mine'}' has no ") and missing in said
 
 
 @pytest.mark.usefixtures("fresh_imports")
@@ -259,8 +260,31 @@ def test_what_holds_is_said(capsys: Capture) -> None:
     said = capsys.readouterr()
     assert "ok: data.path has 2 prompts" in said.out
     assert "ok: reward.function my_reward:score can be imported" in said.out
+    assert "note: model.path someone/model is a hub name" in said.out
     assert "S >= k - 1" in said.out and "B <= K <= B*(S+1)" in said.out
     assert said.err == ""
+
+
+@pytest.mark.usefixtures("fresh_imports")
+def test_a_preset_with_relative_paths_is_checked_from_another_directory(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_data()
+    write_model("mine")
+    tree = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    tree |= {**own_data(validation_path="prompts.jsonl"), "model": {"path": "mine"}}
+    Path("copy.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["check", "../copy.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert f"ok: model.path {tmp_path / 'mine'} has a model" in said
+    assert "ok: data.path has 2 prompts" in said and "ok: reward.function my_reward:score" in said
+    missing = refused(capsys, "check", "../copy.yaml", "--set", "data.path=prompts.jsonl")
+    assert str(tmp_path / "elsewhere" / "prompts.jsonl") in missing, "the message says where the engine looked"
+    (tmp_path / "my_reward.py").unlink()
+    monkeypatch.delitem(sys.modules, "my_reward")
+    assert f"put my_reward.py into {tmp_path}" in refused(capsys, "check", "../copy.yaml")
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------
@@ -578,7 +602,7 @@ def test_a_run_that_is_told_to_resume_goes_on_with_the_newest_that_did_not_finis
     handles = launched()
     assert cli.main(["run", config, "--resume", "auto", "--set", "scheduler.max_drops=2"]) == 0
     assert f"resume: the newest unfinished run of this configuration is {directory}\n" in capsys.readouterr().out
-    assert handles[0].resumed == (directory, (("scheduler.max_drops", "2"),))
+    assert handles[0].resumed == (directory.absolute(), (("scheduler.max_drops", "2"),))
     assert first.resumed is None
     assert len(list(Path("runs").glob("*-mine"))) == 1
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.config import Config, check_config, load_config, parse_config
 from engine.config.check import check_nccl
 from engine.config.loading import expected, fields
+from engine.config.paths import PATHS
 from engine.config.schema import ArithmeticSection, TrainerSection
 from engine.errors import ConfigError
 from engine.hardware import gpu_count
@@ -55,6 +56,84 @@ def test_the_smallest_file_gets_every_default(tmp_path: Path) -> None:
 def test_an_empty_section_is_one_with_defaults(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, "model: {make: arithmetic}\nvalidation:\n"))
     assert config.validation == parse_config(MADE).validation
+
+
+RELATIVE = {
+    "run": {"dir": "out", "code_dir": "src"},
+    "model": {"path": "./model"},
+    "data": {"path": "train.jsonl", "validation_path": "../held_out.jsonl"},
+    "reward": {"function": "mine:score"},
+    "rollout": {"weights_dir": "weights"},
+    "trainer": {"reference_path": "a/b/c", "kl_loss_coef": 0.1},
+    "metrics": {"sinks": {"tensorboard": {"dir": "boards"}, "mlflow": {"uri": "mlruns"}}},
+}
+
+
+def paths_of(config: Config) -> dict[str, str | None]:
+    tree, found = config.model_dump(mode="json"), {}
+    for field in PATHS:
+        inner: Any = tree
+        for key in field.split("."):
+            inner = inner[key]
+        found[field] = inner
+    return found
+
+
+def under(base: Path) -> dict[str, str]:
+    """What the paths of `RELATIVE` are under a directory."""
+    names = ["out", "src", "model", "train.jsonl", "", "weights", "a/b/c", "boards", "mlruns"]
+    return dict(zip(PATHS, [str(base / name) for name in names], strict=True)) | {
+        "data.validation_path": str(base.parent / "held_out.jsonl")
+    }
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that is not the configuration's."""
+    directory = tmp_path / "elsewhere"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def test_paths_in_a_file_are_relative_to_it_and_stay_where_the_run_writes_them(elsewhere: Path, tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, yaml.safe_dump(RELATIVE)))
+    assert paths_of(config) == under(tmp_path)
+    assert load_config(written(elsewhere, config.dump_yaml())) == config
+
+
+def test_paths_in_overrides_and_from_python_are_relative_to_the_working_directory(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    assert paths_of(parse_config(RELATIVE)) == under(elsewhere)
+    overrides = [f"{section}={yaml.safe_dump(value, default_flow_style=True)}" for section, value in RELATIVE.items()]
+    assert paths_of(load_config(written(tmp_path, "{model: {path: x}}"), overrides)) == under(elsewhere)
+    single = load_config(written(tmp_path, yaml.safe_dump(RELATIVE)), ["data.path=mine.jsonl"])
+    assert single.data.path == str(elsewhere / "mine.jsonl")
+
+
+def test_runs_are_in_the_working_directory_and_code_beside_the_file_by_default(elsewhere: Path, tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "model: {make: arithmetic}\nrun:\n"))
+    assert (config.run.dir, config.run.code_dir) == (str(elsewhere / "runs"), str(tmp_path))
+
+
+def test_home_hub_names_and_addresses_are_told_from_paths(elsewhere: Path, tmp_path: Path) -> None:
+    (elsewhere / "org" / "near").mkdir(parents=True)
+    sinks = {"sinks": {"mlflow": {"uri": "http://127.0.0.1:5000"}}}
+
+    def of(model: str) -> Config:
+        return parse_config({**RELATIVE, "model": {"path": model}, "metrics": sinks})
+
+    assert of("org/model").model.path == "org/model"
+    assert of("org/near").model.path == str(elsewhere / "org" / "near")
+    assert of("~/model").model.path == str(Path.home() / "model")
+    assert of("..").model.path == str(tmp_path)
+    assert of("org/model").metrics.sinks.mlflow.uri == "http://127.0.0.1:5000"
+
+
+def test_every_field_with_a_path_is_known_as_one() -> None:
+    names = {path for path, _ in fields() if path.rpartition(".")[2].endswith(("path", "dir", "uri", "file"))}
+    assert names == set(PATHS)
 
 
 def test_overrides_are_yaml_and_reach_sections_the_file_lacks(tmp_path: Path) -> None:

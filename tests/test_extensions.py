@@ -83,7 +83,7 @@ def test_a_module_beside_the_config_is_imported_and_proved(
     assert main(["check", str(file)]) == 0
     assert "ok: 24 simulated runs keep every law under admission mine\n" in capsys.readouterr().out
     loaded = load_config(file)
-    assert loaded.run.extensions_dir == str(file.parent)
+    assert loaded.run.code_dir == str(file.parent)
     assert parse_config(loaded.model_dump(mode="json")) == loaded, "so it is found again when the run is resumed"
 
 
@@ -184,7 +184,7 @@ def test_a_replay_says_that_the_extensions_of_its_run_are_not_imported(
 ) -> None:
     (tmp_path / "mine.py").write_text(a_policy("admission", "admit(self, view, legal)", "return legal"))
     limits = Limits(train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8).to_plain()
-    written = {"run": {"extensions": ["mine"], "extensions_dir": str(tmp_path)}}
+    written = {"run": {"extensions": ["mine"], "code_dir": str(tmp_path)}}
     for name, own in (("own", written), ("plain", {})):
         header = Header(run=name, limits=limits, policies={"admission": "mine"}, config=own)
         Recorder(tmp_path / name / "schedule", header).close()

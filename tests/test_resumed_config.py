@@ -76,6 +76,25 @@ def test_every_other_difference_is_told_with_what_was_and_is(begun: tuple[Path, 
     assert "scheduler.max_staleness_steps" in said.partition("a resume can change")[2]
 
 
+def test_a_resume_takes_inputs_that_were_moved_and_no_others(tmp_path: Path) -> None:
+    inputs = {"data": {"path": "old.jsonl"}, "reward": {"function": "engine.tasks.rewards:exact_match"}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "org/model"}, **inputs}))
+    recorded = load_config(path).model_dump(mode="json")
+    (tmp_path / "old.jsonl").write_text("")
+    (tmp_path / "new.jsonl").write_text("")
+    override = f"data.path={tmp_path / 'new.jsonl'}"
+    with pytest.raises(ConfigError, match=r"data\.path is .*new\.jsonl"):
+        resumed(path, recorded, [override])
+    (tmp_path / "old.jsonl").unlink()
+    assert resumed(path, recorded, [override])[0].data.path == str(tmp_path / "new.jsonl")
+
+
+def test_where_runs_and_code_are_may_change(begun: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    config, settings = resumed(*begun, [f"run.dir={tmp_path / 'other'}", f"run.code_dir={tmp_path / 'code'}"])
+    assert (config.run.dir, settings) == (str(tmp_path / "other"), ())
+
+
 def test_every_live_setting_is_a_field_and_bounds_are_not_live() -> None:
     from engine.config.loading import fields
 

@@ -113,7 +113,7 @@ def test_modules_that_only_a_record_names_are_not_imported(tmp_path: Path) -> No
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(MADE))
     recorded = load_config(config).model_dump(mode="json")
-    recorded["run"] |= {"extensions": ["planted"], "extensions_dir": str(tmp_path)}
+    recorded["run"] |= {"extensions": ["planted"], "code_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"run\.extensions is \[\]: the run began with \['planted'\]"):
         resumed(config, recorded)
     assert not (tmp_path / "ran").exists()

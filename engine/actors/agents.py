@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from engine.config import Config
-from engine.config.agent import AgentSection
 from engine.gateway.parts import GatewayParts
 from engine.gateway.runners import CommandRunner, FunctionRunner, Runner
 from engine.gateway.sessions import Bounds
@@ -29,12 +28,20 @@ MakeGenerator = Callable[[RolloutBackend, Any, Reward | None, SamplingParams, bo
 """(backend, tokenizer, reward, sampling parameters, whether rewards are given later) → what a replica hosts."""
 
 
-def check_agent(agent: AgentSection) -> None:
+def check_agent(config: Config) -> None:
     """Import what the configuration names. Raises: `ConfigError`."""
-    if agent.function is not None:
-        load_coroutine(agent.function, AGENT, config_field="agent.function")
-    if agent.rollout is not None:
-        load_coroutine(agent.rollout, PROGRAM, config_field="agent.rollout")
+    if config.agent.function is not None:
+        _agent_function(config)
+    if config.agent.rollout is not None:
+        _agent_rollout(config)
+
+
+def _agent_function(config: Config) -> Callable[..., Any]:
+    return load_coroutine(config.agent.function or "", AGENT, config.run.code_dir, config_field="agent.function")
+
+
+def _agent_rollout(config: Config) -> Callable[..., Any]:
+    return load_coroutine(config.agent.rollout or "", PROGRAM, config.run.code_dir, config_field="agent.rollout")
 
 
 def gateway_of(config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]) -> Any:
@@ -53,7 +60,7 @@ def make_gateway(
     context = config.rollout.context or getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     return GatewayParts(
         chat=Chat(tokenizer, stop_ids(tokenizer, model, config.rollout.stop)),
-        runner=_runner(agent),
+        runner=_runner(config),
         bounds=Bounds(max_tokens=config.rollout.max_tokens, context=context, timeout_s=agent.timeout_s),
         model=config.model.path or "model",
         parser=PARSERS[agent.tool_parser],
@@ -63,10 +70,10 @@ def make_gateway(
     )
 
 
-def _runner(agent: AgentSection) -> Runner:
-    if agent.command is not None:
-        return CommandRunner(list(agent.command))
-    return FunctionRunner(load_coroutine(agent.function or "", AGENT, config_field="agent.function"))
+def _runner(config: Config) -> Runner:
+    if config.agent.command is not None:
+        return CommandRunner(list(config.agent.command), config.run.code_dir)
+    return FunctionRunner(_agent_function(config))
 
 
 def generator_maker(config: Config) -> MakeGenerator:
@@ -83,7 +90,7 @@ def generator_maker(config: Config) -> MakeGenerator:
     def program(
         backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams, later: bool = False
     ) -> Generator:
-        rollout = load_coroutine(agent.rollout or "", PROGRAM, config_field="agent.rollout")
+        rollout = _agent_rollout(config)
         scorer = Scorer(tokenizer, reward, timeout_s=timeout_s, later=later)
         chat = Chat(tokenizer, params.stop_ids)
         return ProgramGenerator(backend, chat, scorer, rollout, params=params, seed=seed, timeout_s=agent.timeout_s)

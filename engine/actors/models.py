@@ -33,7 +33,6 @@ from engine.runtime.plan import Plan, Restore, Rollout
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_reward
-from engine.training.settings import TrainerSettings
 from engine.trajectory import Prompt
 
 Progress = Callable[[float, str], None]
@@ -57,9 +56,9 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
     """
     check_backend(config)
     inputs = inputs_of(config, progress)
-    check_agent(config.agent)
+    check_agent(config)
     if inputs.reward is not None:
-        load_reward(inputs.reward)
+        load_reward(inputs.reward, config.run.code_dir)
     Dataset.load(inputs.training, prompt_field=inputs.prompt_field)
     settings, limits = config.trainer_settings(), config.limits()
     held_out = _held_out(inputs, limits.validation.rows) if limits.validation is not None else []
@@ -73,11 +72,11 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         prefix_every_tokens=config.durability.prefix_every_tokens,
         snapshot_every=config.durability.snapshot_every,
         make_rollout=partial(make_rollout, config, inputs),
-        make_trainer=partial(make_trainer, inputs.model, with_reference(settings), limits.scored_apart),
+        make_trainer=partial(make_trainer, inputs.model, settings, limits.scored_apart),
         make_work=partial(make_work, config, inputs),
         state_timeout_s=config.scheduler.state_timeout_s,
         reward_timeout_s=config.reward.timeout_s,
-        make_scorer=partial(make_scorer, inputs.model, with_reference(settings)),
+        make_scorer=partial(make_scorer, inputs.model, settings),
         restore_trainer=restore_trainer,
         make_gateway=gateway_of(config, inputs.model, stop_ids_of),
         make_prompts=partial(make_prompts, config, inputs),
@@ -95,7 +94,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         most_replicas=len(config.rollout.urls) or 4096,
         silence_s=config.run.silence_s,
         sinks=config.metrics.sinks.chosen(),
-        endpoints=Path(config.run.dir).resolve() / FOLDER,
+        endpoints=Path(config.run.dir) / FOLDER,
         trajectories=config.durability.trajectories,
         store_policy=StorePolicy(
             segment_bytes=config.durability.segment_mb << 20,
@@ -157,21 +156,7 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
     path, data, reward = config.model.path, config.data, config.reward
     if path is None or data.path is None:
         raise ConfigError("model.path", path, "model.path and data.path are required", "set them, or use model.make")
-    model = _absolute(path)
-    held_out = None if data.validation_path is None else str(Path(data.validation_path).expanduser().resolve())
-    training = str(Path(data.path).expanduser().resolve())
-    return Inputs(model, training, held_out, reward.function, data.prompt_field)
-
-
-def _absolute(path: str) -> str:
-    """A directory by its absolute path, since actors have directories of their own; a hub name as it is."""
-    return str(Path(path).expanduser().resolve()) if os.path.isdir(os.path.expanduser(path)) else path
-
-
-def with_reference(settings: TrainerSettings) -> TrainerSettings:
-    """The same, the reference model by a path that holds in every actor."""
-    path = settings.reference_path
-    return settings if path is None else replace(settings, reference_path=_absolute(path))
+    return Inputs(path, data.path, data.validation_path, reward.function, data.prompt_field)
 
 
 def _held_out(inputs: Inputs, count: int) -> list[Prompt]:
@@ -215,7 +200,7 @@ def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:
 
     r = config.rollout
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
-    reward = None if inputs.reward is None else load_reward(inputs.reward)
+    reward = None if inputs.reward is None else load_reward(inputs.reward, config.run.code_dir)
     backend = BACKENDS[r.backend](config, inputs, replica)
     stop_ids = stop_ids_of(tokenizer, inputs.model, r.stop)
     params = SamplingParams(temperature=r.temperature, top_p=r.top_p, max_tokens=r.max_tokens, stop_ids=stop_ids)
@@ -235,7 +220,8 @@ def make_work(config: Config, inputs: Inputs, state: str) -> Work:
     from transformers import AutoTokenizer
 
     tokenizer, at_once = AutoTokenizer.from_pretrained(inputs.model), states[0].concurrency
-    scorer = Scorer(tokenizer, load_reward(inputs.reward), threads=at_once, timeout_s=config.reward.timeout_s)
+    reward = load_reward(inputs.reward, config.run.code_dir)
+    scorer = Scorer(tokenizer, reward, threads=at_once, timeout_s=config.reward.timeout_s)
     return Rewarding(scorer)
 
 

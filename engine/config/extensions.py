@@ -38,14 +38,14 @@ def load_extensions(modules: Iterable[str] = (), directory: str | None = None) -
             if directory not in sys.path:
                 sys.path.append(directory)
             _refuse_another(name, directory)
-        _import(name)
+        _import(name, directory)
 
 
 def load_extensions_of(config: Mapping[str, Any]) -> None:
     """The extensions that a configuration as plain data asks for. Raises: `ConfigError`."""
     run = config.get("run")
     run = run if isinstance(run, Mapping) else {}
-    names, directory = run.get("extensions") or (), run.get("extensions_dir")
+    names, directory = run.get("extensions") or (), run.get("code_dir")
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         load_extensions(names, directory if isinstance(directory, str) else None)
 
@@ -63,13 +63,13 @@ def _load_point(point: EntryPoint) -> None:
         raise ConfigError("extensions", point.value, law, f"fix or uninstall {package}") from error
 
 
-def _import(name: str) -> None:
+def _import(name: str, directory: str | None) -> None:
     try:
         with _whole():
             import_module(name)
     except Exception as error:
         law = f"cannot be imported: {_reason(error)}"
-        fix = "use a module on the Python path or in the directory of the config"
+        fix = f"use a module on the Python path or in {directory} (run.code_dir)"
         raise ConfigError("run.extensions", name, law, fix) from error
 
 

@@ -28,6 +28,8 @@ def check_inputs(config: Config) -> Iterator[str]:
     if directory is not None:
         check_model(directory)
         yield f"ok: model.path {config.model.path} has a model and a tokenizer"
+    elif config.model.path is not None:
+        yield f"note: model.path {config.model.path} is a hub name: no such directory was found (./ before it: a path)"
     yield from _check_stop(config, directory)
     yield from _check_store(config, directory)
     if config.model.make is None:
@@ -37,7 +39,7 @@ def check_inputs(config: Config) -> Iterator[str]:
                 data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
                 yield f"ok: {field} has {len(data)} prompts"
     if config.reward.function is not None:
-        load_reward(config.reward.function)
+        load_reward(config.reward.function, config.run.code_dir)
         yield f"ok: reward.function {config.reward.function} can be imported"
 
 
@@ -49,10 +51,10 @@ def model_directory(config: Config) -> Path | None:
     path = config.model.path
     if path is None:
         return None
-    directory = Path(path).expanduser()
+    directory = Path(path)
     if directory.is_dir():
         return directory
-    if path.startswith(("/", "./", "../", "~")):
+    if directory.is_absolute():
         raise ConfigError(
             "model.path",
             path,

@@ -4,6 +4,7 @@ Called by the CLI. Reads the configuration file, and imports the extensions that
 rewards import is found out by those who use them. A pydantic error never leaves this module.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.config.extensions import load_extensions_of
+from engine.config.paths import RUNS, absolute_paths
 from engine.config.schema import Config
 from engine.config.secrets import refuse_secrets
 from engine.config.yaml_tree import MOST_BYTES, MOST_DEEP, parse_yaml
@@ -24,20 +26,29 @@ SHOWN = 8
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, write `path=value` overrides over it, and check everything.
 
+    Paths in the file are relative to its directory, those in overrides to the working directory.
     Raises: ConfigError, for a missing or malformed file too.
     """
-    tree = _read(Path(path))
+    directory = os.path.dirname(os.path.abspath(path))
+    tree = absolute_paths(_read(Path(path)), directory)
     for override in overrides:
         _override(tree, override)
-    run = tree.get("run")
-    if isinstance(run, dict) and run.get("extensions"):
-        run.setdefault("extensions_dir", str(Path(path).resolve().parent))
-    return parse_config(tree)
+    return _checked(tree, directory)
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """A Config from plain data, such as a record's header; imports its extensions first. Raises: ConfigError."""
+    """A Config from plain data, such as a record's header; imports its extensions first. Paths are relative to the
+    working directory. Raises: ConfigError."""
+    return _checked(absolute_paths(dict(tree), os.getcwd()), os.getcwd())
+
+
+def _checked(tree: dict[str, Any], directory: str) -> Config:
+    """`directory`: where modules and agent programs are, unless `run.code_dir` says otherwise."""
     refuse_secrets(tree)  # before any other complaint could repeat one
+    run = {} if tree.get("run") is None else tree["run"]
+    if isinstance(run, dict):
+        defaults = {"dir": os.path.abspath(RUNS), "code_dir": directory}
+        tree = {**tree, "run": defaults | run}
     load_extensions_of(tree)
     try:
         # An empty section (`validation:` with nothing under it) is one with all its defaults.
@@ -83,7 +94,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(inner[key], dict):
             raise ConfigError("--set", override, f"{'.'.join(keys[:depth])} is a value, not a section")
         inner = inner[key]
-    inner[keys[-1]] = parse_yaml(text, "--set", override)
+    inner[keys[-1]] = absolute_paths(parse_yaml(text, "--set", override), os.getcwd(), ".".join(keys))
 
 
 def _first_of(error: ValidationError) -> ConfigError:

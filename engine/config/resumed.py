@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.loading import load_config, parse_config
+from engine.config.paths import moved
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.scheduling.settings import FIGURES, POLICIES, live_settings
@@ -17,6 +18,8 @@ from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 FREE = (
     "metrics",
     "control",
+    "run.dir",
+    "run.code_dir",
     "run.silence_s",
     "rollout.replicas",
     "rollout.threads",
@@ -55,7 +58,10 @@ def resumed(path: Path, recorded: Mapping[str, Any], overrides: Sequence[str] = 
     other = [
         field
         for field in was
-        if now[field] != was[field] and field not in live and not any(f"{field}.".startswith(f"{f}.") for f in free)
+        if now[field] != was[field]
+        and field not in live
+        and not any(f"{field}.".startswith(f"{f}.") for f in free)
+        and not moved(field, was[field], now[field])
     ]
     if other:
         more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
@@ -87,8 +93,8 @@ def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> Non
     """Before anything that only the record names is imported: it is data, and the configuration is the user's."""
     run = recorded.get("run")
     named = run.get("extensions", ()) if isinstance(run, Mapping) else ()
-    where = run.get("extensions_dir") if isinstance(run, Mapping) else None
-    if tuple(named or ()) != wished.run.extensions or (named and where != wished.run.extensions_dir):
+    where = run.get("code_dir") if isinstance(run, Mapping) else None
+    if tuple(named or ()) != wished.run.extensions or (named and where != wished.run.code_dir):
         law = f"the run began with {list(named or ())} from {where!r}"
         raise ConfigError("run.extensions", list(wished.run.extensions), law, "use the same modules")
 

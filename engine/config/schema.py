@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from engine.config.agent import NAMED, AgentSection
 from engine.config.control import ControlSection
 from engine.config.deterministic import settled
+from engine.config.paths import RUNS
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
 from engine.config.rollout import RolloutSection
 from engine.config.scheduler import SchedulerSection, divisor
@@ -46,7 +47,9 @@ class RunSection(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Last part of the run's id; `run`: the config's file name.",
     )
-    dir: str = Field("runs", min_length=1, description="Parent of the run directories.")
+    dir: str = Field(
+        RUNS, min_length=1, description="Parent of the run directories; by default runs/ in the working directory."
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds data order, sampling and made models.")
     max_steps: int | None = Field(
         None,
@@ -64,10 +67,12 @@ class RunSection(Section):
         (),
         strict=False,
         max_length=100,
-        description="Modules with custom policies and states, on the Python path or beside the config.",
+        description="Modules with custom policies and states, on the Python path or in code_dir.",
     )
-    extensions_dir: str | None = Field(
-        None, min_length=1, description="Additional directory of these modules; null: the config's directory."
+    code_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of your modules and agent programs; null: the configuration file's directory.",
     )
 
     @model_validator(mode="after")

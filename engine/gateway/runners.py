@@ -124,10 +124,11 @@ class FunctionRunner:
 
 
 class CommandRunner:
-    """Runs a program. With exit code 0 the rollout is scored."""
+    """Runs a program in a directory. With exit code 0 the rollout is scored."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], directory: str | None = None) -> None:
         self._command = command
+        self._directory = directory
 
     async def run(self, base_url: str, key: str, prompt: Prompt) -> float | None:
         said = {"row": prompt.row, "text": prompt.text, "fields": dict(prompt.fields)}
@@ -141,6 +142,7 @@ class CommandRunner:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 env=environment,
+                cwd=self._directory,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -148,7 +150,7 @@ class CommandRunner:
                 preexec_fn=_die_with_parent,
             )
         except OSError as error:
-            raise EngineError(f"agent {self._command[0]} cannot be started: {error}") from error
+            raise EngineError(f"agent {self._command[0]} cannot be started in {self._directory}: {error}") from error
         try:
             told = await _tail(process.stderr)
             code = await process.wait()

@@ -22,17 +22,19 @@ Reward: TypeAlias = Callable[[Prompt, Trajectory], float]
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
-def load_reward(spec: str, *, config_field: str = "reward.function") -> Reward:
-    """Import a reward, "module:function". Modules in the working directory are found too, after installed ones."""
-    found = find(spec, config_field)
+def load_reward(spec: str, directory: str | None = None, *, config_field: str = "reward.function") -> Reward:
+    """Import a reward, "module:function", from the Python path, then from `directory` (None: the working one)."""
+    found = find(spec, directory, config_field)
     _check_signature(found, spec, config_field)
     reward: Reward = found
     return reward
 
 
-def load_coroutine(spec: str, parameters: Sequence[str], *, config_field: str) -> Callable[..., Any]:
+def load_coroutine(
+    spec: str, parameters: Sequence[str], directory: str | None, *, config_field: str
+) -> Callable[..., Any]:
     """Import a coroutine function, "module:function", that takes so many arguments. Raises: `ConfigError`."""
-    found = find(spec, config_field)
+    found = find(spec, directory, config_field)
     wanted = f"async def {spec.rpartition(':')[2]}({', '.join(parameters)})"
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(
@@ -47,12 +49,12 @@ def load_coroutine(spec: str, parameters: Sequence[str], *, config_field: str) -
     return found
 
 
-def find(spec: str, config_field: str) -> Any:
+def find(spec: str, directory: str | None, config_field: str) -> Any:
     """What "module:attribute" names. Raises: `ConfigError`."""
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(config_field, spec, "is not of the form module:function", "for example my_rewards:score")
-    module = _import(module_name, spec, config_field)
+    module = _import(module_name, directory or os.getcwd(), spec, config_field)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -63,17 +65,16 @@ def find(spec: str, config_field: str) -> Any:
     return found
 
 
-def _import(name: str, spec: str, config_field: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+def _import(name: str, directory: str, spec: str, config_field: str) -> ModuleType:
+    if directory not in sys.path:
+        sys.path.append(directory)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             law = f"no module named {error.name!r}"
-            hint = f"install it, or put {error.name.replace('.', '/')}.py into {here}"
+            hint = f"install it, or put {error.name.replace('.', '/')}.py into {directory}"
         else:
             law = f"module {name!r} itself imports {error.name!r}, which is not installed"
             hint = f"install {error.name}"

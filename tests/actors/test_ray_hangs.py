@@ -65,7 +65,7 @@ def test_a_run_whose_scheduler_hangs_continues_and_says_where_its_stacks_are(
     gate = Gate(tmp_path / "gate")
     own = replace(own, make_rollout=gate.before(8 * 4, own.make_rollout))
     if how == "looping":
-        extension = {"extensions": ["endless_policy"], "extensions_dir": str(Path(__file__).parent)}
+        extension = {"extensions": ["endless_policy"], "code_dir": str(Path(__file__).parent)}
         own = replace(own, policies={"dispatch": "endless-once"}, config={"run": extension})
     with start(own) as run:
         run.note = said.append

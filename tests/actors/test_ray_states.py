@@ -41,7 +41,7 @@ def test_the_process_of_the_states_dies_and_goes_on(tmp_path: Path) -> None:
         make_trainer=Judged,
         make_rollout=lambda replica: Rollout(generator=Quick()),
         make_prompts=lambda: listed([marker] * 40),
-        config={"run": {"extensions": ["refereeing_state"], "extensions_dir": str(Path(__file__).parent)}},
+        config={"run": {"extensions": ["refereeing_state"], "code_dir": str(Path(__file__).parent)}},
     )
     with start(judged) as run:
         status = run.wait()

@@ -40,6 +40,13 @@ def test_a_program_is_told_where_the_model_is_and_what_is_asked(tmp_path: Path) 
     assert told.read_text() == "http://here/v1 sk-1 say it 4 3"
 
 
+def test_a_program_runs_in_the_given_directory(tmp_path: Path) -> None:
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\necho done > said\n")
+    (tmp_path / "agent.sh").chmod(0o755)
+    assert run(CommandRunner(["./agent.sh"], str(tmp_path))) is None
+    assert (tmp_path / "said").read_text() == "done\n"
+
+
 def test_a_program_that_fails_is_the_datas_fault_and_says_its_last_words() -> None:
     with pytest.raises(DataFailure, match=r"prompt row 3 ended with exit code 7: .*no tool"):
         run(command("import sys; print('x' * 9000, 'no tool', file=sys.stderr); sys.exit(7)"))

@@ -1,0 +1,49 @@
+"""Paths in a configuration, made absolute when it is read: every process and a later resume then find the same files.
+
+Called by `loading.py`. A path in a file is relative to the file's directory. One given with `--set` or by a Python
+program is relative to the working directory. Reads only whether a directory exists.
+"""
+
+import os
+from typing import Any
+
+PATHS = {
+    "run.dir": "path",
+    "run.code_dir": "path",
+    "model.path": "path or hub name",
+    "data.path": "path",
+    "data.validation_path": "path",
+    "rollout.weights_dir": "path",
+    "trainer.reference_path": "path or hub name",
+    "metrics.sinks.tensorboard.dir": "path",
+    "metrics.sinks.mlflow.uri": "path or address",
+}
+"""What each of these fields may be."""
+RUNS = "runs"
+"""The default of `run.dir`, in the working directory, where commands look for runs by name."""
+
+
+def absolute_paths(value: Any, base: str, field: str = "") -> Any:
+    """`value` of a field or section, as it was written, with absolute paths. Other data is left as it is."""
+    if isinstance(value, dict):
+        above = f"{field}." if field else ""
+        return {key: absolute_paths(inner, base, f"{above}{key}") for key, inner in value.items()}
+    if field not in PATHS or not isinstance(value, str) or not value:
+        return value
+    place = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
+    if PATHS[field] == "path or hub name" and _may_be_hub_name(value) and not os.path.isdir(place):
+        return value
+    if PATHS[field] == "path or address" and ":" in value:
+        return value
+    return place
+
+
+def _may_be_hub_name(value: str) -> bool:
+    """`name` or `owner/name`."""
+    return not value.startswith(("/", "./", "../", "~")) and value not in (".", "..") and value.count("/") < 2
+
+
+def moved(field: str, was: Any, now: Any) -> bool:
+    """Whether a path changed because what it leads to was moved: only the new one exists."""
+    texts = isinstance(was, str) and isinstance(now, str)
+    return field in PATHS and texts and not os.path.exists(was) and os.path.exists(now)
