@@ -399,9 +399,9 @@ def test_a_scheduler_built_from_the_record_has_the_same_open_orders_and_reaches_
 
 
 ARRIVE = {row.subject for row in RELATIONS.values() if row.answers == (OrderDone,)}
-ENDED_WITH_THE_RUN = {"group", "park", "truncate", "sync", "start", "stop", "timer", "stage", "draw", "rows"}
-"""What a run that has all its steps does not wait for: groups that no step takes, replicas, prompts nobody needs, and
-the other rows of a validation that its last event ended."""
+ENDED_WITH_THE_RUN = {"group", "park", "truncate", "sync", "start", "stop", "timer", "stage", "draw", "rows", "probe"}
+"""What a run that has all its steps does not wait for: groups that no step takes, replicas, probes, prompts
+nobody needs, and the other rows of a validation that its last event ended."""
 
 
 class Ending(World):
