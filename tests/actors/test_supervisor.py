@@ -119,7 +119,7 @@ async def test_a_trainer_that_cannot_be_brought_anywhere_is_lost_for_good(
     scene.start(TRAINER, 0, 2, steps=4)
     await settled()
     (lost,) = scene.events
-    assert isinstance(lost, ProcessLost) and lost.final and "cannot bring another trainer" in lost.reason
+    assert isinstance(lost, ProcessLost) and lost.final and "cannot restore a trainer" in lost.reason
     assert not cluster.handles
 
 
