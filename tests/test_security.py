@@ -68,7 +68,7 @@ def test_the_sums_of_a_checkpoint_name_nothing_outside_it(tmp_path: Path, name: 
     checkpoint.mkdir(parents=True)
     (tmp_path / "secret").write_text("x")
     (checkpoint / SUMS).write_text(f"{'0' * 64}  {name}\n")
-    with pytest.raises(ConfigError, match="which lies elsewhere"):
+    with pytest.raises(ConfigError, match="which is outside the checkpoint"):
         verify_checkpoint(checkpoint)
 
 

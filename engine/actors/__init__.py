@@ -1,4 +1,4 @@
-"""The engine over Ray: one scheduler actor, rollout actors, a trainer actor and two stores. `run.launch` starts a run.
+"""Runs the engine over Ray: one scheduler actor, rollout actors, a trainer actor and two stores.
 
-The only package that imports Ray, but for the command line. Within it, `executor.py` is where commands become calls.
+`run.launch` starts a run. `processes.py` implements the runtime's process port: commands become calls there.
 """

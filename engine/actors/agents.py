@@ -1,4 +1,4 @@
-"""From a configuration to multi-turn rollouts: the gateway's parts, and which generator a replica hosts.
+"""Makes the gateway's parts and the replicas' generators for multi-turn rollouts, from a configuration.
 
 Called by `models.py`; the functions run in the actors.
 """
@@ -25,11 +25,11 @@ AGENT = ("base_url", "api_key", "prompt")
 PROGRAM = ("client", "prompt")
 
 MakeGenerator = Callable[[RolloutBackend, Any, Reward | None, SamplingParams, bool], Generator]
-"""(backend, tokenizer, reward, sampling parameters, whether rewards are given later) → what a replica hosts."""
+"""(backend, tokenizer, reward, sampling parameters, whether rewards are assigned later) → a replica's generator."""
 
 
 def check_agent(config: Config) -> None:
-    """Import what the configuration names. Raises: `ConfigError`."""
+    """Check that the functions in the configuration can be imported. Raises: `ConfigError`."""
     if config.agent.function is not None:
         _agent_function(config)
     if config.agent.rollout is not None:
@@ -45,14 +45,14 @@ def _agent_rollout(config: Config) -> Callable[..., Any]:
 
 
 def gateway_of(config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]) -> Any:
-    """What `Plan.make_gateway` is: None where no agent runs on a gateway."""
+    """The value of `Plan.make_gateway`; None if no agent uses the gateway."""
     return partial(make_gateway, config, model, stop_ids) if config.agent.on_gateway else None
 
 
 def make_gateway(
     config: Config, model: str, stop_ids: Callable[[Any, str, list[str]], tuple[int, ...]]
 ) -> GatewayParts:
-    """Runs in the gateway's actor."""
+    """Make the gateway's parts, in its actor."""
     from transformers import AutoConfig, AutoTokenizer
 
     agent = config.agent
@@ -77,7 +77,7 @@ def _runner(config: Config) -> Runner:
 
 
 def generator_maker(config: Config) -> MakeGenerator:
-    """Which generator the run's replicas host: for agents on the gateway, for rollouts in Python, or for single
+    """The factory of the replicas' generators: for agents on the gateway, for rollouts in Python, or for single
     responses."""
     agent, seed, timeout_s = config.agent, config.run.seed, config.reward.timeout_s
 
@@ -98,7 +98,7 @@ def generator_maker(config: Config) -> MakeGenerator:
     def single(
         backend: RolloutBackend, tokenizer: Any, reward: Reward | None, params: SamplingParams, later: bool = False
     ) -> Generator:
-        assert reward is not None  # the configuration's laws
+        assert reward is not None  # the configuration was checked
         return ModelGenerator(
             backend, tokenizer, reward, params=params, seed=seed, reward_timeout_s=timeout_s, rewards_later=later
         )

@@ -1,4 +1,7 @@
-"""What went wrong, out of the wrappings that Ray puts around it."""
+"""Unwraps Ray's exceptions: finds the original error, or describes the death of an actor in one line.
+
+Used for every call to an actor.
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ CLASS, PID = re.compile(r"class_name: (\w+)"), re.compile(r"pid: (\d+)")
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """The exception that was raised in the first place; a dead actor becomes a `RunFailed` that says so in one line."""
+    """The original exception; for a dead actor a `RunFailed` with one line."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     if isinstance(error, RayActorError):
@@ -23,7 +26,7 @@ def unwrapped(error: BaseException) -> BaseException:
 
 
 def _death(story: str) -> str:
-    """Ray's page about a dead actor as a line: who, and what is known of how."""
+    """Shorten Ray's message about a dead actor to one line: the actor, and why it died."""
     name, pid, detail = CLASS.search(story), PID.search(story), DETAIL.search(story)
     who = f"{name[1] if name else 'an actor'}{f' (process {pid[1]})' if pid else ''}"
     how = detail[1] if detail else story
@@ -31,19 +34,19 @@ def _death(story: str) -> str:
 
 
 def failure_reason(error: BaseException) -> str:
-    """One line for an event."""
+    """The original exception as the reason in an event."""
     return reason_of(unwrapped(error))
 
 
 def raised(error: BaseException) -> EngineError:
-    """The same as one of the engine's own errors, to be raised in another process."""
+    """The original exception as an `EngineError`, which can be raised in another process."""
     own = unwrapped(error)
     return own if isinstance(own, EngineError) else RunFailed(reason_of(own))
 
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Around calls to another actor: what they raise is what was raised there, or says in a line who died."""
+    """Context manager around calls to another actor: turns Ray's exceptions into those of `raised`."""
     try:
         yield
     except RayError as error:

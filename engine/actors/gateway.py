@@ -1,7 +1,7 @@
-"""The gateway actor of a run: the HTTP server for agents, and the agents themselves.
+"""The gateway actor of a run: hosts the HTTP server for agents, and runs the agents.
 
-Started by the scheduler actor before the replicas, and ended with the run. Replicas open groups here
-and are asked for samples in turn; the scheduler says which groups nobody wants any more.
+Started by the scheduler actor before the replicas, and ended with the run. Replicas open groups here, and the gateway
+asks them for samples. The scheduler discards groups that are no longer needed.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class GatewayActor(Watched):
-    """`open`, then `open_group` and `cut` from the replicas and `discard` from the scheduler, until `close`."""
+    """After `open`, replicas call `open_group` and `cut`, and the scheduler `discard`, until `close`."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
         end_when_orphaned(plan, scheduler)
@@ -36,7 +36,7 @@ class GatewayActor(Watched):
         self._url = ""
 
     async def open(self) -> str:
-        """Listen; returns the base URL. Raises: OSError where the port is taken, and what the user's code raises."""
+        """Listen; returns the base URL. Raises: `OSError` if the port is in use, and what the user's code raises."""
         plan = self._plan
         prepare_process("gateway", plan.run_dir)
         if plan.make_gateway is None:
@@ -51,7 +51,7 @@ class GatewayActor(Watched):
         return self._url
 
     async def open_group(self, work: OpenGroup, replica: Any) -> GroupOutcome:
-        """See `gateway.agents.Agents.open`; `replica` is the rollout actor that asks."""
+        """See `gateway.agents.Agents.open`; `replica` is the calling rollout actor."""
         return await self._agents.open(work, ReplicaSampler(replica))
 
     async def cut(self, group: GroupId, attempt: int, how: str) -> None:
@@ -61,7 +61,7 @@ class GatewayActor(Watched):
         self._agents.discard(groups)
 
     async def alive(self) -> str:
-        """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
+        """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
         return await self._parts.runner.failed()
 
     async def close(self) -> None:
@@ -75,7 +75,7 @@ class GatewayActor(Watched):
 
 
 class ReplicaSampler:
-    """A rollout actor as the gateway samples on it."""
+    """Sends the gateway's sampling calls to a rollout actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

@@ -1,4 +1,4 @@
-"""The gateway as a replica sees it: apart from the gateway itself, whose HTTP server a replica need not load."""
+"""The client of the gateway actor, for replicas. Must never import the gateway's HTTP server."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class GatewayLink:
-    """From inside a replica's actor. Where the gateway is dead the run ends: nothing is said of groups then, so that
-    their failures do not tell another story first."""
+    """The gateway, for the actor of a replica. If the gateway is dead, calls never return: the run ends because of the
+    gateway, so failures of groups must not be reported first."""
 
     def __init__(self, gateway: Any) -> None:
         self._gateway = gateway
@@ -36,5 +36,5 @@ async def _answered(call: Any) -> Any:
         try:
             return await call
         except RayActorError:
-            log.warning("the gateway is gone: waiting for the end of the run")
+            log.warning("the gateway has died: waiting for the end of the run")
             return await asyncio.Event().wait()

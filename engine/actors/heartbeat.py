@@ -1,8 +1,8 @@
-"""How it is known that an actor is lost: it says so itself, Ray says that it died, or it gives no sign of life.
+"""Detects lost actors: the actor reports it, Ray reports its death, or it misses heartbeats.
 
-Used by `processes.py`, `survived.py` and `scheduler_watch.py`. The first two need no polls: a call that is answered
-at the end only. A process that hangs (stopped, swapping, its event loop blocked) never answers, so each process gets
-heartbeats at intervals. Long work on its threads does not keep its event loop from answering.
+Used by `processes.py`, `survived.py` and `scheduler_watch.py`. The first two need no polling: an open call returns once
+the actor ends. A hung process (stopped, swapping, its event loop blocked) answers no call, so every process gets
+heartbeats. Long work on its threads does not delay its answers.
 """
 
 import asyncio
@@ -17,13 +17,12 @@ from engine.runtime.plan import Plan
 from engine.runtime.port import Ended, Sign
 
 PATIENCE_S = 30.0
-"""For an answer, where no heartbeat says otherwise."""
+"""Seconds to wait for an answer if heartbeats are off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A sign of life is asked for every `every_s`, never if 0; an actor that gives none for `missed` times as long is
-    lost."""
+    """A heartbeat every `every_s` seconds, none if 0. An actor that does not answer for `every_s * missed` is lost."""
 
     every_s: float
     missed: int
@@ -33,7 +32,7 @@ class Pulse:
         return cls(plan.heartbeat_s, plan.missed_beats)
 
     async def lost(self, actor: Any) -> "Ended":
-        """Returns when the actor is lost."""
+        """Return once the actor is lost."""
         ended = asyncio.ensure_future(_ended(actor))
         try:
             while self.every_s:
@@ -57,12 +56,12 @@ class Pulse:
 
     @property
     def patience_s(self) -> float:
-        """How long an answer is waited for that a process gives at once; never 0."""
+        """Seconds to wait for a call that a process answers at once; never 0."""
         return self.limit_s or PATIENCE_S
 
 
 async def sign_of(actor: Any) -> Sign | None:
-    """Returns when the actor gives a sign of life; None: it is dead."""
+    """Return once the actor answers; None: it is dead."""
     with contextlib.suppress(RayError):
         sign: Sign = await actor.beat.remote()
         return sign

@@ -1,4 +1,4 @@
-"""Actors that survive the scheduler's process: their names, how they are found again, and how they end.
+"""Names, finds and ends the actors that survive the scheduler's process.
 
 Ray ends an actor's children with its process unless they are detached. In a run with a record they are detached and
 named, so that a restarted scheduler finds them. They end by themselves when the scheduler is gone for good. Without a
@@ -47,7 +47,7 @@ class Living:
     """Why an actor could not be taken over, by its source."""
 
     def newest(self, source: str) -> tuple[Incarnation, Any] | None:
-        """The newest life of an actor, if it exists."""
+        """The newest incarnation of an actor, if it exists."""
         lives = [life for name, life in self.actors if name == source]
         return (max(lives), self.actors[source, max(lives)]) if lives else None
 
@@ -104,10 +104,10 @@ def note_launch(run_dir: Path, launch: str) -> None:
 
 
 def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
-    """Called when an actor is made: ends its process `orphan_s` after the scheduler is gone for good.
+    """Make this actor end `orphan_s` seconds after the scheduler has ended for good. Call it when the actor is made.
 
-    It makes a call that the scheduler answers only at its end, and that Ray repeats as long as it restarts the
-    scheduler. The call waits on a separate thread, so a blocked event loop cannot keep the actor alive.
+    It calls `SchedulerActor.here`, which returns only at the end of the run; Ray repeats the call after each restart of
+    the scheduler. The call waits on a separate thread, so a blocked event loop cannot keep the actor alive.
     """
     if packed.lasts:
         me = ray.get_runtime_context().current_actor
@@ -123,6 +123,6 @@ def _outlive(me: Any, scheduler: Any, packed: PackedPlan) -> None:
     log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, reason)
     threading.Event().wait(packed.orphan_s)
     try:
-        free_places(packed.launch)  # they are detached, too: nobody else gives them back
+        free_places(packed.launch)  # they are detached, too, so nothing else frees them
     finally:
         ray.kill(me)

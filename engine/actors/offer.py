@@ -1,6 +1,6 @@
-"""What the receiver of weights is told by their sender in an actor's answer, before any of their bytes pass.
+"""The metadata that a sender of weights gives the receiver, in an actor's answer, before the transfer.
 
-Made and read by `transfer.py`. Plain data, so that who only passes it on needs no torch.
+Made and read by `transfer.py`. Must never import torch, because other processes forward it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from engine.rollout.sent_weights import Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Where a sender waits for one receiver, and all that the receiver must know beforehand."""
+    """The address at which a sender waits for one receiver, and the parameters of the transfer."""
 
     host: str
     port: int

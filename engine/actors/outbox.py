@@ -25,8 +25,8 @@ class Outbox:
     """Sends an actor's events to the scheduler. Each batch has a number; Ray resends it until it is acknowledged."""
 
     def __init__(self, report: Report, lost: Callable[[str], None]) -> None:
-        """`lost(reason)` is called if an event cannot be sent: the scheduler is gone, or the event cannot be packed.
-        Nothing more is sent then."""
+        """`lost(reason)` is called if an event cannot be sent, because the scheduler is gone or the event cannot be
+        packed. Then nothing more is sent."""
         self._report = report
         self._lost = lost
         self._sequence = 0
@@ -51,9 +51,9 @@ class Outbox:
                 self._sequence += 1
                 await self._report(self._sequence, pack_events(events), figures)
         except Exception as error:
-            log.exception("the scheduler cannot be told of events")
-            self._lost(f"the scheduler cannot be told of events: {failure_reason(error)}")
-            return  # `_task` stays: nothing is sent any more
+            log.exception("events cannot be sent to the scheduler")
+            self._lost(f"events cannot be sent to the scheduler: {failure_reason(error)}")
+            return  # `_task` stays set, so nothing more is sent
         self._task = None
 
 

@@ -1,5 +1,7 @@
-"""What every actor's process does first: find the launching program's modules, log to a file of the run, bound the
-threads of numerical libraries, register the file for its stacks."""
+"""Prepares the process of an actor: module paths, log file, thread counts of numerical libraries, file for stacks.
+
+Called by every actor when it starts.
+"""
 
 import gc
 import logging
@@ -19,19 +21,19 @@ from engine.runtime.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
-    """A plan on its way to other processes, with what they need to import the user's functions in it."""
+    """A pickled plan, with the paths that other processes need to import the user's functions in it."""
 
     directory: str
     path: tuple[str, ...]
     data: bytes
     launch: str
-    """What the names of this launch's actors begin with; no other launch has it."""
+    """Prefix of the names of this launch's actors, unique to it."""
     lasts: bool
-    """There is a record, from which a scheduler that ended can go on: the other actors outlive it."""
+    """Whether the other actors survive the scheduler's process: a restarted scheduler recovers from the record."""
     orphan_s: float
-    """How long they do if no other comes."""
+    """Seconds that they survive if the scheduler is not restarted."""
     run_dir: Path | None
-    """Absolute: for actors that do not unpack the plan."""
+    """Absolute path, for actors that do not unpack the plan."""
 
     @classmethod
     def of(cls, plan: Plan) -> "PackedPlan":
@@ -42,13 +44,12 @@ class PackedPlan:
         return cls(os.getcwd(), path, data, launch, lasts, plan.orphan_s, run_dir)
 
     def register_stacks(self, name: str) -> None:
-        """For an actor that calls no `prepare_process`: where it writes its stacks if it hangs."""
+        """Register the file for the stacks, in an actor that does not call `prepare_process`."""
         if self.run_dir is not None:
             register_stacks(stacks_file(self.run_dir, name))
 
     def unpack(self) -> Plan:
-        """The plan. This process then has the working directory of the launching one, and finds the modules that it
-        finds."""
+        """The plan. Also gives this process the working directory and the module path of the launching one."""
         if os.path.isdir(self.directory):
             os.chdir(self.directory)
         sys.path.extend(place for place in self.path if place not in sys.path)
@@ -57,8 +58,9 @@ class PackedPlan:
 
 
 def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
-    """To be called before torch is imported. `threads`: for OpenMP and the like; 0: one per core; None: as it is.
-    `private`: take from others what they may do in the run's directory, and with whatever this process writes."""
+    """Set up threads, logs and stacks. Call it before torch is imported. `threads`: for OpenMP and MKL; 0: one per
+    core; None: unchanged. `private`: remove the permissions of others in the run's directory, and for the files that
+    this process writes."""
     if threads is not None:
         count = str(threads or os.cpu_count() or 1)
         os.environ.update(OMP_NUM_THREADS=count, MKL_NUM_THREADS=count)
@@ -68,7 +70,7 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
     failure = make_run_private(run_dir) if private else None
     umask = os.umask(UMASK)
     if not private:
-        os.umask(umask & UMASK)  # as it was, but that this user may always use what is made
+        os.umask(umask & UMASK)  # unchanged, except that this user keeps all permissions
     directory = run_dir / "logs"
     make_directory(directory)
     handler = RunLog(directory / f"{name}.log", delay=True)
@@ -79,12 +81,12 @@ def prepare_process(name: str, run_dir: Path | None, threads: int | None = None,
     logger.propagate = False
     register_stacks(stacks_file(run_dir, name))
     if failure is not None:
-        logger.warning("others may read what the run writes: %s", failure)
+        logger.warning("other users may be able to read the run's files: %s", failure)
 
 
 class RunLog(logging.FileHandler):
-    """The log of a process in the run's directory, for its user alone. Where that is gone what is logged goes
-    to stderr: nothing may fail because it could not be logged."""
+    """The log file of a process in the run's directory, readable only by its user. If it cannot be written, records go
+    to stderr. Must never raise."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -97,10 +99,10 @@ class RunLog(logging.FileHandler):
 
 
 def collect_rarely() -> None:
-    """Have Python look for garbage in cycles seldom, and never again among what there is now.
+    """Make Python's cyclic garbage collection rare, and exclude all existing objects from it.
 
-    For the scheduler's process: its state is up to millions of small objects, none of them in a cycle, and a look
-    through them all stops every decision: half a second for 300 000 live groups.
+    For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
+    block decisions, for half a second at 300 000 live groups.
     """
     gc.collect()
     gc.freeze()

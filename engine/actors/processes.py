@@ -1,6 +1,7 @@
-"""The processes of a run over Ray: the runtime's port as actors. Made by the scheduler actor.
+"""Implements the runtime's process port over Ray: each process is an actor.
 
-An actor waits by itself for the resources it needs. It is told to be lost by its own word, by Ray, or by its silence.
+Created by the scheduler actor. Ray starts an actor once its resources are free. An actor is lost if it reports so, if
+Ray reports its death, or if it misses heartbeats.
 """
 
 import asyncio
@@ -28,11 +29,12 @@ STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
 heartbeats."""
 GOODBYE_S = 5.0
-"""Seconds that a generator gets to close."""
+"""Seconds that a generator, the gateway or the trajectory store gets to close."""
 
 
 class RayProcess:
-    """One life of an actor. `epoch`: of the scheduler process that sends orders; actors refuse orders of lower ones."""
+    """One incarnation of an actor. `epoch`: that of the sending scheduler process; actors refuse orders of lower
+    ones."""
 
     def __init__(self, kind: str, index: int, actor: Any, pulse: Pulse, plan: Plan, epoch: int, placed: Place) -> None:
         self.actor = actor
@@ -72,7 +74,7 @@ class RayProcess:
             learning.cancel()
 
     async def stacks(self) -> str:
-        """Only a process of this node can be asked."""
+        """Works only for a process on this node."""
         if self._run_dir is None or not self._pid:
             return ""
         file = stacks_file(self._run_dir, self._source)
@@ -84,7 +86,7 @@ class RayProcess:
         await self.actor.hand_over.remote(steps)
 
     async def close(self) -> None:
-        """Only a generator is asked: whatever else an actor holds ends with it."""
+        """Closes only generators; other actors need no close."""
         if self._kind == REPLICA:
             await self.actor.close.remote()
 
@@ -96,7 +98,7 @@ class RayProcess:
 
 
 class RayProcesses:
-    """Makes actors. Every one gets the plan, then the actors of scheduler and stores; replicas get the gateway, too."""
+    """Makes actors. Each gets the plan and the actors of the scheduler, the stores and the gateway."""
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class RayProcesses:
             return NO_VERSION
 
     def found(self, living: Living) -> Found:
-        """The processes that a restarted scheduler has taken hold of, with their placement groups."""
+        """The processes that a restarted scheduler has taken over, with their placement groups."""
         several = self._plan.rollout_gpus > 1
         known = {}
         for (source, incarnation), actor in living.actors.items():
@@ -172,7 +174,7 @@ class RayProcesses:
         return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or Place({}))
 
     def _name(self, source: str, incarnation: Incarnation) -> str:
-        """The name of a life's actor and placement group."""
+        """The name of an incarnation's actor and placement group."""
         return f"{self._packed.launch}/{source}/{incarnation}"
 
 

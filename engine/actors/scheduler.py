@@ -1,7 +1,7 @@
-"""The scheduler actor: driver, recorder, metrics and prompts in one process; it starts every other actor of a run.
+"""The scheduler actor: runs driver, recorder, metrics and prompts in one process, and starts every other actor.
 
-Started by `run.start`. All of it lives on one event loop: reports come in as calls, are handled and recorded at once,
-and their commands leave before the call is answered. It must never block that loop.
+Started by `run.start`. Everything runs on one event loop, which it must never block. Reports arrive as calls; their
+events are handled and recorded at once, and the commands are sent before the call returns.
 """
 
 import asyncio
@@ -45,17 +45,17 @@ from engine.runtime.watchers import Watchers
 log = logging.getLogger(__name__)
 
 SLICE = 64
-"""Events of one report after which their commands leave: the first do not wait for the last of a large report."""
+"""Number of events of a report to handle before their commands are sent, so that a large report delays none."""
 
 
 LASTING = (ConfigError, RecordError, StorageFull)
-"""Failures of a launch that every further launch repeats until a user acts. This is no decision of the run: they leave
-no record that can be read or written, or a plan that cannot start. The run stays resumable."""
+"""Failures that every further launch would repeat until a user acts: the record cannot be read or written, or the plan
+cannot start. The scheduler does not decide on these. The run can still be resumed."""
 
 
 class SchedulerActor:
-    """`open`, `begin`, then `report` from the other actors and `next_update` from whoever shows the run, until
-    `close`. Ray starts it again should its process end: `_there`."""
+    """After `open` and `begin`, the other actors call `report` and the launching process `next_update`, until `close`.
+    If its process ends, Ray restarts it and `_there` recovers the run."""
 
     def __init__(self, plan: PackedPlan) -> None:
         self._packed = plan
@@ -67,15 +67,15 @@ class SchedulerActor:
         self._failure: Exception | None = None
         self._ended = False
         self._leaving = asyncio.Event()
-        """Nothing more is wanted of this actor."""
+        """Set once the run has been shut down."""
         self._session: Session | None = None
         self._gateway: Any = None
         self._past: Past | None = None
         self._transitions = Transitions()
         self._relaunch = ""
-        """Why the run is to be started again from its record, if so."""
+        """Why the run must be launched again from its record; empty if it need not."""
         self._last: Status | None = None
-        """Of a run whose end this process only found."""
+        """The final status of a run that had ended before this process was restarted."""
         context = ray.get_runtime_context()
         self._self = context.current_actor
         self._restarted: bool = context.was_current_actor_reconstructed
@@ -84,10 +84,10 @@ class SchedulerActor:
             announce_process(self._plan.run_dir, plan.launch)
 
     async def open(self) -> str | None:
-        """Build everything, start every actor; the metrics endpoint, if there is one.
+        """Start every actor. Returns the URL of the metrics endpoint, if there is one.
 
-        Raises what is wrong with the plan, before any prompt is drawn. `BeginAgain`: another launch may succeed where
-        this one failed, and its scheduler decides whether there is one.
+        Raises what is wrong with the plan, before any prompt is drawn. Raises `BeginAgain` if another launch may
+        succeed; that launch's scheduler decides whether the run continues.
         """
         try:
             return await self._open()
@@ -116,13 +116,13 @@ class SchedulerActor:
         return session.endpoint.url if session.endpoint else None
 
     async def _load(self) -> None:
-        """What takes a while and is the user's: extensions, prompts."""
+        """Load the user's prompts and extensions, which may be slow."""
         self._prompts = await asyncio.to_thread(contained, self._plan.make_prompts)
         await asyncio.to_thread(contained, load_extensions_of, self._plan.config)
         collect_rarely()
 
     def _start_stores(self) -> None:
-        """And the gateway, if there is one."""
+        """Start the stores, and the gateway if there is one."""
         plan, packed = self._plan, self._packed
         light: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
 
@@ -138,7 +138,7 @@ class SchedulerActor:
             self._gateway = begin(GatewayActor, "gateway", max_concurrency=100_000)
 
     def _make(self, earlier: Past | Survived | None) -> Session:
-        """Take the record, and with it an epoch."""
+        """Make the session. Opening the record gives it a new epoch."""
         recorder = recorder_of(self._plan, earlier)
         session = self._session = Session(self._plan, recorder, self._transitions, self._watchers, earlier)
         return session
@@ -155,15 +155,15 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def beat(self) -> int:
-        """The process id: a sign of life, answered at once, also while the record is being replayed."""
+        """Answer a heartbeat with the process id, at once, also while the record is replayed."""
         return os.getpid()
 
-    # another process of the same run
+    # recovery after a restart of this process
 
     async def _there(self) -> None:
-        """To be awaited by every call: a process that takes the place of one that ended first becomes what that was.
+        """Recover the run from its record, if this process was restarted. Every call awaits it first.
 
-        Raises: why it could not.
+        Raises: `BeginAgain` with the reason if it cannot.
         """
         if self._restarted:
             if self._revival is None:
@@ -173,7 +173,7 @@ class SchedulerActor:
     async def _revive(self) -> None:
         try:
             prepare_process("scheduler", self._plan.run_dir, private=True)
-            log.warning("the scheduler's process has ended and been started again")
+            log.warning("the scheduler's process has ended and was restarted")
             await self._load()
             assert self._plan.run_dir is not None
             survived = await asyncio.to_thread(contained, survived_of, self._plan.run_dir, self._transitions)
@@ -182,9 +182,9 @@ class SchedulerActor:
             else:
                 await self._go_on(survived)
         except Exception as error:
-            log.exception("the scheduler cannot go on from the record")
+            log.exception("the scheduler cannot recover its state from the record")
             await asyncio.to_thread(end_living, self._packed.launch)
-            story = f"the scheduler's process ended, and another could not go on: {raised(error)}"
+            story = f"the scheduler's process ended, and the restarted one could not recover: {raised(error)}"
             self._failure, self._ended = BeginAgain(story), True
             raise self._failure from None
         finally:
@@ -192,7 +192,7 @@ class SchedulerActor:
             self._watchers.changed()
 
     async def _stay_ended(self, survived: Survived) -> None:
-        """The process that ended had only to take the rest down."""
+        """The run had ended already: end the remaining actors and report its final status."""
         survived.lock.release()
         await asyncio.to_thread(end_living, self._packed.launch)
         leave_no_word(self._plan)
@@ -203,7 +203,7 @@ class SchedulerActor:
         self._leaving.set()
 
     async def _go_on(self, survived: Survived) -> None:
-        """Take hold of the actors, and order again what none of them has answered."""
+        """Take over the actors, and reissue the open orders."""
         plan, packed = self._plan, self._packed
         session = self._make(survived)
         try:
@@ -226,7 +226,7 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def here(self) -> None:
-        """Answered when the run has been taken down: that the scheduler is gone for good is known by this call."""
+        """Return once the run has been shut down. If the scheduler ends for good, Ray fails the call."""
         await self._there()
         await self._leaving.wait()
 
@@ -244,7 +244,7 @@ class SchedulerActor:
         events: bytes,
         figures: list[tuple[StepId, Mapping[str, Any]]],
     ) -> int:
-        """Take in a batch of events; answered when they are recorded and what they led to is on its way."""
+        """Handle a batch of events; returns its sequence number once they are recorded and their commands sent."""
         if self._restarted:
             await self._there()
         if not self._inbox.takes(source, incarnation, sequence):
@@ -263,7 +263,7 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def tell(self, asked: Operation) -> None:
-        """Carry out an order of whoever launched the run; nothing where that is over."""
+        """Execute an operation from the launching process; does nothing once the run has ended."""
         await self._there()
         session = self._session
         if session is not None and session.scheduler.state.outcome is None:
@@ -271,15 +271,16 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def hand_over(self, steps: StepId) -> None:
-        """Asked by a scorer: have the trainer hand over the weights after so many steps, should it still owe them."""
+        """Called by a scorer: make the trainer hand over the weights after `steps` train steps, if it still owes
+        them."""
         await self._there()
         with named():
             await self._running().supervisor.hand_over(steps)
 
     @ray.method(max_task_retries=-1)
     async def next_update(self, since: int) -> Update:
-        """The newest status, as soon as it is newer than the one numbered `since`. Raises what ended the run, if
-        something did. A process that took the place of another counts from 1 again."""
+        """Return the newest status once it is newer than number `since`. Raises the failure that ended the run, if any.
+        A restarted process counts from 1 again."""
         await self._there()
         since = min(since, self._watchers.number)
         while self._watchers.number <= since and not self._ended:
@@ -292,7 +293,7 @@ class SchedulerActor:
 
     @ray.method(max_task_retries=-1)
     async def past(self) -> str:
-        """What a run that was resumed goes on from, in words; empty for a new one."""
+        """What a resumed run continued from, in words; empty for a new run."""
         return "" if self._past is None else str(self._past)
 
     @ray.method(max_task_retries=-1)
@@ -306,7 +307,7 @@ class SchedulerActor:
         )
 
     async def close(self) -> None:
-        """End every actor of the run and close the record, whatever the run is doing."""
+        """End every actor of the run and close the record, in any state of the run."""
         await self._there()
         if self._ended:
             return
@@ -332,13 +333,13 @@ class SchedulerActor:
                 await self._gateway.open.remote()
 
     async def _until_over(self) -> None:
-        """Wait for the end, take everything down, tell the watchers."""
+        """Wait until the run ends, close everything, and wake the watchers."""
         try:
             finish = await self._running().over
             self._relaunch = finish.reason if finish.again else ""
         except Exception as error:
             self._failure = error if isinstance(error, EngineError) else EngineError(reason_of(error))
-        if not isinstance(self._failure, RecordHeld):  # else the actors are those of a scheduler of a higher epoch
+        if not isinstance(self._failure, RecordHeld):  # else a scheduler of a higher epoch owns the actors
             with contextlib.suppress(Exception):
                 await self.close()
         self._ended = True

@@ -1,7 +1,7 @@
-"""The launcher's watch over the scheduler: a process that hangs is killed, so that Ray restarts it.
+"""Watches the scheduler from the launching process: kills it if it hangs, so that Ray restarts it.
 
-Ray notices when the scheduler's process ends, and not when it hangs: stopped, or in an endless loop on its event loop.
-`run.RunHandle` begins a watch when the run has begun, and stops it before it ends the run. A watch must never kill a
+Ray detects that the scheduler's process has ended, but not that it hangs (stopped, or in an endless loop on its event
+loop). `run.RunHandle` begins a watch once the run has begun, and stops it before it ends the run. Must never kill a
 scheduler that works: a restarted one answers while it replays its record.
 """
 
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 NAME = "scheduler"
 PID_FILE = "scheduler.pid"
-"""Beside the logs: the process id of the newest scheduler, and its launch."""
+"""File beside the logs with the process id of the newest scheduler, and its launch."""
 GONE_S = 10.0
-"""How long the kernel may take to end a killed process."""
+"""Seconds that the kernel may take to end a killed process."""
 STOP_S = 2.0
-"""How long `stop` waits for a watch that is writing stacks."""
+"""Seconds that `stop` waits for a watch that is writing stacks."""
 
 
 def announce_process(run_dir: Path, launch: str) -> None:
-    """Called by a scheduler when it is made: it may hang before it has answered anybody. `launch` is the launch that it
-    belongs to. If that fails, the run continues: the watch then knows this process from its first answer on."""
+    """Write down the process id of a new scheduler, because it may hang before its first answer. `launch`: the prefix
+    of its launch. If this fails, the run continues: the watch learns the process id from the first answer."""
     file = _pid_file(run_dir)
     try:
         make_directory(file.parent)
@@ -52,7 +52,7 @@ def _pid_file(run_dir: Path) -> Path:
 
 
 class SchedulerWatch:
-    """Asks the scheduler for a sign of life as `pulse` says, on a thread of its own from `begin` to `stop`."""
+    """Sends the scheduler heartbeats as `pulse` says, on a separate thread, from `begin` to `stop`."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class SchedulerWatch:
         launch: str,
         note: Callable[[str], None],
     ) -> None:
-        """`process`: the scheduler's, which is on this node; 0: nothing is watched. `launch`: as in `announce_process`.
-        `note` takes a line for the user."""
+        """`process`: the scheduler's process id on this node; 0: nothing is watched. `launch`: as in
+        `announce_process`. `note` receives a line for the user."""
         self.killed = ""
         """Why the scheduler was killed, if it has not answered since then."""
         self._actor = actor
@@ -76,9 +76,9 @@ class SchedulerWatch:
         self._note = note
         self._pid = 0
         self._process: LocalProcess | None = None
-        """The process that answered last; None where this one cannot signal it."""
+        """The process that answered last; None if this process cannot signal it."""
         self._ordered = False
-        """Ray was ordered to kill a process that this one cannot signal: nothing else tells whether it has ended."""
+        """Whether Ray was asked to kill a process that this one cannot signal, and whose end it cannot see."""
         self._stopped = threading.Event()
         self._woken = threading.Event()
         """Set when the scheduler answers the beat, or the watch stops."""
@@ -94,22 +94,22 @@ class SchedulerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more, and kill nothing."""
+        """Send no more heartbeats, and kill nothing."""
         self._stopped.set()
         self._woken.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
 
     def check(self) -> bool:
-        """Ask once; whether a scheduler answered. One that does not is killed, and the next has the same question from
-        Ray. Blocks until the answer, or the end of the watch."""
+        """Send one heartbeat; whether a scheduler answered. One that does not is killed, and Ray sends the same call to
+        its successor. Blocks until the answer, or the end of the watch."""
         woken = self._woken = threading.Event()
         if self._stopped.is_set():
             return False
         try:
             beat: Future[int] = self._actor.beat.remote().future()
-        except Exception as error:  # of several classes, where Ray has been shut down in this process
-            log.info("the scheduler cannot be asked for a sign of life: %s", error)
+        except Exception as error:  # of several classes, if Ray has been shut down in this process
+            log.info("no heartbeat can be sent to the scheduler: %s", error)
             return False
         beat.add_done_callback(lambda _: woken.set())
         while not self._comes(woken):
@@ -117,8 +117,8 @@ class SchedulerWatch:
         return beat.done() and self._answered(beat)
 
     def _comes(self, woken: threading.Event) -> bool:
-        """Whether the answer comes within the limit, or the watch is stopped. One wait of the whole limit would be over
-        at once when this process itself was stopped for that long."""
+        """Whether the answer arrives within the limit, or the watch is stopped. It waits in several parts: if this
+        process itself was stopped, a single wait would be over when it continues."""
         return any(woken.wait(self._pulse.every_s) for _ in range(self._pulse.missed))
 
     def _answered(self, beat: "Future[int]") -> bool:
@@ -136,14 +136,14 @@ class SchedulerWatch:
             self._process = LocalProcess.found(pid) if self._node.started(pid) else None
 
     def _end_silent(self, beat: "Future[int]") -> None:
-        """Kill the scheduler, unless there is a reason for its silence."""
+        """Kill the silent scheduler, unless it is being replaced or Ray itself has ended."""
         try:
             self._node.require_ray()
         except RayProcessEnded:
             return  # the call that waits for an update raises
         announced = self._announced()
         if announced not in (0, self._pid):
-            self._know(announced)  # a new process, which has had less time than the limit
+            self._know(announced)  # a new process: give it the whole limit
             return
         process, pid = self._process, self._pid
         if self._ordered or not pid or (process is not None and process.has_ended()):
@@ -162,7 +162,7 @@ class SchedulerWatch:
             self._note(self.killed)
 
     def _announced(self) -> int:
-        """The process id that the newest scheduler of this launch wrote down; 0 if none can be read."""
+        """The process id that the newest scheduler of this launch has announced; 0 if none can be read."""
         if self._run_dir is None:
             return 0
         try:
@@ -172,7 +172,7 @@ class SchedulerWatch:
             return 0
 
     def _story_of(self, process: "LocalProcess | None") -> str:
-        """Where the stacks are, or what else is known of a silent process."""
+        """Where the stacks of a silent process are, or else its state, as the end of a sentence."""
         if process is None:
             return ""
         if self._run_dir is None:
@@ -181,10 +181,10 @@ class SchedulerWatch:
 
 
 class LocalProcess:
-    """A process of this node, by a handle that no later process of the same number gets."""
+    """A process of this node, held by a handle that stays valid only for it, even if its id is reused."""
 
     def __init__(self, pid: int) -> None:
-        """Raises: OSError if there is no such process, or on Linux before 5.3."""
+        """Raises: `OSError` if there is no such process, or on Linux before 5.3."""
         self.pid = pid
         self._handle = os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._handle)
@@ -198,13 +198,13 @@ class LocalProcess:
             return None
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has ended, or ends within so long."""
+        """Whether it has ended, or ends within `timeout_s`."""
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def kill(self, timeout_s: float) -> bool:
-        """Send SIGKILL, which also ends a stopped process; whether it ends within so long."""
+        """Send SIGKILL, which also ends a stopped process; whether it ends within `timeout_s`."""
         try:
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         except OSError as error:
@@ -213,13 +213,13 @@ class LocalProcess:
 
 
 def _watch(reference: "weakref.ref[SchedulerWatch]", stopped: threading.Event, every_s: float) -> None:
-    """Check until the watch is stopped, or nobody holds it any more: the actor's handle would keep the run alive."""
+    """Check until the watch is stopped or garbage-collected. It holds no reference, which would keep the run alive."""
     while not stopped.wait(every_s):
         watch = reference()
         if watch is None:
             return
         try:
             watch.check()
-        except Exception:  # of Ray, or of whoever takes the note: the next check may do better
+        except Exception:  # from Ray or `note`; the next check may succeed
             log.exception("the scheduler could not be checked")
         del watch

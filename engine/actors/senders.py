@@ -1,7 +1,7 @@
-"""The weights store's side of transfers in which an engine takes part: one sender for each replica, and its calls.
+"""The weights store's side of transfers to an inference engine: one sender for each replica, and its calls.
 
-Used by `stores.WeightsStoreActor`. A sender blocks, so it works on a thread; its calls to the engine wait here until
-the replica fetches them. Any failure ends the group; the replica then forms a new one.
+Used by `stores.WeightsStoreActor`. A sender blocks, so it runs on a thread; its calls to the engine wait here until
+the replica fetches them. Any failure ends the process group; the replica then forms a new one.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ class Wire:
     backend: str
     bucket_bytes: int
     timeout_s: float
-    """Seconds that either side waits for the other at any point; NCCL itself has no such limit."""
+    """Maximum seconds that either side waits for the other; NCCL has no such limit."""
     limit_s: float
     """Seconds that an engine may take for one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensors:
-    """A published version in the store's process: each tensor once, in the memory from which it is sent."""
+    """A published version in the store's process: each tensor once, on the device from which it is sent."""
 
     manifest: Manifest
     tensors: tuple[Any, ...]
@@ -48,7 +48,7 @@ class KeptTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentByStore:
-    """A version in the store, as a replica's engine sees it: a `SentWeights`."""
+    """A version in the store, as the `SentWeights` of a replica's engine."""
 
     manifest: Manifest
     wire: Wire
@@ -62,7 +62,7 @@ class SentByStore:
 
 
 class Senders:
-    """At most one sender for each replica, for its newest life."""
+    """At most one sender for each replica, for its newest incarnation."""
 
     def __init__(self) -> None:
         self._conversations: dict[ReplicaId, Conversation] = {}
@@ -79,7 +79,7 @@ class Senders:
             return await self._conversations[reader].join(turn.workers)
         conversation = self._conversations.get(reader)
         if conversation is None or conversation.group != turn.group:
-            raise EngineError(f"replica {reader} has left the group that it speaks for")
+            raise EngineError(f"replica {reader} is no longer in the process group of this transfer")
         if isinstance(turn, Answer):
             return await conversation.answered(turn.wrong)
         kept = held(turn.version).named()
@@ -106,7 +106,7 @@ class Conversation:
 
     async def answered(self, wrong: str) -> Call | None:
         if self._asked is None:
-            raise EngineError("an answer came to a question that was not asked")
+            raise EngineError("an answer arrived, but no call is open")
         asked, self._asked = self._asked, None
         asked.set_result(wrong)
         return await self._next()
@@ -151,7 +151,7 @@ class Conversation:
         self._sender = Sender(self._ask, info)
 
     def _ask(self, call: Call) -> None:
-        """On a thread: wait until the engine has carried out a call. Raises: `EngineError` if it failed."""
+        """On a thread: wait until the engine has executed a call. Raises: `EngineError` if it failed."""
         asked: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._calls.put_nowait, (call, asked))
         try:
@@ -162,7 +162,7 @@ class Conversation:
             raise EngineError(wrong)
 
     async def _next(self) -> Call | None:
-        """The next call for the engine; nothing if the work is done. Raises: the exception that ended the work."""
+        """The next call for the engine; None if the work is done. Raises the exception that ended the work."""
         assert self._work is not None
         asking = asyncio.ensure_future(self._calls.get())
         both: list[asyncio.Future[Any]] = [asking, self._work]
@@ -180,4 +180,4 @@ def _end(done: asyncio.Future[None], wrong: EngineError | None) -> None:
         done.set_result(None)
     else:
         done.set_exception(wrong)
-        done.exception()  # who comes for it may be gone
+        done.exception()  # retrieved, because its caller may be gone

@@ -1,6 +1,6 @@
-"""The sign of life of every actor but the scheduler: its process id, and which process it waits for.
+"""Answers heartbeats in every actor except the scheduler: with its process id, and the process it waits for.
 
-It is given on the event loop, so computation on a thread does not delay it.
+The answer comes from the event loop, so computation on a thread does not delay it.
 """
 
 import os
@@ -12,20 +12,20 @@ from engine.hosts.waits import Waits
 from engine.runtime.port import Sign
 
 WAITS = Waits()
-"""Of this process, which is one actor."""
+"""The open calls of this process, which is one actor."""
 
 
 class Watched:
-    """An actor that gives signs of life."""
+    """Base class of actors that answer heartbeats."""
 
     async def beat(self) -> Sign:
-        """Answered at once by an event loop that is free."""
+        """Answer a heartbeat, at once unless the event loop is blocked."""
         return Sign(os.getpid(), WAITS.oldest)
 
 
 @contextmanager
 def awaited(process: str) -> Iterator[None]:
-    """Around calls to another actor, by the name of its process: a sign of life names it, and what the calls raise is
-    as `named` says."""
+    """Context manager around calls to another actor: heartbeats then report that this process waits for `process`.
+    Exceptions are converted as by `named`."""
     with WAITS.on(process), named():
         yield

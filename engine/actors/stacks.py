@@ -1,7 +1,7 @@
-"""Stacks of a process that hangs, or the kernel's state of a process that cannot write them.
+"""Collects the stacks of a hung process, or its kernel state if it cannot write them.
 
-Every actor calls `register_stacks` when it starts. Whoever is about to kill a silent process of this node calls
-`dump_stacks` first. Nothing here may fail: a hung process is killed whether or not its stacks could be written.
+Every actor calls `register_stacks` when it starts. Call `dump_stacks` before killing a silent process of this node.
+Must never raise: a hung process is killed even if its stacks cannot be written.
 """
 
 import faulthandler
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR1
 PATIENCE_S = 5.0
 QUIET_S = 0.2
-"""The stacks are complete when the file has not grown for this long. They come in many small writes, without an end."""
+"""Seconds without growth after which the file counts as complete: stacks are many small writes without an end mark."""
 LOOK_S = 0.05
 PROCESSES = Path("/proc")
 
 
 def stacks_file(run_dir: Path, name: str) -> Path:
-    """Where the process of a name writes its stacks, as its log."""
+    """The file for the stacks of a process, beside its log."""
     return run_dir / "logs" / f"{name}.stacks"
 
 
@@ -41,10 +41,10 @@ def register_stacks(file: Path) -> None:
 
 
 def dump_stacks(pid: int, file: Path, patience_s: float = PATIENCE_S) -> str:
-    """Make a process of this node write its stacks to the file that it registered; one line that says where they are.
+    """Make a process of this node write its stacks to its registered file. Returns a line that says where they are.
 
-    If none come within `patience_s`, the file and the line tell the process's state and the kernel function that it
-    waits in. A process that has not registered is not signaled: the signal would end it. Blocks.
+    If there are none within `patience_s`, the file and the line give the process's state and the kernel function that
+    it waits in. A process that has not registered is not signaled, because the signal would end it. Blocks.
     """
     state = process_state(pid)
     if state is None:
@@ -58,7 +58,7 @@ def dump_stacks(pid: int, file: Path, patience_s: float = PATIENCE_S) -> str:
 
 
 def writes_to(pid: int, file: Path) -> bool:
-    """Whether a process of this node has registered this file. One of another node may have the same number."""
+    """Whether a process of this node has registered this file. A process of another node may have the same id."""
     registered = str(file.resolve())
     with suppress(OSError):
         return any(_target(entry) == registered for entry in (PROCESSES / str(pid) / "fd").iterdir())
@@ -66,7 +66,7 @@ def writes_to(pid: int, file: Path) -> bool:
 
 
 def _target(entry: Path) -> str:
-    """Of an open file; empty where it has just been closed."""
+    """The path of an open file; empty if it has just been closed."""
     with suppress(OSError):
         return os.readlink(entry)
     return ""
@@ -87,7 +87,7 @@ def process_state(pid: int) -> str | None:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """The fields of /proc/PID/status. Raises: OSError."""
+    """The fields of /proc/PID/status. Raises: `OSError`."""
     lines = (PROCESSES / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     fields = (line.partition(":") for line in lines)
     return {name: value.strip() for name, _, value in fields}
@@ -104,7 +104,7 @@ def _can_answer(pid: int) -> bool:
 
 
 def _asked(pid: int, file: Path, patience_s: float) -> bool:
-    """Signal a process and wait until the file has grown and grows no more; whether it has grown."""
+    """Signal a process and wait until the file has stopped growing; whether it has grown."""
     last = time.monotonic() + patience_s
     look = threading.Event()
     try:
@@ -121,7 +121,7 @@ def _asked(pid: int, file: Path, patience_s: float) -> bool:
 
 
 def _append(file: Path, text: str) -> OSError | None:
-    """Add a line with the time; why that was not possible."""
+    """Append a line with the time. Returns the error, if any."""
     try:
         make_directory(file.parent)
         with open_private(file, "ab") as stream:

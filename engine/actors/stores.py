@@ -1,8 +1,8 @@
-"""The two store actors, which outlive replicas and trainer, and their clients as the hosts use them.
+"""The two store actors, which survive replicas and trainer, and their clients for the hosts.
 
-Groups are kept as the bytes they came in, on disk where the run's durability says so. Weights are asked of the trainer
-and kept as the run's transport has them: as references into Ray's object store, or as tensors in the store actor's own
-memory. Either way they outlive the trainer.
+The trajectory store keeps packed groups, on disk or in memory. The weights store fetches weights from the trainer and
+keeps them as the run's transport requires: as references into Ray's object store, or as tensors in its own memory. Both
+survive the trainer.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Remote:
-    """An actor whose methods are called as those of an object."""
+    """Wraps an actor so that its methods can be called without `.remote`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -54,12 +54,12 @@ class TrajectoryStoreActor(Watched, TrajectoryService):
 
 
 def remote_trajectories(store: Any) -> PackedTrajectories:
-    """The store actor from a replica or the trainer."""
+    """The client of the trajectory store actor, for workers."""
     return PackedTrajectories(Remote(store), awaited)
 
 
 class WeightsStoreActor(Watched):
-    """Holds published versions for the replicas."""
+    """Holds published versions for the replicas, and the newest trained weights for scorers."""
 
     def __init__(self, plan: PackedPlan, scheduler: Any, transport: Transport) -> None:
         plan.register_stacks("weights")
@@ -69,34 +69,34 @@ class WeightsStoreActor(Watched):
         self._senders = Senders()
 
     async def alive(self) -> None:
-        """Never answered: that the actor dies is known by this call."""
+        """Never returns. If the actor dies, Ray fails this call."""
         await asyncio.Event().wait()
 
     async def pull(self, version: Version | Trained, publisher: Any) -> None:
-        """Have the weights of a version from the trainer; returns once they no longer need it."""
+        """Fetch the weights of a version from the trainer; returns once the trainer is no longer needed."""
         with awaited(TRAINER):
             weights = await self._transport.keep(publisher.give.remote(version))
         self._store.put(version, weights)
 
     async def get(self, version: Version | Trained, reader: ReplicaId | None) -> Any:
-        """What `Transport.take` makes weights of, for a replica or for a trainer."""
+        """The input of `Transport.take`, for a replica or, with None, for a trainer or a scorer."""
         return self._transport.give(self._store.get(version), reader)
 
     async def turn(self, reader: ReplicaId, wire: Wire, turn: Turn) -> Call | None:
-        """A replica's engine takes its turn in getting weights: `SentByStore.exchange`."""
+        """One turn of a transfer to a replica's engine: see `SentByStore.exchange`."""
         return await self._senders.turn(reader, wire, turn, self._store.get)
 
     async def retire(self, version: Version) -> None:
         self._store.retire(version)
 
     async def newest(self) -> Version:
-        """The newest version ever put; 0 before the first."""
+        """The newest version so far; 0 before the first."""
         return self._store.newest
 
 
 class RemoteWeights:
-    """The store actor from a replica, the `reader`, or from the trainer or a scorer. The trainer's actor must have
-    `give`, which calls `handed_out`."""
+    """The client of the weights store actor, for a replica (the `reader`), the trainer or a scorer. The trainer's actor
+    must have a method `give` that calls `handed_out`."""
 
     def __init__(self, store: Any, transport: Transport, reader: ReplicaId | None = None) -> None:
         self._store = store
@@ -113,7 +113,7 @@ class RemoteWeights:
             del self._outgoing[version]
 
     def handed_out(self, version: Version | Trained) -> Any:
-        """What the store is to be answered when it asks for a version."""
+        """The answer to the store when it fetches a version."""
         return self._transport.hand_out(self._outgoing[version])
 
     async def get(self, version: Version | Trained) -> Any:

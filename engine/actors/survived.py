@@ -1,7 +1,7 @@
-"""What a restarted scheduler finds: the record of the run, and its running actors.
+"""Recovers the run in a restarted scheduler: reads its record and takes over its running actors.
 
-The scheduler actor uses it after Ray has restarted its process, before it handles an event. Nothing is taken back: the
-run continues after the last recorded event.
+Called by the scheduler actor after Ray has restarted its process, before it handles an event. The run continues after
+the last recorded event; must never drop a recorded event.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> 
     known = Living(actors=actors, epoch=epoch)
     for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
         if known.newest(needed) is None:
-            raise EngineError(f"the actor of {needed} is gone, as is what it held")
+            raise EngineError(f"the actor of {needed} has ended, and its data is lost")
     state = survived.recovered.scheduler.state
     processes = [*state.processes.values(), *(replica.process for replica in state.fleet.replicas.values())]
     listed = {
@@ -122,15 +122,15 @@ async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> 
         if one.state != "gone" and one.kind not in KEPT
     }
     silent = await let_take_over(known, listed, Pulse.of(plan).patience_s)
-    log.info("took hold of %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
+    log.info("took over %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
     return replace(known, silent=silent)
 
 
 async def let_take_over(
     known: Living, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
 ) -> dict[str, str]:
-    """Make the listed lives refuse the orders of earlier schedulers. Returns why one does not answer, by its source.
-    `listed`: whether each life is up. A starting one is not waited for, because it may wait for room."""
+    """Make the listed actors refuse the orders of earlier schedulers. Returns why one does not answer, by its source.
+    `listed`: whether each incarnation is up. It does not wait for one that is starting, which may wait for room."""
     silent: dict[str, str] = {}
 
     async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:
@@ -140,7 +140,7 @@ async def let_take_over(
         try:
             await asyncio.wait_for(answer, patience_s)
         except TimeoutError:
-            silent[life[0]] = f"no sign of life for {patience_s:g} s after the scheduler came back"
+            silent[life[0]] = f"no sign of life for {patience_s:g} s after the scheduler restarted"
         except RayError as error:
             silent[life[0]] = failure_reason(error)
 

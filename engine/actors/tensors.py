@@ -1,7 +1,6 @@
-"""Weights as Ray's object store likes them: tensors as arrays that readers map instead of copying.
+"""Converts tensors to numpy arrays and back, so that readers of Ray's object store map them without a copy.
 
-Called by the weights clients in `stores.py`, on threads of their own. Anything that is no mapping of tensors passes
-as it is.
+Called by `transports.ObjectStoreTransport`. Anything but a mapping of tensors passes unchanged.
 """
 
 import sys
@@ -13,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
-    """Arrays by name, and the torch type of those that numpy has no type for (kept as integers of that width)."""
+    """Arrays and torch types by name. Types that numpy lacks are stored as integers of the same width."""
 
     arrays: dict[str, Any]
     types: dict[str, str]
 
 
 def pack_tensors(weights: Any) -> Any:
-    """A mapping of CPU tensors as `PackedTensors`; one tensor under several names stays one array."""
+    """A mapping of tensors as `PackedTensors`; a tensor with several names becomes one array."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(weights, Mapping) or not weights:
         return weights
@@ -43,7 +42,7 @@ def pack_tensors(weights: Any) -> Any:
 
 
 def unpack_tensors(packed: Any) -> Any:
-    """Tensors that share memory with the arrays: to be read, never written."""
+    """The tensors. They share memory with the arrays and must not be written."""
     if not isinstance(packed, PackedTensors):
         return packed
     import numpy as np

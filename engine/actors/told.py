@@ -7,13 +7,13 @@ from engine.metrics.status import Status
 
 
 class BeginAgain(RunFailed):
-    """The run cannot continue in its present processes, but can begin again from its record."""
+    """The run cannot continue in its current processes, but can be launched again from its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A status for the view of the run. `last`: no further one follows. `relaunch`: why the run begins again from its
-    record; empty if it does not."""
+    """A status of the run. `last`: no other follows. `relaunch`: why the run must be launched again from its record;
+    empty if it need not."""
 
     number: int
     status: Status

@@ -1,9 +1,8 @@
-"""One transfer of tensors between two processes, over a `torch.distributed` group of two that lives for it alone.
+"""Transfers tensors between two processes, over a `torch.distributed` group of two for each transfer.
 
-Called by `transports.DistributedTransport`, on threads; knows nothing of Ray. The group is made from its own store, not
-by `init_process_group`: replicas come and go, so no group of all of them could live long, and torch's default group
-stays the user's. Every wait ends by itself after `timeout_s`. Must never outlive its transfer: whatever happens, group,
-store and sockets are given up before either side returns.
+Called by `transports.DistributedTransport`, on threads; does not use Ray. Each group has its own store and does not use
+`init_process_group`: replicas come and go, so a group of all would not last, and torch's default group belongs to the
+user. Every wait ends after `timeout_s`. Must never leave group, store or sockets open after the transfer.
 """
 
 import logging
@@ -33,11 +32,11 @@ SENDER, RECEIVER = 0, 1
 def offer(
     weights: Mapping[str, torch.Tensor], host: str, *, backend: str, bucket_bytes: int, timeout_s: float
 ) -> Offer:
-    """Begin to wait, on a thread, for one receiver at a free port of `host`, and return what it is to be told.
+    """Wait for one receiver at a free port of `host`, on a thread. Returns the offer to send to the receiver.
 
-    The thread ends when the receiver has everything, or when it is not heard of for `timeout_s`. The tensors must not
-    change meanwhile. Raises: `OSError` where `host` is not an address of this machine, `EngineError` for tensors that
-    are more than their bytes.
+    The thread ends when the receiver has everything, or has not responded for `timeout_s`. The tensors must not change
+    meanwhile. Raises: `OSError` if `host` is not an address of this machine, `EngineError` for tensors that are not
+    dense.
     """
     manifest, tensors = described(weights)
     listener = socket.create_server((host, 0), family=family_of(host))
@@ -55,10 +54,10 @@ def offer(
 
 
 def receive(offered: Offer) -> OwnTensors:
-    """Tensors in this process' host memory that are nobody else's. Blocks: to be called on a thread.
+    """Receive the offered tensors into new host memory. Blocks, so call it on a thread.
 
-    Needs at most one bucket of memory beyond the tensors themselves.
-    Raises: `EngineError` when the sender is gone, or is not heard of for its `timeout_s`.
+    Needs at most one bucket of memory in addition to the tensors.
+    Raises: `EngineError` if the sender is gone, or has not responded for its `timeout_s`.
     """
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in offered.manifest.tensors]
     try:
@@ -73,14 +72,14 @@ def receive(offered: Offer) -> OwnTensors:
 
 
 def described(weights: Mapping[str, torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
-    """The manifest of some tensors, and each of them once."""
+    """The manifest of named tensors, and the distinct tensors. Raises: `EngineError` for one that is not dense."""
     tensors: list[torch.Tensor] = []
     places: dict[tuple[Any, ...], int] = {}
     names: list[tuple[str, int]] = []
     for name, tensor in weights.items():
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise EngineError(f"{name} is {tensor.layout}: only dense tensors can be sent", name=name)
-        # Names that are tied are often tensors of their own on the same memory.
+        # Tied names are often separate tensor objects on the same memory.
         memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else (id(tensor),)
         place = (*memory, tensor.shape, tensor.stride(), tensor.dtype)
         if place not in places:
@@ -92,8 +91,7 @@ def described(weights: Mapping[str, torch.Tensor]) -> tuple[Manifest, list[torch
 
 
 def messages(tensors: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """The bytes of all tensors, one after the other, cut into messages: each is a list of flat pieces that together
-    have at most `bucket_bytes`."""
+    """The bytes of all tensors, in order, as messages: lists of flat pieces with at most `bucket_bytes` in total."""
     pieces: list[torch.Tensor] = []
     room = bucket_bytes
     for tensor in tensors:
@@ -110,19 +108,19 @@ def messages(tensors: list[torch.Tensor], bucket_bytes: int) -> Iterator[list[to
 
 
 def _serve(offered: Offer, listener: socket.socket, tensors: list[torch.Tensor]) -> None:
-    """The sender's thread. Who asked for the tensors learns of a failure by itself, so it is only logged here."""
+    """The sender's thread. It only logs a failure, because the receiver detects it, too."""
     try:
         with joined(offered, SENDER, listener) as channel:
             for pieces in messages(tensors, offered.bucket_bytes):
                 channel.send(pieces)
-            # Closed any earlier, what is still on its way would be lost.
+            # Wait for the acknowledgment: closing earlier would lose data in transit.
             channel.receive([torch.empty(1, dtype=torch.uint8)])
     except (RuntimeError, OSError) as error:
         log.warning("weights offered at %s:%d were not taken: %s", offered.host, offered.port, _reason(error))
 
 
 class Channel:
-    """One end of a group of two. Each call moves one message and returns when it is moved; raises `RuntimeError`."""
+    """One end of a group of two. Each call transfers one message. Raises: `RuntimeError`."""
 
     def __init__(self, group: Any, rank: int, device: str, wait: timedelta) -> None:
         self._group = group
@@ -132,11 +130,11 @@ class Channel:
 
     def send(self, pieces: list[torch.Tensor]) -> None:
         bucket = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(self._device)
-        # The handle would keep the connection alive: it gets no name.
+        # Do not store the handle: it would keep the connection open.
         self._group.send([bucket], self._peer, 0).wait(self._wait)
 
     def receive(self, pieces: list[torch.Tensor]) -> None:
-        """Fill the pieces, without a bucket between where a message is one of them."""
+        """Fill the pieces; a single piece is filled directly, without a bucket."""
         direct = len(pieces) == 1 and pieces[0].device == self._device
         size = sum(piece.numel() for piece in pieces)
         bucket = pieces[0] if direct else torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -151,7 +149,7 @@ class Channel:
 
 @contextmanager
 def joined(offered: Offer, rank: int, listener: socket.socket | None = None) -> Iterator[Channel]:
-    """A channel to the other side, which is waited for; given up at the end. `listener`: the sender's socket."""
+    """Context manager: wait for the other side, and yield the channel to it. `listener`: the sender's socket."""
     wait = timedelta(seconds=offered.timeout_s)
     make, device = BACKENDS[offered.backend]
     served: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
@@ -160,7 +158,7 @@ def joined(offered: Offer, rank: int, listener: socket.socket | None = None) -> 
     try:
         yield channel
     finally:
-        channel.close()  # before the store, which its rendezvous was made over
+        channel.close()  # before the store, which its rendezvous uses
         del store
 
 
@@ -169,8 +167,8 @@ def _gloo(store: Any, rank: int, host: str, wait: timedelta) -> Any:
 
 
 def _nccl(store: Any, rank: int, host: str, wait: timedelta) -> Any:
-    """Between two GPUs; never run for want of them."""
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # else a wait ends before the message is there
+    """A group of two GPUs. Untested."""
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # else a wait ends before the message has arrived
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = wait
     return distributed.ProcessGroupNCCL(store, rank, 2, options)
@@ -180,9 +178,9 @@ BACKENDS: dict[str, tuple[Callable[[Any, int, str, timedelta], Any], str]] = {
     "gloo": (_gloo, "cpu"),
     "nccl": (_nccl, "cuda"),
 }
-"""How a group is made, and on which device its messages are."""
+"""By backend: the function that makes a group, and the device of its messages."""
 
 
 def _reason(error: Exception) -> str:
-    """Torch's own words without its stack: the first line."""
+    """The first line of torch's message, without its stack."""
     return str(error).strip().partition("\n")[0]

@@ -170,7 +170,7 @@ def _kept(weights: Any, backend: str) -> KeptTensors:
 
 
 def _receive(offered: Offer) -> Any:
-    from engine.actors import transfer  # brings torch: not on an event loop
+    from engine.actors import transfer  # imports torch, so never on an event loop
 
     return transfer.receive(offered)
 

@@ -44,13 +44,13 @@ def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
 
 
 def _listed(plain: Sequence[object]) -> list[object]:
-    """As the codec decodes it from bytes, with lists for arrays."""
+    """With lists for tuples, as the codec decodes it from bytes."""
     return [list(value) if isinstance(value, tuple) else value for value in plain]
 
 
 class InOrder(Generic[Item]):
     """Restores the order of numbered calls to an asynchronous actor, which may start in any order. Each sender numbers
-    its calls from 1 in each epoch. A call of a higher epoch ends the present one."""
+    its calls from 1 in each epoch. A call of a higher epoch ends the current one."""
 
     def __init__(self) -> None:
         self._epoch = -1
@@ -67,7 +67,7 @@ class InOrder(Generic[Item]):
         return True
 
     def take(self, epoch: int, sequence: int, item: Item) -> list[Item]:
-        """The calls that can be carried out now. Repeated calls and calls of earlier epochs give none."""
+        """The calls that can be executed now; none for repeated calls and calls of earlier epochs."""
         self.begin(epoch)
         if epoch < self._epoch or sequence < self._next:
             return []

@@ -1,6 +1,6 @@
-"""The actors that host workers: a `runtime.workers.Worker` with an outbox, in a process of its own.
+"""The actors that host workers: each has a `runtime.workers.Worker` and an outbox, in its own process.
 
-Made by `processes.RayProcesses`. The event loop carries messages; the worker loads and computes on threads.
+Created by `processes.RayProcesses`. The event loop handles messages; the worker loads and computes on threads.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 
 class WorkerActor(Watched):
-    """`bring_up`, then `carry_out`: orders that come earlier wait. `alive` is answered only when it cannot go on."""
+    """Call `bring_up`, then `carry_out`; earlier orders wait. `alive` returns only once the worker has failed."""
 
     kind: str
 
@@ -60,7 +60,7 @@ class WorkerActor(Watched):
         return None
 
     async def bring_up(self, restore: Restore | None = None) -> None:
-        """Load what it hosts, once: returns or raises the same, whoever asks and how often."""
+        """Load the hosted role. Repeated calls share one load and its result."""
         if not self._prepared:
             self._prepared = True
             prepare_process(self._source, self._plan.run_dir, self.worker.threads)
@@ -86,23 +86,23 @@ class WorkerActor(Watched):
             await self._scheduler.hand_over.remote(steps)
 
     async def attach(self, epoch: int) -> None:
-        """The scheduler is another process now. Orders of the one before are refused."""
+        """Accept a restarted scheduler, and refuse the orders of earlier ones."""
         if self._orders.begin(epoch):
             self.worker.forget_early()
 
     @ray.method(num_returns=0)
     async def carry_out(self, epoch: int, sequence: int, orders: bytes) -> None:
-        await self.attach(epoch)  # Ray may begin this call before that one
+        await self.attach(epoch)  # Ray may run this call before `attach`
         for batch in self._orders.take(epoch, sequence, orders):
             for command, prompt in unpack_orders(batch):
                 self.worker.carry_out(command, prompt)
 
     async def alive(self) -> str:
-        """Never answered while all is well; then with the reason. That the actor dies is known by the same call."""
+        """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
         return await asyncio.shield(self._brokenness())
 
     async def close(self) -> None:
-        """End what runs, and close what it hosts."""
+        """Cancel everything, and close the hosted role."""
         await self.worker.close()
 
     def _brokenness(self) -> "asyncio.Future[str]":
@@ -117,7 +117,7 @@ class WorkerActor(Watched):
 
 
 class RolloutActor(WorkerActor):
-    """Also takes the calls of agents."""
+    """Hosts a replica, and also handles the calls of agents."""
 
     kind = REPLICA
     worker: ReplicaWorker
@@ -138,7 +138,7 @@ class RolloutActor(WorkerActor):
         self.worker.join()
 
     async def sample(self, call: AgentCall) -> SampleResult:
-        """A call of an agent, from the gateway. Held-out prompts have groups below 0."""
+        """Answer an agent's call, from the gateway. Held-out prompts have negative groups."""
         rollout = self.worker.rollout
         agents = None if rollout is None else rollout.evaluator if call.group < 0 else rollout.generator
         if not isinstance(agents, AgentGenerator):
@@ -147,17 +147,17 @@ class RolloutActor(WorkerActor):
 
 
 class TrainerActor(WorkerActor):
-    """Also hands weights out."""
+    """Hosts the trainer, and also hands out weights."""
 
     kind = TRAINER
     worker: TrainerWorker
 
     async def hand_over(self, steps: StepId) -> None:
-        """Asked for a scorer: the weights after so many steps, should they still be owed."""
+        """Called for a scorer: hand over the weights after `steps` train steps, if they are still owed."""
         await self.worker.hand_over(steps)
 
     async def give(self, version: Version | Trained) -> Any:
-        """Asked by the weights store: the weights being published."""
+        """Called by the weights store: the weights being published."""
         return self._weights.handed_out(version)
 
 
@@ -170,4 +170,4 @@ class AddedStatesActor(WorkerActor):
 
 
 ACTORS = {actor.kind: actor for actor in (RolloutActor, TrainerActor, ScorerActor, AddedStatesActor)}
-"""By kind of process. Classes of their own, so that Ray and `ps` show what a process is."""
+"""By kind of process. Separate classes, so that Ray and `ps` show the kind."""

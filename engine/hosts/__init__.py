@@ -1,4 +1,4 @@
-"""What runs a user's `Generator` and `Trainer`: commands in, events out, the same in one process and in a Ray actor.
+"""Runs a user's `Generator` and `Trainer`: commands in, events out, the same in one process and in a Ray actor.
 
-Called by `runtime.workers`, which says where the stores are and where events go. Nothing here knows Ray or torch.
+Called by `runtime.workers`, which supplies the stores and receives the events. Must never import Ray or torch.
 """

@@ -1,7 +1,7 @@
-"""Hosts the work of added states: a group fetched, handed to the user's coroutine, checked, put back, reported.
+"""Hosts the work of added states: passes a stored group to the user's coroutine, checks, stores and reports the result.
 
-Called by `runtime.workers`. It does what it is ordered and no more: how many at once is for the
-scheduler to say. It must never let work change a token, nor bring back a group that was forgotten meanwhile.
+Called by `runtime.workers`. The scheduler decides how many groups run at once. Must never let work change a token,
+nor store a group again that was discarded meanwhile.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from engine.user_code import awaited
 log = logging.getLogger(__name__)
 
 Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
-"""What is done on a group in a state: it may change rewards, and returns the group."""
+"""The work on a group in a state. It may change rewards, and returns the group."""
 
 KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "continues")
-"""What of a trajectory no work may change."""
+"""The fields of a trajectory that no work may change."""
 
 
 REMEMBERED_ATTEMPTS = 16_384
-"""Groups whose last reported attempt is kept in mind."""
+"""Number of groups whose last reported attempt is remembered, to detect repeats."""
 
 
 async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The work of a state that has none: a group only passes."""
+    """The default work of a state: returns the group unchanged."""
     return group
 
 
 class AddedStatesHost:
-    """Carries out `EnterState` orders with the `works` of each state, each at most `timeout_s` long, but for those
-    that are `untimed`: their calls have a time of their own, and wait for their turn as long as it takes.
+    """Executes `EnterState` orders with the state's entry in `works`.
 
-    `emit` takes events; `broken(reason)` is called where work that is `Fallible` can go on no more.
+    `timeout_s` limits each execution, except in `untimed` states, whose work limits its own calls. `emit` receives
+    events. `broken(reason)` is called when `Fallible` work has failed for good.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AddedStatesHost:
         self._untimed = untimed
         self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
         self._reported: OrderedDict[GroupId, int] = OrderedDict()
-        """The last attempt at a group that was, so that a repeated order is known as one."""
+        """The last reported attempt of each group, to detect repeated orders."""
         self._listening: list[asyncio.Task[None]] = []
         own: list[object] = list(works.values())
         for work in own:
@@ -73,7 +73,7 @@ class AddedStatesHost:
                 self._listening.append(asyncio.get_running_loop().create_task(self._listen(work, broken)))
 
     def carry_out(self, command: EnterState) -> None:
-        """Begin an order and return at once. A repeat changes nothing; a newer attempt ends an older one."""
+        """Start an order and return at once. A repeat changes nothing; a newer attempt cancels an older one."""
         number, task = self._running.get(command.group, (0, None))
         if max(number, self._reported.get(command.group, 0)) >= command.attempt:
             return
@@ -83,14 +83,14 @@ class AddedStatesHost:
         self._running[command.group] = (command.attempt, running)
 
     def discard(self, groups: Sequence[GroupId]) -> None:
-        """End the work on groups that were dropped: nothing is reported of them any more."""
+        """Cancel the work on dropped groups, without a report."""
         for group in groups:
             _, task = self._running.pop(group, (0, None))
             if task is not None:
                 task.cancel()
 
     async def close(self) -> None:
-        """End all work; nothing is reported any more."""
+        """Cancel all work, without a report."""
         tasks = [*self._listening, *(task for _, task in self._running.values())]
         self._running.clear()
         for task in tasks:
@@ -120,20 +120,20 @@ class AddedStatesHost:
             self._emit(event)
 
     def _wanted(self, command: EnterState) -> bool:
-        """Whether it is the newest order on its group, which was not dropped; nothing is wanted once it is closed."""
+        """Whether this is the newest order for its group, the group was not dropped and the host is not closed."""
         return self._running.get(command.group, (0, None))[0] == command.attempt
 
     async def _left(self, command: EnterState) -> StateLeft:
         work = self._works.get(command.state)
         if work is None:
-            raise EngineError(f"nobody has said what is done in the state {command.state}")
+            raise EngineError(f"no work is defined for the state {command.state}")
         (kept,) = await self._trajectories.get([command.group])
         timeout_s = None if command.state in self._untimed else self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 group = await awaited(work, copy_group(kept))
         except TimeoutError as error:
-            story = f"the work of {command.state} took longer than {timeout_s} s on group {command.group}"
+            story = f"the work of {command.state} exceeded its limit of {timeout_s} s on group {command.group}"
             raise EngineError(str(error) or story, group=command.group) from error
         contained(check_worked, command.state, kept, group)
         await self._trajectories.replace(group, command.attempt)
@@ -151,9 +151,9 @@ class AddedStatesHost:
 
 
 def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
-    """Raise unless `after` is the group `before` with other rewards, if that.
+    """Raise unless `after` is the group `before`, with at most its rewards changed.
 
-    Raises: `DataFailure` for a reward that is missing or no finite number, `EngineError` for any other change.
+    Raises: `DataFailure` for a reward that is missing or not a finite number, `EngineError` for any other change.
     """
     who = f"the work of {state} on group {before.group}"
     if not isinstance(after, TrajectoryGroup):

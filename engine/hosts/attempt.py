@@ -1,4 +1,4 @@
-"""One order to generate a group, as its replica's host keeps it. Used by `replica.py` alone."""
+"""The state of one attempt to generate a group, for its replica's host. Used only by `replica.py`."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from engine.ids import GroupId
 from engine.trajectory import TrajectoryGroup
 
 PARK_S = 10.0
-"""How long a generator may take to give a group up that is to be parked; then what it does for it is cancelled."""
+"""Seconds that a generator has to give up a group that is being parked; then its work on the group is canceled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,13 +17,13 @@ class Attempt:
     group: GroupId
     number: int
     unwanted: bool = False
-    """Nobody waits for its outcome any more."""
+    """Its outcome must not be reported."""
     truncate: bool = False
     park: bool = False
-    """It is to end with what it has, unfinished."""
+    """It must end now, unfinished, with the tokens it has."""
     begun: bool = False
     """`generate` has been called."""
     unsaved: TrajectoryGroup | None = None
-    """What it has so far, on its way to the trajectory store."""
+    """The newest prefix that is not in the trajectory store yet."""
     saving: asyncio.Task[None] | None = None
     task: asyncio.Task[None] = field(init=False)

@@ -1,6 +1,7 @@
-"""Checkpoints on disk: complete or not there at all, the newest few kept, and known again by their sums.
+"""Writes, verifies and deletes checkpoints on disk: atomically, with a digest of every file.
 
-Written by `trainer.TrainerHost`; read by whoever brings a trainer to where another one was.
+Called by `trainer.TrainerHost`, and by the code that restores a trainer. Must never make an incomplete checkpoint
+visible.
 """
 
 import hashlib
@@ -22,14 +23,14 @@ from engine.schedule.regular import open_regular
 log = logging.getLogger(__name__)
 
 SUMS = "SHA256SUMS"
-"""In each checkpoint: a digest of every other file of it, as `sha256sum --check` reads it."""
+"""The file in each checkpoint with the digests of its other files, in the format of `sha256sum --check`."""
 
 UNFINISHED = ".saving"
-"""How the names of directories end that are not whole yet, or not any more."""
+"""Suffix of directories that are being written or deleted."""
 
 
 def checkpoint_path(directory: Path, steps: int) -> Path:
-    """Where the checkpoint of everything after `steps` train steps is."""
+    """The path of the checkpoint after `steps` train steps."""
     return directory / f"step-{steps:06d}"
 
 
@@ -40,8 +41,8 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
-    """Have a checkpoint written under another name, then make it visible by one rename. It replaces one of the same
-    steps: an earlier trainer wrote that, and nobody heard of it. What unfinished saves left is removed, too."""
+    """Save a checkpoint under a temporary name, then rename it; returns its path. Replaces a checkpoint of the same
+    step, which an earlier trainer wrote but never reported. Also removes what unfinished saves left."""
     final = checkpoint_path(directory, steps)
     remove_unfinished(directory)
     unfinished = directory / f".{final.name}{UNFINISHED}"
@@ -63,8 +64,8 @@ def save_checkpoint(trainer: Trainer, directory: Path, steps: int) -> Path:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; one that is gone already is no error. A removal that is cut short leaves a directory that
-    nobody takes for a checkpoint, and that the next save deletes. Raises: `OSError`."""
+    """Delete a checkpoint, if it exists. If interrupted, it leaves a directory that is not listed as a checkpoint; the
+    next save deletes it. Raises: `OSError`."""
     doomed = path.with_name(f".{path.name}{UNFINISHED}")
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -73,20 +74,20 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What saves and removals left that were cut short."""
+    """Delete what interrupted saves and removals left."""
     for path in directory.glob(f".*{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def put_aside(path: Path) -> Path:
-    """Rename to what nobody takes for a checkpoint, or the trajectories, of this line of weights; the new name."""
+    """Rename a checkpoint or a trajectory store so that this run no longer uses it; returns the new path."""
     aside = name_aside(path)
     os.rename(path, aside)
     return aside
 
 
 def name_aside(path: Path) -> Path:
-    """A name beside a file or directory, which nothing has, for what is not used any more."""
+    """An unused path in the same directory, for a file or directory that is no longer used."""
     number = 1
     while (aside := path.with_name(f".{path.name}-left-{number}")).exists():
         number += 1
@@ -94,8 +95,8 @@ def name_aside(path: Path) -> Path:
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Raises: `ConfigError` naming the first file that is missing, is not what was written or is not known to be.
-    `OSError` if a file that is there cannot be read, which says nothing about what it holds."""
+    """Compare a checkpoint with its digests. Raises: `ConfigError` naming the first file that is missing, changed or
+    not listed. `OSError` if a file cannot be read; it need not be damaged."""
     try:
         with open_regular(directory / SUMS) as file:
             lines = file.read().decode().splitlines()
@@ -107,22 +108,22 @@ def verify_checkpoint(directory: Path) -> None:
         digest, _, name = line.partition("  ")
         path = directory / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            law = f"its {SUMS} names {name!r}, which lies elsewhere"
+            law = f"its {SUMS} names {name!r}, which is outside the checkpoint"
             raise ConfigError("checkpoint", str(directory), law, "use another checkpoint")
         if not path.is_file():
             raise ConfigError("checkpoint", str(path), "is missing", "use another checkpoint")
         if _digest(path) != digest:
-            law = f"is not what was written: its SHA-256 is not that in {SUMS}"
+            law = f"has changed since it was written: its SHA-256 differs from that in {SUMS}"
             raise ConfigError("checkpoint", str(path), law, "use another checkpoint")
         unknown.discard(path)
     if unknown:
-        law = f"is not what was written: {SUMS} does not name it"
+        law = f"was not part of the checkpoint when it was written: {SUMS} does not name it"
         raise ConfigError("checkpoint", str(min(unknown)), law, "use another checkpoint")
 
 
 def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:
-    """What is wrong with each checkpoint before the first that is not damaged, in their order. One that cannot be read
-    at the moment is not damaged, as far as anyone knows."""
+    """The damage of each checkpoint before the first undamaged one, in the given order. A checkpoint that cannot be
+    read counts as undamaged."""
     damaged = {}
     for path in checkpoints:
         try:
@@ -137,7 +138,7 @@ def damaged_of(checkpoints: Iterable[Path]) -> dict[Path, str]:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether a checkpoint is there, and is what was written."""
+    """Whether a checkpoint exists, is readable and matches its digests."""
     try:
         verify_checkpoint(path)
     except (ConfigError, OSError):
@@ -146,7 +147,7 @@ def is_sound(path: Path) -> bool:
 
 
 def _write_sums(directory: Path) -> None:
-    """As `sha256sum --check` reads it."""
+    """In the format of `sha256sum --check`."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     lines = [f"{_digest(path)}  {path.relative_to(directory)}\n" for path in files]
     (directory / SUMS).write_text("".join(lines), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Is what a user's generator returned a prompt group? Everything wrong with it is named before anyone else sees it.
+"""Checks the groups that a user's generator returns, and names the first problem.
 
-Called by `replica.ReplicaHost` for every group. A malformed group must never reach the scheduler (whose laws it would
-break) or the trainer (whom it would poison); it costs its attempt and says why.
+Called by `replica.ReplicaHost` for every group. A malformed group must never reach the scheduler, whose laws it would
+break, or the trainer; its attempt fails with the reason.
 """
 
 from array import array
@@ -24,16 +24,15 @@ class Versions:
     """Which weights versions the tokens of a group may have."""
 
     admitted: Version
-    """No token of the group, wherever it was sampled, is older."""
+    """The oldest version that any token of the group may have, on any replica."""
     oldest: Version
-    """No token is older, of those in `GroupWork.partial` and those that this attempt samples."""
+    """The oldest version that a token of `GroupWork.partial` or of this attempt may have."""
     newest: Version
-    """That of the replica."""
+    """The replica's version."""
 
 
 def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewarded: bool = True) -> None:
-    """Raise unless `generated` answers `work` with tokens of `versions`; where it is not `rewarded` yet, rewards may be
-    missing.
+    """Raise unless `generated` answers `work` with tokens of `versions`. If not `rewarded`, rewards may be missing.
 
     Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
     for any other fault.
@@ -71,13 +70,13 @@ def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewa
 
 
 def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
-    """What is wrong with a group apart from its trajectories, in words; empty if nothing is."""
+    """The problem of a group apart from its trajectories, in words; empty if there is none."""
     group: Any = generated.group
     kept, aborted = generated.oldest_version, generated.aborted
     if group.group != work.group:
-        return f"group {group.group!r:.80}, and was given group {work.group}"
+        return f"group {group.group!r:.80}, but was given group {work.group}"
     if not isinstance(group.prompt, Prompt) or group.prompt.row != work.prompt.row:
-        return f"group {work.group} with another prompt than it was given, which was of row {work.prompt.row}"
+        return f"group {work.group} with another prompt; it was given that of row {work.prompt.row}"
     if not isinstance(group.trajectories, list):
         return f"trajectories as a {type(group.trajectories).__name__}, not as a list"
     if not isinstance(aborted, bool):
@@ -89,7 +88,7 @@ def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
 
 
 def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool) -> str:
-    """What is wrong with a trajectory, in words; empty if nothing is."""
+    """The problem of a trajectory, in words; empty if there is none."""
     if not isinstance(trajectory, Trajectory):
         return f"it is a {type(trajectory).__name__}, not a Trajectory"
     for name in LISTS:
@@ -105,31 +104,31 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
     if len(trajectory.logprobs) != tokens or len(trajectory.loss_mask) != tokens:
         return (
             f"{tokens} token_ids, {len(trajectory.logprobs)} logprobs and {len(trajectory.loss_mask)} loss_mask "
-            "entries are not of one length"
+            "entries must have the same length"
         )
     if finished and not trajectory.finish_reason:
         return "it has no finish_reason, though the group is not reported as aborted"
     if tokens and not _all_finite(trajectory.logprobs):
         return "a log-prob is not a finite number"
     if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
-        return "loss_mask holds something else than 0 and 1"
+        return "loss_mask must hold only 0 and 1"
     return _spans_problem(trajectory, tokens, oldest, newest)
 
 
 def segment_problem(trajectories: list[Trajectory], index: int) -> str:
-    """What is wrong with a trajectory as a further segment of the one before it; empty if nothing is."""
+    """The problem of a trajectory as a further segment of the one before it; empty if there is none."""
     if not trajectories[index].continues:
         return ""
     if index == 0:
-        return "it continues a trajectory, and none is before it"
+        return "it continues a trajectory, but is the first"
     own, first = trajectories[index].reward, trajectories[index - 1].reward
     return (
-        "" if own == first else f"its reward is {own} and that of the segment before it {first}: they are one rollout"
+        "" if own == first else f"its reward is {own}, but must be {first}, that of the previous segment of its rollout"
     )
 
 
 def reward_problem(reward: Any) -> str:
-    """What is wrong with the reward of a finished trajectory; empty if nothing is."""
+    """The problem of the reward of a finished trajectory; empty if there is none."""
     if reward is None:
         return "it has no reward"
     try:
@@ -139,18 +138,18 @@ def reward_problem(reward: Any) -> str:
 
 
 def rewards_problem(group: TrajectoryGroup) -> str:
-    """What is wrong with finite rewards taken together; empty if nothing is."""
+    """The problem of finite rewards taken together; empty if there is none."""
     rewards = [float(trajectory.reward or 0.0) for trajectory in group.trajectories]
     if isfinite(sum(map(abs, rewards))):  # no sum of some of them, and no difference of two, is larger
         return ""
-    return f"its rewards are too large to take a mean and a spread of: they go from {min(rewards)} to {max(rewards)}"
+    return f"its rewards, from {min(rewards)} to {max(rewards)}, are too large to compute their mean and spread"
 
 
 def _ids_problem(name: str, ids: list[Any]) -> str:
     try:
         numbers = array("i", ids)
     except Exception:  # whatever the values' own conversion raises
-        return f"{name} holds something else than ints from 0 to {LARGEST_ID}"
+        return f"{name} must hold only ints from 0 to {LARGEST_ID}"
     smallest = min(numbers, default=0)
     return "" if smallest >= 0 else f"{name} holds {smallest}; a token id is an int from 0 to {LARGEST_ID}"
 
@@ -165,11 +164,9 @@ def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest:
         if type(start) is not int or type(stop) is not int or type(version) is not int:
             return f"span ({start!r}, {stop!r}, {version!r}) does not hold three ints"
         if start != covered or stop <= start:
-            return f"span [{start}, {stop}) does not go on where the one before ended, at {covered}"
+            return f"span [{start}, {stop}) must start at {covered}, where the one before ended, and not be empty"
         if version < before or version > newest:
-            return (
-                f"tokens [{start}, {stop}) are said to be of version {version}; it must be {before} to {newest} there"
-            )
+            return f"tokens [{start}, {stop}) have version {version}, but it must be {before} to {newest} there"
         covered, before = stop, version
     return "" if covered == tokens else f"spans cover {covered} of {tokens} tokens"
 

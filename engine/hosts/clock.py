@@ -1,4 +1,4 @@
-"""Time as executors have it: seconds since the run began, and the timers that the scheduler sets."""
+"""The clock and the timers of an executor: seconds since the run began, and one `TimerFired` for each `SetTimer`."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from engine.ids import TimerId
 
 
 class WallClock:
-    """Seconds since it was made and `before` that, by a clock that never goes back."""
+    """A monotonic clock: `before` seconds plus the time since it was created."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._began = time.monotonic() - before

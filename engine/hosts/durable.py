@@ -1,14 +1,13 @@
-"""The durable trajectory store: what `trajectories.TrajectoryStore` keeps in memory, on disk, where it outlives every
-process.
+"""The durable trajectory store: `trajectories.TrajectoryStore` on disk, so that its groups survive every process.
 
-    store = DurableStore(directory, fresh=False)         # reads what is there
-    store.put(group, attempt, packed)       # kept, once the operating system has it
-    store.flush()                           # now it has
+    store = DurableStore(directory, fresh=False)         # reads the existing segments
+    store.put(group, attempt, packed)       # may still be in memory
+    store.flush()                           # the operating system has it
 
-Hosted by the trajectory store actor and read by whoever resumes a run. An index is in memory, the groups are on disk
-alone. What an operation changes is written as it is, so that reading needs no rule but the last word on a group. Space
-comes back from the oldest segment: what of it is still kept is written again at the end, brought to the disk, and then
-the segment goes; so a kill at any moment loses nothing, and a discard never goes before what it discards.
+Hosted by the trajectory store actor and read when a run resumes. The index is in memory, the groups are on disk. Every
+operation appends an entry; the last entry of a group counts. Space is reclaimed from the oldest segment: its kept
+entries are appended again and synced to disk, then it is deleted. So a kill at any moment loses nothing, and a discard
+is never deleted before the entry that it discards.
 """
 
 import os
@@ -43,7 +42,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class Place(NamedTuple):
-    """Where an entry lies."""
+    """The location of an entry."""
 
     segment: int
     offset: int
@@ -52,7 +51,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class _Segment:
-    """One file: its length, and what of it is still kept, by (group, scoring task; empty for the group itself)."""
+    """One file: its length, and the sizes of its kept entries by (group, scoring task; empty for the group itself)."""
 
     bytes: int
     kept: dict[tuple[GroupId, str], int] = field(default_factory=dict)
@@ -63,30 +62,29 @@ class StorePolicy:
     """How a durable store uses its disk."""
 
     segment_bytes: int = SEGMENT_BYTES
-    """A segment is closed, and brought to the disk, once it is at least this long."""
+    """A segment is closed and synced to disk once it is at least this long."""
     max_bytes: int | None = None
-    """Of all segments; None: as many as the disk has."""
+    """Limit for all segments; None: no limit."""
     cache_bytes: int = 128 << 20
-    """Of the newest groups and scores, in memory as well, so that reading them needs no disk."""
+    """Size of the memory cache for the newest groups and scores."""
     fsync: str = "segment"
-    """`always`: what is acknowledged is on the disk and outlives a power cut; `segment`: that of closed segments
-    does."""
+    """`always`: everything acknowledged survives a power cut; `segment`: closed segments do."""
 
 
 class DurableStore:
-    """As `TrajectoryStore[bytes]`, in a directory that one process writes at a time.
+    """A `TrajectoryStore[bytes]` in a directory that one process writes at a time.
 
-    Raises: `RecordError` for a directory that another process writes or that holds what was not written so,
-    `StorageFull` where there is no room; then nothing is taken any more.
+    Raises: `RecordError` if another process writes the directory or its contents are damaged, `StorageFull` if there
+    is no room. After a failed write, every later one raises the same.
     """
 
     def __init__(self, directory: Path, policy: StorePolicy | None = None, *, fresh: bool = True) -> None:
-        """`fresh`: nothing may be there yet. Else what is there is read, once a process that still writes it, and can
-        only be one that is ending, has ended."""
+        """`fresh`: the directory must hold no segments. Else they are read, after waiting until the process that
+        wrote them has ended."""
         self.directory = directory
         self.policy = policy or StorePolicy()
         self.torn: Torn | None = None
-        """What a crash left behind the last whole entry; it is cut off before anything else is written."""
+        """The incomplete tail that a crash left; it is cut off before the next write."""
         self._uncut: Torn | None = None
         self._groups: dict[GroupId, tuple[int, Place]] = {}
         self._scores: dict[GroupId, dict[str, tuple[StepId, Place]]] = {}
@@ -101,7 +99,7 @@ class DurableStore:
             numbers = segment_numbers(directory)
             if numbers and fresh:
                 path = segment_path(directory, numbers[0])
-                raise RecordError(str(path), 0, "trajectories are here already; a new run needs an empty directory")
+                raise RecordError(str(path), 0, "trajectories exist already; a new run needs an empty directory")
             for number in numbers:
                 self._read(number, last=number == numbers[-1])
         except BaseException:
@@ -151,7 +149,7 @@ class DurableStore:
         if gone:
             if self._failure is not None:
                 raise self._failure
-            self._write(packed_entry(DISCARD, gone))  # whatever the bound: it is what makes room
+            self._write(packed_entry(DISCARD, gone))  # ignores max_bytes, because discarding makes room
             for group in gone:
                 self._forget(group)
             self._compact()
@@ -160,7 +158,7 @@ class DurableStore:
         return StoreStats(groups=len(self._groups), bytes=self._kept_bytes, disk_bytes=self._disk_bytes)
 
     def flush(self) -> None:
-        """Returns once the operating system has all that was put, or the disk where `fsync` is `always`."""
+        """Write everything to the operating system, and sync it to disk if `fsync` is `always`."""
         if self._failure is not None:
             raise self._failure
         if self._file is None:
@@ -180,11 +178,11 @@ class DurableStore:
                 self._file = None
             self._lock.release()
 
-    # what a resumed run asks
+    # for a resumed run
 
     @property
     def attempts(self) -> Mapping[GroupId, int]:
-        """Of the groups that are kept, the attempt that each comes from."""
+        """The attempt of each kept group."""
         return {group: attempt for group, (attempt, _) in self._groups.items()}
 
     def is_scored(self, group: GroupId, task: str, step: StepId) -> bool:
@@ -226,13 +224,13 @@ class DurableStore:
             else:
                 os.unlink(torn.path)
         except FileNotFoundError:
-            return  # nothing of it was kept, and its segment has been dropped
+            return  # the segment held no kept entry and has been deleted
         except OSError as error:
-            reason = f"its torn end cannot be cut: {error.strerror or error}"
+            reason = f"its incomplete last entry cannot be cut off: {error.strerror or error}"
             raise RecordError(torn.path, torn.offset, reason) from None
 
     def _data(self, places: Sequence[Place]) -> list[bytes]:
-        """What lies at places."""
+        """The data at `places`, from the cache or from disk."""
         found = {place: data for place in places if (data := self._recent.find(place)) is not None}
         missing = [place for place in places if place not in found]
         if missing and self._held.bytes:
@@ -241,7 +239,7 @@ class DurableStore:
         return [found[place] for place in places]
 
     def _from_disk(self, places: Sequence[Place]) -> Iterator[tuple[Place, bytes]]:
-        """Each is checked again."""
+        """Read and verify each entry."""
         opened: dict[int, tuple[int, Path]] = {}
         try:
             for place in places:
@@ -284,7 +282,7 @@ class DurableStore:
         number = self._next
         try:
             self._file = open_private(segment_path(self.directory, number), "xb")
-            if self.policy.fsync == "always" or not self._segments:  # so a store that was ever written has a segment
+            if self.policy.fsync == "always" or not self._segments:  # a power cut must not remove the only segment
                 fsync(self.directory)
         except OSError as error:
             raise self._give_up(error) from None
@@ -295,8 +293,8 @@ class DurableStore:
         return self._segments[number]
 
     def _close_segment(self) -> None:
-        """Bring the last segment to the disk, also what an earlier process left: else a power cut could tear one that
-        another one follows."""
+        """Sync the last segment to disk, also that of an earlier process. Otherwise a power cut could tear a segment
+        that is not the last."""
         last = next(reversed(self._segments), None)
         if last is None:
             return
@@ -311,7 +309,7 @@ class DurableStore:
             self._file = None
 
     def _give_up(self, error: OSError) -> EngineError:
-        """Take nothing more: behind what was written by halves nothing may stand."""
+        """Refuse all later writes: nothing may follow an entry that may be incomplete."""
         if error.errno in FULL:
             self._failure = StorageFull(str(self.directory), self._disk_bytes, f"{error.strerror}")
         else:
@@ -351,13 +349,13 @@ class DurableStore:
             self._bury(place, (group, task))
 
     def _compact(self) -> None:
-        """Never more on disk than twice what is kept and a segment."""
+        """Delete old segments until the disk holds at most twice the kept bytes plus one segment."""
         while self._disk_bytes > 2 * self._kept_bytes + self.policy.segment_bytes + PREAMBLE_BYTES:
             if not self._drop_oldest():
                 return
 
     def _make_room(self, bytes: int) -> None:
-        """Raises: `StorageFull` where the bound leaves no room for so much more, whatever is dropped."""
+        """Delete old segments until `bytes` more fit. Raises: `StorageFull` if they never do."""
         bound = self.policy.max_bytes
         if bound is None or self._disk_bytes + bytes <= bound:
             return
@@ -371,8 +369,7 @@ class DurableStore:
             raise self._failure
 
     def _drop_oldest(self) -> bool:
-        """Remove the oldest segment, what of it is still kept written again at the end; whether there is one to
-        remove."""
+        """Append the kept entries of the oldest segment again, then delete it. False: there is none to delete."""
         number = next(iter(self._segments), None)
         if number is None or (self._file is not None and number == self._next - 1):
             return False

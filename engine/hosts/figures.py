@@ -50,7 +50,7 @@ class Figures:
     def _tell(self, key: str, what: str) -> None:
         if key not in self._told and len(self._told) < TOLD:
             self._told.add(key)
-            log.warning("train() returned %s. It is skipped in this step and in later ones.", what)
+            log.warning("train() returned %s. It is skipped. This warning is not repeated for later steps.", what)
 
 
 def figure_of(value: Any) -> Figure | None:

@@ -1,7 +1,7 @@
-"""Measures held-out prompts on one replica: chunks of rows in, how many are right out.
+"""Measures held-out prompts on one replica: takes chunks of rows, reports how many answers are right.
 
-Called by `replica.py`. It must never report rows of which one was answered under another version, report a chunk twice,
-or leave an order that wants an answer without one.
+Called by `replica.py`. Must never report a chunk with a row that was answered under another version, report a chunk
+twice, or leave an order unanswered.
 """
 
 import asyncio
@@ -32,15 +32,14 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """The held-out prompts of a run, and who answers them on a replica."""
+    """The held-out prompts of a run, and the generator that answers them on a replica."""
 
     prompts: Sequence[Prompt]
     evaluator: Generator
 
 
 def held_out_group(validation: ValidationId, rows: int, row: int) -> GroupId:
-    """What a held-out row of a validation is called where a prompt group has its number: below 0, and never used
-    twice."""
+    """The group id of a held-out row in a validation: negative, and never used twice."""
     return -1 - (validation * rows + row)
 
 
@@ -50,13 +49,13 @@ class Measurement:
 
     order: MeasureRows
     groups: list[GroupId] = field(default_factory=list)
-    """Being answered."""
+    """Group ids of the rows being answered."""
     unwanted: bool = False
     task: asyncio.Task[None] = field(init=False)
 
 
 class Measuring:
-    """The chunks of one replica in one of its lives. `version` says which weights it samples from."""
+    """The chunks of one incarnation of a replica. `version()` returns the weights version that it samples from."""
 
     def __init__(
         self, held_out: HeldOut | None, *, version: Callable[[], Version], emit: Callable[[Event], None], spawn: Spawn
@@ -68,12 +67,12 @@ class Measuring:
         self._running: dict[asyncio.Task[None], Measurement] = {}
         self._newest: ValidationId = -1
         self._newest_stop = -1
-        """Number of the newest order to stop."""
+        """Number of the newest `StopMeasuring` order."""
         self._attempts: dict[int, int] = {}
-        """Of the newest validation's chunks, so that a repeated order is known as one."""
+        """The newest attempt of each chunk of the newest validation, to detect repeated orders."""
 
     def measure(self, order: MeasureRows, after: "asyncio.Task[None] | None") -> None:
-        """Begin with a chunk, once `after`, the last order about weights, has ended. A newer attempt ends an older."""
+        """Measure a chunk once `after`, the last weights order, has ended. A newer attempt cancels an older one."""
         if order.validation < self._newest:
             return
         if order.validation > self._newest:
@@ -84,7 +83,7 @@ class Measuring:
         measurement = Measurement(order)
         waits = [after] if after is not None else []
         for earlier in [m for m in self._running.values() if m.order.chunk == order.chunk]:
-            # A generator knows rows, not attempts: one at a time.
+            # A generator tells rows apart, not attempts, so only one attempt may run.
             self._stop(earlier)
             waits.append(earlier.task)
         measurement.task = self._spawn(self._run(measurement, waits))
@@ -92,8 +91,8 @@ class Measuring:
         measurement.task.add_done_callback(lambda task: self._running.pop(task, None))
 
     def stop(self, order: StopMeasuring) -> None:
-        """End what runs for a validation; its rows are not reported. A repeat changes nothing: what was begun after the
-        first is wanted."""
+        """Stop the running chunks of a validation, without a report. A repeat changes nothing: chunks that began after
+        the first order continue."""
         if order.number <= self._newest_stop:
             return
         self._newest_stop = order.number
@@ -106,7 +105,7 @@ class Measuring:
         self._spawn(self._end(measurement))
 
     async def ended(self) -> None:
-        """Returns once nothing that was stopped samples any more."""
+        """Return once every stopped chunk has ended."""
         stopped = [m.task for m in self._running.values() if m.unwanted]
         if stopped:
             await asyncio.wait(stopped)
@@ -133,10 +132,13 @@ class Measuring:
     async def _measured(self, measurement: Measurement) -> Event:
         order, held_out = measurement.order, self._held_out
         if held_out is None:
-            raise EngineError("this run has no held-out prompts, or no one to answer them")
+            raise EngineError("this run has no held-out prompts, or no evaluator to answer them")
         prompts = held_out.prompts[order.first : order.first + order.count]
         if len(prompts) < order.count:
-            raise EngineError(f"there are {len(held_out.prompts)} held-out prompts")
+            raise EngineError(
+                f"rows {order.first} to {order.first + order.count - 1} do not exist: there are "
+                f"{len(held_out.prompts)} held-out prompts"
+            )
         self._require_version(order)
         rows = range(order.first, order.first + order.count)
         measurement.groups = [held_out_group(order.validation, len(held_out.prompts), row) for row in rows]
@@ -160,7 +162,7 @@ class Measuring:
     def _require_version(self, order: MeasureRows) -> None:
         if self._version() != order.version:
             raise EngineError(
-                f"the replica has version {self._version()}, not {order.version}, which is to be measured"
+                f"the replica has version {self._version()}, but version {order.version} must be measured"
             )
 
     def _failed(self, order: MeasureRows, error: BaseException) -> Event:
@@ -185,7 +187,7 @@ def _place(order: MeasureRows) -> dict[str, int]:
 
 
 def _reward(prompt: Prompt, outcome: Any) -> float | None:
-    """What a held-out prompt earned; None where it or its reward is at fault. Raises what is the replica's fault."""
+    """The reward of a held-out prompt; None if the prompt or its reward is at fault. Raises if the replica is."""
     if isinstance(outcome, DataFailure):
         log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
         return None
@@ -195,7 +197,7 @@ def _reward(prompt: Prompt, outcome: Any) -> float | None:
         law = "generate() must return Generated(group=TrajectoryGroup(...))"
         raise EngineError(f"held-out row {prompt.row}: {law}, not {type(outcome).__name__}")
     if outcome.aborted:
-        raise EngineError(f"held-out row {prompt.row} was cut short")
+        raise EngineError(f"held-out row {prompt.row} was aborted")
     reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
     problem = contained(reward_problem, reward)
     if problem or reward is None:

@@ -1,11 +1,11 @@
-"""Trajectory groups as bytes, on their way between processes and on disk.
+"""Packs trajectory groups as bytes, for transfer between processes and for disk.
 
     [format, group, [row, text, fields], [[trajectory], ...]]       msgpack
     trajectory: prompt ids, token ids (int32), log-probs (float64), loss mask (uint8), spans (int64: start, stop,
                 version) as little-endian arrays, then text, finish reason, reward, whether it continues another
 
-Used by `actors` and by the durable store. Nothing is ever unpickled: whatever the bytes say, the answer is a group or
-an `EngineError`, and no more memory is taken than a fixed multiple of them.
+Used by `actors` and by the durable store. Must never unpickle: any bytes yield a group or an `EngineError`, and use at
+most a fixed multiple of their size in memory.
 """
 
 import sys
@@ -20,14 +20,15 @@ from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 GROUP_FORMAT = 1
 MAX_GROUP_BYTES = 1 << 29
-"""One packed group: 64 responses of half a million tokens."""
+"""Limit for one packed group: 64 responses of half a million tokens."""
 FIELD_DEPTH = 64
-"""Lists and mappings in one another in a prompt's field."""
+"""Maximum nesting of lists and mappings in a prompt's field."""
 NATIVE = sys.byteorder == "little"
 
 
 def pack_group(group: TrajectoryGroup) -> bytes:
-    """Raises: `DataFailure` naming the prompt's row where it cannot be packed, `EngineError` for its trajectories."""
+    """Raises: `DataFailure` with the prompt's row if the prompt cannot be packed, `EngineError` if a trajectory
+    cannot."""
     prompt = plain_prompt(group.prompt)
     try:
         trajectories = [_plain_trajectory(trajectory) for trajectory in group.trajectories]
@@ -37,17 +38,18 @@ def pack_group(group: TrajectoryGroup) -> bytes:
     except (TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"group {group.group} cannot be stored: {error}", group=group.group) from None
     if len(data) > MAX_GROUP_BYTES:
-        raise EngineError(f"group {group.group} takes {len(data)} bytes: {MAX_GROUP_BYTES} at most", group=group.group)
+        law = f"group {group.group} has {len(data)} bytes; at most {MAX_GROUP_BYTES} are allowed"
+        raise EngineError(law, group=group.group)
     return data
 
 
 def unpack_group(data: bytes) -> TrajectoryGroup:
-    """Raises: `EngineError` for bytes that are no group."""
+    """Raises: `EngineError` for bytes that are not a packed group."""
     size = len(data)
     try:
-        _require(size <= MAX_GROUP_BYTES, f"{size} bytes: {MAX_GROUP_BYTES} at most")
-        walker = msgpack.Unpacker(max_buffer_size=MAX_GROUP_BYTES, read_size=1)  # builds nothing, and finds out whether
-        walker.feed(data)  # the lengths that are claimed are there
+        _require(size <= MAX_GROUP_BYTES, f"{size} bytes; at most {MAX_GROUP_BYTES} are allowed")
+        walker = msgpack.Unpacker(max_buffer_size=MAX_GROUP_BYTES, read_size=1)  # builds no objects; checks that the
+        walker.feed(data)  # data is as long as its headers claim
         walker.skip()
         return _group_from(
             msgpack.unpackb(
@@ -57,15 +59,15 @@ def unpack_group(data: bytes) -> TrajectoryGroup:
         )  # fmt: skip
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         reason = "it ends too early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
-        raise EngineError(f"these bytes are no group: {reason}") from None
+        raise EngineError(f"the bytes are not a packed group: {reason}") from None
 
 
 def plain_prompt(prompt: Prompt) -> tuple[int, str, dict[str, Any]]:
-    """A prompt as msgpack takes it. Raises: `DataFailure` naming its row, for fields that are not plain data."""
+    """A prompt as msgpack data. Raises: `DataFailure` with its row for fields that are not plain data."""
     for name, value in prompt.fields.items():
         problem = _not_plain(value, FIELD_DEPTH) if type(name) is str else f"is named by a {type(name).__name__}"
         if problem:
-            law = "only text, bytes, numbers, true, false, null, lists and mappings by text of these travel"
+            law = "use only text, bytes, numbers, true, false, null, lists, and mappings with text keys"
             raise DataFailure(f"row {prompt.row}: its field {name!r} {problem}; {law}", row=prompt.row)
     return prompt.row, prompt.text, dict(prompt.fields)
 
@@ -134,8 +136,8 @@ def _list_of(kind: str, data: Any) -> list[Any]:
 
 
 def _not_plain(value: Any, depth: int) -> str:
-    """What is wrong with a field; empty where it can be packed."""
-    if value is None or isinstance(value, str | float | bytes):  # truth is a number
+    """The problem of a field; empty if it can be packed."""
+    if value is None or isinstance(value, str | float | bytes):  # a bool is an int
         return ""
     if isinstance(value, int):
         return "" if -(2**63) <= value < 2**63 else "is a number of more than 64 bits"

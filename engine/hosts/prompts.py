@@ -1,7 +1,7 @@
-"""Where prompts come from: what an executor draws for the scheduler, and looks up when a group starts.
+"""Sources of prompts, and the checked calls to a user's source.
 
-The built-in data sets (`tasks.dataset.PromptSource`) have the order of draws; `CountedPrompts` makes a `Prompts` of
-any such order.
+An executor draws prompts for the scheduler and reads them when a group starts. `CountedPrompts` makes a source of any
+function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,20 @@ class Prompts(Protocol):
     """A source of prompts. Group i is the i-th prompt drawn; the same i must always give the same prompt."""
 
     def draw(self, first: GroupId, count: int) -> tuple[int, bool]:
-        """How many of the prompts `first`, `first + 1`, … there are, at most `count`, and whether they are the last.
+        """Draw the prompts `first`, `first + 1`, …: how many there are, at most `count`, and whether the source is now
+        exhausted.
 
-        Fewer are fine: the others are ordered again. None without having been the last, more than `count`, and an
-        exception are a failed attempt; `scheduler.infrastructure_attempts` of these in a row end the run. It is called
-        on a thread of its own, so it may block. `prompt` may be called meanwhile, for prompts drawn before.
+        It may return fewer than `count`; the rest is ordered again. An attempt fails if it raises, or returns more
+        than `count`, or 0 without being exhausted; `scheduler.infrastructure_attempts` failures in a row end the run.
+        It runs on a separate thread, so it may block. Meanwhile `prompt` may be called for earlier prompts.
         """
 
     def prompt(self, group: GroupId) -> Prompt:
-        """The prompt of a group that was drawn. Raises `DataFailure` when it cannot be read."""
+        """The prompt of a drawn group. Raises: `DataFailure` if it cannot be read."""
 
 
 class CountedPrompts:
-    """Prompts that a function gives by number: `total` of them, or without end where it is None."""
+    """Prompts from a function of their number: `total` of them, or endless if it is None."""
 
     def __init__(self, total: int | None, prompt: Callable[[GroupId], Prompt]) -> None:
         self._total = total
@@ -49,7 +50,7 @@ class CountedPrompts:
 
 
 def draw_prompts(prompts: Prompts, order: DrawPrompts, first: GroupId) -> PromptsDrawn | DrawFailed:
-    """What comes of an order for prompts, the next of which is `first`. Never raises."""
+    """Execute an order for prompts, starting at `first`; returns the event that answers it. Never raises."""
     try:
         count, exhausted = contained(_checked_draw, prompts, first, order.count)
     except Exception as error:
@@ -58,7 +59,7 @@ def draw_prompts(prompts: Prompts, order: DrawPrompts, first: GroupId) -> Prompt
 
 
 def read_prompt(prompts: Prompts, group: GroupId) -> Prompt:
-    """The prompt of a group. Raises: `DataFailure` for what is no prompt, and what the source raises."""
+    """The prompt of a group. Raises: `DataFailure` if it is not a valid `Prompt`, and what the source raises."""
     return contained(_checked_prompt, prompts, group)
 
 
@@ -95,12 +96,12 @@ def _checked_prompt(prompts: Prompts, group: GroupId) -> Prompt:
 
 
 def as_prompts(items: Sequence[Prompt | str]) -> list[Prompt]:
-    """Strings become prompts numbered by their place."""
+    """Turn strings into prompts, with their index as the row."""
     return [item if isinstance(item, Prompt) else Prompt(row=row, text=item) for row, item in enumerate(items)]
 
 
 def listed(items: Sequence[Prompt | str], epochs: int = 1) -> CountedPrompts:
-    """Prompts of a list, in its order, `epochs` times. Strings become prompts numbered by their place."""
+    """The prompts of a list, in order, `epochs` times. Strings become prompts, with their index as the row."""
     if not items:
         raise ConfigError("prompts", "[]", "there must be at least one prompt", "give a prompt")
     if epochs < 1:

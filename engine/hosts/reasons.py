@@ -1,4 +1,4 @@
-"""An exception as one line that fits an event: what went wrong, for the record and for the user."""
+"""Formats exceptions as bounded text for an event's `reason`, which the record and the user see."""
 
 from engine.errors import EngineError, describe_error, message_of
 
@@ -7,11 +7,11 @@ LONGEST = 1000
 
 
 def reason_of(error: BaseException) -> str:
-    """`Type: message` of an exception; the message alone for the engine's own, which name themselves."""
+    """`Type: message` of an exception; only the message for the engine's own exceptions."""
     return clean(message_of(error) if isinstance(error, EngineError) else describe_error(error))
 
 
 def clean(text: str) -> str:
-    """Text of bounded length that every codec can hold."""
+    """Valid UTF-8 text of bounded length."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -1,7 +1,7 @@
-"""Hosts one `Generator`: commands of the scheduler in, events about its groups and weights out.
+"""Hosts one `Generator`: takes the scheduler's commands, emits events about its groups and weights.
 
-Called by `runtime.workers`, on the event loop that the generator lives on. It keeps who runs; it must
-never report a group before the store has it, report a group twice, or leave a command that wants an answer without one.
+Called by `runtime.workers`, on the generator's event loop. Must never report a group before it is stored, report a
+group twice, or leave a command unanswered that needs an answer.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ from engine.user_code import awaited
 log = logging.getLogger(__name__)
 
 REMEMBERED_ATTEMPTS = 16_384
-"""Groups whose last attempt is kept in mind, so that a repeated order is known as one."""
+"""Number of groups whose last attempt is remembered, to detect repeated orders."""
 
 
 class ReplicaHost:
-    """One replica in one of its lives. `emit` takes its events; `broken(reason)` is called when it cannot go on; groups
-    that are not `rewarded` here are in an added state.
+    """One incarnation of a replica. `emit` receives its events; `broken(reason)` is called when it has failed for good.
+    If not `rewarded`, an added state assigns the rewards later.
 
-    Group commands are carried out as they come; those about weights one after the other, in their order.
+    Group commands are executed at once; weights commands one at a time, in the order of arrival.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReplicaHost:
         self._rewarded = rewarded
         self._progress_every_s = progress_every_s
         self._progressed: dict[Attempt, None] = {}
-        """Attempts that came further since the last report."""
+        """Attempts that have made progress since the last report."""
         self._next_report: asyncio.TimerHandle | None = None
         self._trajectories = trajectories
         self._emit = emit
@@ -110,7 +110,7 @@ class ReplicaHost:
         }
 
     def join(self, slots: int, version: Version = 0) -> None:
-        """Report that the replica is up, with the weights of `version`."""
+        """Report that the replica is up with weights `version`."""
         self._weights.version = version
         self._emit(
             ProcessUp(
@@ -121,15 +121,15 @@ class ReplicaHost:
             self._spawn(self._listen(self.generator))
 
     def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
-        """Begin to carry out a command and return at once. `prompt` comes with commands that start or resume a group.
+        """Start a command and return at once. `prompt` is required for commands that start or resume a group.
 
-        A repeat, and a command for another life of the replica, change nothing.
+        Repeats and commands for another incarnation of the replica change nothing.
         """
         if not self._closed and getattr(command, "incarnation", None) == self.incarnation:
             self._carry[type(command)](command, prompt)
 
     async def close(self) -> None:
-        """End everything that runs, without reports, and close the generator."""
+        """Cancel everything, without reports, and close the generator."""
         self._closed = True
         for attempt in self._running.values():
             attempt.unwanted = True
@@ -145,12 +145,12 @@ class ReplicaHost:
 
     @property
     def version(self) -> Version:
-        """The weights that the replica samples from."""
+        """The weights version that the replica samples from."""
         return self._weights.version
 
     @property
     def running(self) -> int:
-        """Groups being generated."""
+        """Number of groups being generated."""
         return len(self._running)
 
     # groups
@@ -172,10 +172,10 @@ class ReplicaHost:
     async def _run(
         self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None, before: Attempt | None
     ) -> None:
-        """One attempt, whatever happens in it: exactly one event, unless it became unwanted."""
+        """Run one attempt and emit exactly one event, unless it became unwanted or the host closed."""
         try:
             if before is not None:
-                await asyncio.wait([before.task])  # a generator knows groups, not attempts: one at a time
+                await asyncio.wait([before.task])  # a generator tells groups apart, not attempts
             event = await self._attempt(attempt, command, prompt)
         except DataFailure as error:
             event = self._failed(attempt, "data", error)
@@ -194,14 +194,14 @@ class ReplicaHost:
     async def _attempt(
         self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None
     ) -> Event | None:
-        """Generate, check and keep a group; the event that says so."""
+        """Generate, check and store a group; returns the event to emit."""
         if prompt is None:
             raise EngineError(f"group {command.group} came without its prompt")
         resumes = isinstance(command, ResumeGroup)
         partial = await self._trajectories.partial(command.group) if resumes else None
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
-        behind = kept is not None and kept[1] > self.version  # stored by a replica that died before it could say so
+        behind = kept is not None and kept[1] > self.version  # its replica died before reporting it
         if behind or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
@@ -242,7 +242,7 @@ class ReplicaHost:
         return event
 
     def _save(self, attempt: Attempt, work: GroupWork, began: Version, group: TrajectoryGroup) -> None:
-        """Keep what a running group has so far; while the store is busy with it, only the newest of these waits."""
+        """Store the prefix of a running group. While one is being stored, only the newest waits."""
         if attempt.unwanted or self._running.get(attempt.group) is not attempt:
             return
         attempt.unsaved = group
@@ -262,7 +262,7 @@ class ReplicaHost:
             self._emit(event)
 
     def _note_progress(self, attempt: Attempt) -> None:
-        """Report it later, with what else progresses until then."""
+        """Report the attempt at the next periodic report."""
         self._progressed[attempt] = None
         if self._next_report is None:
             self._next_report = asyncio.get_running_loop().call_later(self._progress_every_s, self._report_progress)
@@ -284,7 +284,7 @@ class ReplicaHost:
     def _abort(self, command: AbortGroup) -> None:
         attempt = self._running.get(command.group)
         if attempt is None:
-            # It ended here while the order was on its way: what it left behind is nobody's.
+            # The attempt ended before the order arrived: delete what it stored.
             self._spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
         elif attempt.number <= command.attempt:
             attempt.unwanted = True
@@ -296,7 +296,7 @@ class ReplicaHost:
         await self._logged(self._trajectories.discard([command.group], command.attempt), "discarding")
 
     def _stop(self, attempt: Attempt) -> None:
-        """End an attempt whose outcome nobody wants."""
+        """End an attempt without a report."""
         attempt.unwanted = True
         self._spawn(self._end(attempt))
 
@@ -320,7 +320,7 @@ class ReplicaHost:
             self._spawn(self._give_up(attempt))
 
     async def _give_up(self, attempt: Attempt) -> None:
-        """End an attempt with what it has. One that does not end is cancelled, and fails."""
+        """End an attempt with the tokens it has. If it does not end within `PARK_S`, it is canceled and fails."""
         if attempt.begun:
             await self._logged(awaited(self.generator.abort, [attempt.group]), "parking")
         await asyncio.wait([attempt.task], timeout=PARK_S)
@@ -346,7 +346,7 @@ class ReplicaHost:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """No task may end in silence: what none of them expected leaves the replica in an unknown state."""
+        """Report the replica as broken if a task raised: its state is then unknown."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._closed:
@@ -354,7 +354,7 @@ class ReplicaHost:
             self._broken(f"a task of its host failed: {reason_of(error)}")
 
     async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
-        """For calls that no event answers: a failure is logged, and what they were for ends by itself."""
+        """Run a call that no event answers; log a failure."""
         try:
             await work
         except Exception:

@@ -1,7 +1,7 @@
-"""Hosts a `Scorer`: batches scored one at a time, in the order they were asked for, apart from the trainer.
+"""Hosts a `Scorer`: scores batches one at a time, in the order of arrival, on hardware separate from the trainer's.
 
-Called by `runtime.workers`. It must never score under other weights than those the step is about to be
-trained from, nor say that a batch is scored before its scores are in the trajectory store.
+Called by `runtime.workers`. Must never score old log-probs with other weights than those that the step starts from,
+nor report a batch before its scores are in the trajectory store.
 """
 
 import logging
@@ -22,13 +22,14 @@ from engine.roles import Batch, Scorer
 log = logging.getLogger(__name__)
 
 OF_TRAINED_WEIGHTS = ("old_logprobs",)
-"""Tasks that read the weights after every step before the one they score."""
+"""Tasks that need the trained weights from before the step that they score."""
 
 
 class ScorerHost(OneByOne[ScoreBatch]):
-    """Carries out `ScoreBatch` orders for the tasks of one pool. `emit` takes events.
+    """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
 
-    `ask(steps)` has the trainer hand the weights after so many steps over, should it still owe them; raises why not.
+    `ask(steps)` makes the trainer hand over the weights after `steps` train steps, if it still owes them; it raises if
+    the trainer cannot.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ScorerHost(OneByOne[ScoreBatch]):
     async def _score(self, command: ScoreBatch) -> None:
         if command.task in OF_TRAINED_WEIGHTS and command.step != self._loaded:
             weights = await self._trained(command.step)
-            self._loaded = -1  # a load that fails half way leaves neither
+            self._loaded = -1  # a load that fails halfway leaves unusable weights
             await self._call(self._scorer.load, weights)
             self._loaded = command.step
         groups = await self._trajectories.get(command.groups)
@@ -71,8 +72,8 @@ class ScorerHost(OneByOne[ScoreBatch]):
         await self._trajectories.put_scores(command.step, command.task, command.groups, scores)
 
     async def _trained(self, steps: StepId) -> Any:
-        """The weights after so many train steps. The trainer is asked for those that are missing: an attempt of the
-        step must never find the same gap as the one before."""
+        """The weights after `steps` train steps. If they are missing, it asks the trainer for them, so that a retry of
+        the step does not fail for the same reason."""
         try:
             return await self._weights.get(Trained(steps))
         except EngineError:

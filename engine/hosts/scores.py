@@ -26,7 +26,7 @@ def checked_scores(groups: Sequence[TrajectoryGroup], scores: Any) -> list[list[
         for index, (row, trajectory) in enumerate(zip(rows, group.trajectories, strict=True)):
             if len(row) != sum(trajectory.loss_mask):
                 story = f"trajectory {index} of group {group.group} has {sum(trajectory.loss_mask)} trained tokens"
-                raise EngineError(f"{story}, and score() returned {len(row)} log-probs")
+                raise EngineError(f"{story}, but score() returned {len(row)} log-probs")
         checked.append(rows)
     return checked
 

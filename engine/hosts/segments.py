@@ -1,4 +1,4 @@
-"""How the durable trajectory store lies on disk: append-only segments of length-prefixed, checksummed entries.
+"""The disk format of the durable trajectory store: append-only segments of length-prefixed, checksummed entries.
 
     trajectories/00000000.seg   magic (8) | format version u32 | segment number u32 | CRC-32 of these u32
                                 then entries: payload length u32 | CRC-32 of the payload u32 | payload; little-endian
@@ -6,9 +6,9 @@
     scores   [2, group, [step, task], packed scores]
     discard  [3, [group, ...], null, null]              payloads are msgpack
 
-Used by `durable.py`, which says what entries mean. As in the schedule's record, a crash tears at most the end of the
-last segment; an entry that cannot be read is a torn tail only there, and only if no whole entry follows it. All else is
-a `RecordError` with file and offset. Segments that hold nothing any more are gone, so numbers may have gaps.
+Used by `durable.py`, which interprets the entries. As in the schedule's record, a crash tears at most the end of the
+last segment. An unreadable entry counts as a torn tail only there, and only if no whole entry follows it. Any other
+damage is a `RecordError` with file and offset. Segments without kept entries are deleted, so numbers may have gaps.
 """
 
 import os
@@ -38,13 +38,13 @@ MAX_ENTRY_BYTES = MAX_GROUP_BYTES + 4096
 SUFFIX = ".seg"
 PUT, SCORES, DISCARD = 1, 2, 3
 ENTRY_STARTS = (b"\x94\x01", b"\x94\x02", b"\x94\x03")
-"""How payloads begin: where to look for a whole entry behind a damaged one."""
+"""The first bytes of payloads, to search for a whole entry after a damaged one."""
 LOOKED_AT = 1 << 33
-"""Bytes whose checksums are worked out behind damage; more than any real tail takes."""
+"""Maximum number of bytes to checksum after damage; more than any real tail needs."""
 
 
 class Entry(NamedTuple):
-    """One entry as it was read, where it lies, and the bytes that it takes there."""
+    """One entry, with its offset and its size in the segment."""
 
     kind: int
     key: Any
@@ -55,12 +55,12 @@ class Entry(NamedTuple):
 
 
 def packed_entry(kind: int, key: Any, mark: Any = None, data: bytes | None = None) -> bytes:
-    """An entry as it lies in a segment."""
+    """The bytes of an entry in a segment."""
     return frame(msgpack.packb((kind, key, mark, data), use_bin_type=True))
 
 
 def preamble(number: int) -> bytes:
-    """What a segment begins with."""
+    """The first bytes of a segment."""
     head = _PREAMBLE.pack(MAGIC, FORMAT, number)
     return head + _CRC.pack(crc32(head))
 
@@ -70,7 +70,7 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Of the segments that are there, in order. Raises: `RecordError` where the directory cannot be read."""
+    """The numbers of the existing segments, in order. Raises: `RecordError` if the directory cannot be read."""
     try:
         names = sorted(entry.name for entry in os.scandir(directory) if entry.name.endswith(SUFFIX))
     except FileNotFoundError:
@@ -82,12 +82,12 @@ def segment_numbers(directory: Path) -> list[int]:
     stems = [name.removesuffix(SUFFIX) for name in names]
     for name, stem in zip(names, stems, strict=True):
         if len(stem) != 8 or not (stem.isascii() and stem.isdecimal()):
-            raise RecordError(str(directory), 0, f"{name} is no segment of a trajectory store")
+            raise RecordError(str(directory), 0, f"{name} is not a segment of a trajectory store")
     return [int(stem) for stem in stems]
 
 
 def read_segment(path: Path, number: int, *, last: bool) -> Iterator[Entry | Torn]:
-    """Every entry of a segment in order; behind the last of the last segment, what a crash left there, if anything.
+    """Every entry of a segment, in order; at the end of the `last` segment also a `Torn`, if a crash left one.
 
     Raises: `RecordError`.
     """
@@ -112,7 +112,7 @@ def read_segment(path: Path, number: int, *, last: bool) -> Iterator[Entry | Tor
 
 
 def entry_of(path: Path, offset: int, payload: bytes) -> Entry:
-    """What a payload says. Raises: `RecordError`."""
+    """Decode a payload. Raises: `RecordError`."""
     size = len(payload)
     try:
         plain = msgpack.unpackb(
@@ -127,11 +127,11 @@ def entry_of(path: Path, offset: int, payload: bytes) -> Entry:
 
 
 def read_entry(handle: int, path: Path, offset: int, bytes: int) -> Entry:
-    """One entry of which it is known where it lies. Raises: `RecordError` where it is not what was written."""
+    """Read the entry at an offset. Raises: `RecordError` if it is damaged."""
     data = os.pread(handle, bytes, offset)
     length, checksum = _FRAME.unpack_from(data) if len(data) == bytes else (0, 0)
     if FRAME_BYTES + length != bytes or crc32(memoryview(data)[FRAME_BYTES:]) != checksum:
-        raise RecordError(str(path), offset, "the entry is not what was written there: its checksum does not hold")
+        raise RecordError(str(path), offset, "the entry is damaged: its checksum does not match")
     return entry_of(path, offset, data[FRAME_BYTES:])
 
 
@@ -153,14 +153,14 @@ def _check_preamble(path: Path, number: int, head: bytes) -> None:
     if _CRC.unpack_from(head, _PREAMBLE.size)[0] != crc32(head[: _PREAMBLE.size]):
         raise RecordError(str(path), 0, "the segment's first bytes are damaged")
     if version > FORMAT:
-        law = f"format version {version}; this engine reads up to {FORMAT}, a newer one is needed"
+        law = f"format version {version}; this engine reads up to {FORMAT}: use a newer engine"
         raise RecordError(str(path), len(MAGIC), law)
     if told != number:
-        raise RecordError(str(path), len(MAGIC) + 4, f"this is segment {told}, in the place of {number}")
+        raise RecordError(str(path), len(MAGIC) + 4, f"the file of segment {number} holds segment {told}")
 
 
 def _frame_at(read: Any, left: int) -> tuple[bytes, str, int]:
-    """(payload, what is wrong with it, bytes from its start to its end: 0 where that is the file's)"""
+    """(payload, its problem, size of the frame in bytes; 0 if it ends with the file)"""
     head = read(FRAME_BYTES)
     if len(head) < FRAME_BYTES:
         return b"", "the file ends within an entry", 0
@@ -170,17 +170,17 @@ def _frame_at(read: Any, left: int) -> tuple[bytes, str, int]:
     if FRAME_BYTES + length > left:
         return b"", f"an entry claims {length} bytes, more than the file has left", 0
     if length > MAX_ENTRY_BYTES:
-        return b"", f"an entry claims {length} bytes: {MAX_ENTRY_BYTES} at most", FRAME_BYTES
+        return b"", f"an entry claims {length} bytes; at most {MAX_ENTRY_BYTES} are allowed", FRAME_BYTES
     payload = read(length)
     if crc32(payload) != checksum:
-        return b"", "the entry's checksum does not hold", FRAME_BYTES + length
+        return b"", "the entry's checksum does not match", FRAME_BYTES + length
     return payload, "", 0
 
 
 def _torn(path: Path, offset: int, size: int, problem: str, last: bool, ends: int) -> Torn:
-    """Take an unreadable entry for the torn end of the store if it can be that; else refuse it.
+    """Accept an unreadable entry as the torn end of the store. Raises: `RecordError` if it cannot be that.
 
-    It can be where nothing but zeros lies behind its end, no whole entry within, and the entry itself lacks bytes.
+    It can be if only zeros follow its end, it contains no whole entry, and the entry itself lacks bytes.
     """
     if not last:
         raise RecordError(str(path), offset, f"{problem}, and segments follow")
@@ -213,8 +213,8 @@ def _holds_whole_entry(rest: bytes) -> bool:
 
 
 def put_store_aside(directory: Path) -> Path | None:
-    """Rename the directory of a store, once whoever still writes it has ended, so that another can begin there; its
-    new name, None where it holds nothing. Raises: `RecordError` where it cannot be renamed."""
+    """Rename the directory of a store, once its writer has ended, so that a new store can use the path. Returns the new
+    path, or None if it is empty. Raises: `RecordError` if it cannot be renamed."""
     if not directory.is_dir() or not any(directory.iterdir()):
         return None
     lock = RecordLock(directory, waits=True)

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """Call `function(...)` on a thread. An attempt to end the process counts as a failure.
+    """Call `function(...)` on this thread. An attempt to end the process counts as a failure.
 
     Raises: its exception, or a `RuntimeError` that names it if a future cannot carry it.
     """
@@ -34,7 +34,7 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
 
 
 class OneThread:
-    """A thread for calls that must not overlap, in the order in which they come. It starts with the first call."""
+    """A thread for calls that must not overlap; they run in the order of arrival. It starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,7 +55,7 @@ class OneThread:
                 settle(_succeed, value)
 
         def settle(how: Callable[..., None], outcome: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so nothing awaits the outcome
                 loop.call_soon_threadsafe(how, done, outcome)
 
         if self._thread is None:
@@ -65,13 +65,13 @@ class OneThread:
         return await done
 
     async def close(self) -> None:
-        """Return when the calls so far have ended."""
+        """Return once all earlier calls have ended."""
         if self._thread is not None:
             self._calls.put(None)
             await asyncio.to_thread(self._thread.join)
 
     def abandon(self) -> None:
-        """The thread ends when its present call returns, and nothing waits for that."""
+        """Let the thread end after its queued calls, without waiting for it."""
         self._calls.put(None)
         self._calls, self._thread = queue.SimpleQueue(), None
 
@@ -82,7 +82,7 @@ def _work(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 async def on_a_thread(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """`contained(function, ...)` on a thread of its own."""
+    """`contained(function, ...)` on a new thread."""
     name = getattr(function, "__name__", type(function).__name__)
     thread = OneThread(name)
     try:

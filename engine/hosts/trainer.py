@@ -1,8 +1,7 @@
-"""Hosts the `Trainer`: scoring, training, publishing and checkpoints, one at a time and in the order they were asked
-for.
+"""Hosts the `Trainer`: scores, trains, publishes and saves checkpoints, one order at a time, in the order of arrival.
 
-Called by `runtime.workers`. The trainer's blocking calls run on one thread of their own, so that the
-event loop stays free; it must never run two at once, or report a checkpoint that is not complete.
+Called by `runtime.workers`. The trainer's blocking calls run on a separate thread, so that the event loop stays free.
+Must never run two calls at once, or report an incomplete checkpoint.
 """
 
 import asyncio
@@ -39,11 +38,11 @@ Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
 class TrainerHost(OneByOne[Command]):
-    """Carries out the trainer's commands. `emit` takes events, `report(step, metrics)` what the trainer says of a step.
+    """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step.
 
-    `checkpoints` is the directory of `step-N` directories; None: none can be saved. `own_tasks` are the scoring tasks
-    that the trainer does, `scored_apart` those that a scorer of its own does; with `hands_over` it needs the weights
-    after every train step.
+    `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
+    tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
+    every train step.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class TrainerHost(OneByOne[Command]):
         self._figures = Figures()
 
     async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
-        """Train a step again, before any order: with the batch and the scores it had. `reports`: what the trainer says
-        of it is not known any more. Returns the optimizer updates that it says it made. Raises: `EngineError`."""
+        """Train a step again with its batch and scores, before any order. `reports`: report its metrics, because they
+        were lost. Returns the number of optimizer updates in its metrics. Raises: `EngineError`."""
         try:
             for task in self._own_tasks:
                 await self._call(self.trainer.score, await self._batch_to_score(step, groups), task)
@@ -86,8 +85,8 @@ class TrainerHost(OneByOne[Command]):
         return count_in(metrics, "optimizer_steps")
 
     async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the present weights, which are those after `steps` train steps. Never raises: weights that
-        cannot be handed over are owed. A scorer that lacks them asks again; if that fails, so does its attempt."""
+        """Give scorers the current weights, those after `steps` train steps. Never raises: if it fails, the weights are
+        owed, and a scorer that lacks them asks again; if that fails too, so does its attempt."""
         if not self._hands_over:
             return
         self._owed = steps
@@ -97,7 +96,7 @@ class TrainerHost(OneByOne[Command]):
             log.warning("%s; a scorer that needs them asks again", error, exc_info=error)
 
     async def hand_over_again(self, steps: StepId) -> None:
-        """The same for weights that are still owed; nothing where they are not. Raises: `EngineError`."""
+        """Hand over the weights after `steps` train steps, if they are still owed. Raises: `EngineError`."""
         async with self._handing_over:
             if self._owed != steps:
                 return
@@ -122,7 +121,7 @@ class TrainerHost(OneByOne[Command]):
         raise EngineError(f"{type(command).__name__} is not for the trainer")
 
     async def _answer(self, command: Command) -> Event:
-        """Carry out one command; the event that says how it ended."""
+        """Execute one command; returns the event that answers it."""
         if isinstance(command, ScoreBatch):
             return await self._score(command)
         if isinstance(command, TrainStep):

@@ -1,6 +1,6 @@
 """The trajectory store: finished groups, and partial ones after an abort, until the scheduler discards them.
 
-`local` holds it in memory; `runtime.trajectories` has it as a service, over Ray in an actor that survives the replicas.
+`local` holds it in memory; `runtime.trajectories` serves it, over Ray from an actor that survives the replicas.
 It never looks into its payloads: `local` puts groups, the service packed bytes. `durable.DurableStore` is on disk.
 """
 
@@ -98,7 +98,7 @@ class TrajectoryStore(Generic[Payload]):
         return None if kept is None else kept[1]
 
     def get(self, groups: Sequence[GroupId]) -> list[Payload]:
-        """Raises: `EngineError`, naming the groups that are not here."""
+        """Raises: `EngineError` that names the missing groups."""
         require_kept(groups, self._kept)
         return [self._kept[group][1] for group in groups]
 
@@ -111,7 +111,7 @@ class TrajectoryStore(Generic[Payload]):
                 self._bytes += len(data)
 
     def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[bytes]:
-        """Raises: `EngineError`, naming the groups that were not scored for that step."""
+        """Raises: `EngineError` that names the groups without scores for that step."""
         found = [self._scores.get(group, {}).get(task, (-1, b"")) for group in groups]
         scored = [group for group, (mark, _) in zip(groups, found, strict=True) if mark == step]
         require_scored(groups, scored, task, step)

@@ -1,4 +1,4 @@
-"""Lets a trainer take turns with replicas on the hardware of a pool: it leaves the accelerator when it does not work.
+"""Lets a trainer take turns with replicas on a pool's hardware: it leaves the accelerator whenever it is idle.
 
 `runtime.workers` wraps the trainer in it if `Limits.trains_in_turns`. The scheduler gives rollout the pool
 back only after `train` has returned and the published weights are in the weights store.

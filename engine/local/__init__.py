@@ -3,7 +3,7 @@
     result = engine.local.run(generators=[MyGenerator()], trainer=MyTrainer(), prompts=["..."], limits=Limits(...),
     samples=4)
 
-`examples/embed.py` is the whole of it; `engine.roles` documents the two protocols.
+`examples/embed.py` is a complete example; `engine.roles` documents the two protocols.
 """
 
 from engine.local.run import RunResult, run, run_async

@@ -1,7 +1,7 @@
-"""The processes of a run in one process: the runtime's port as workers on the event loop of the driver.
+"""Implements the runtime's process port in one process: workers on the driver's event loop.
 
-Made by `run.run_async`. A user's blocking calls run on threads. One that hangs cannot be killed: its life is abandoned,
-and the next one begins without it.
+Created by `run.LocalRun`. A user's blocking calls run on threads. A hung call cannot be killed: its incarnation is
+abandoned and the next one starts.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
 log = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
-"""Seconds that a generator gets to close. Then its `close` is canceled."""
+"""Seconds that a worker gets to close. Then its `close` is canceled."""
 
 
 class LocalProcess:
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     def __init__(self, worker: Worker, peers: Callable[[Callable[[str], None], Waits], Peers]) -> None:
         self._worker = worker
@@ -50,7 +50,7 @@ class LocalProcess:
             self._worker.carry_out(command, prompt)
 
     async def probe(self) -> Sign:
-        """Nothing here can be silent: this is the event loop of all."""
+        """Answers always: the worker shares this event loop."""
         return Sign(os.getpid(), self._waits.oldest)
 
     async def lost(self) -> Ended:
@@ -67,7 +67,7 @@ class LocalProcess:
         await asyncio.shield(self._close())
 
     def kill(self, *, hung: bool = False) -> Any:
-        """The next life may need what this one holds, so it waits until this one is closed."""
+        """Close it. The next incarnation waits for that, because it may need the same resources."""
         if hung:
             self._worker.abandon()
         return self._close()
@@ -91,7 +91,7 @@ class LocalProcess:
 
 
 class LocalStore:
-    """The trajectory store of this process. It ends when nothing more can be stored."""
+    """The trajectory store of this process. It is lost when it cannot store anything more."""
 
     def __init__(self, store: TrajectoryService | LocalTrajectories) -> None:
         self._store = store
@@ -119,7 +119,7 @@ class LocalStore:
 
 
 class LocalProcesses:
-    """Makes lives in this process."""
+    """Makes incarnations in this process."""
 
     goodbye_s: float = CLOSE_S
     look_again_s: float | None = None
@@ -133,7 +133,7 @@ class LocalProcesses:
         report: Report,
         can_make: Callable[[ReplicaId], bool],
     ) -> None:
-        """`can_make`: whether another life of a replica can be made."""
+        """`can_make`: whether another incarnation of a replica can be made."""
         self._plan = plan
         self._store = store
         self._weights = weights

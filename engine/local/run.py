@@ -1,7 +1,7 @@
-"""`run`: schedule a user's generators and trainer to the end of the run, and say what came of it.
+"""`run`: runs a user's generators and trainer in this process until the run ends, and returns the result.
 
-Called by users; makes a plan of what they give, and a session whose processes are in this one, and takes both down
-whatever happens.
+Called by users. It makes a plan from the arguments, and a session whose processes are all in this process. Must never
+leave anything open, however the run ends.
 """
 
 import asyncio
@@ -41,37 +41,37 @@ Tasks = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run."""
+    """The result of a run."""
 
     outcome: str
-    """`finished` or `stopped`; a run that failed raises instead."""
+    """`finished` or `stopped`; a failed run raises instead."""
     reason: str
     steps: int
-    """Train steps trained."""
+    """Number of finished train steps."""
     version: int
-    """Newest weights version published."""
+    """Newest published weights version."""
     groups: dict[str, int]
-    """Prompt groups by the state they ended in: consumed, filtered, dropped, failed."""
+    """Number of prompt groups by final state: consumed, filtered, dropped, failed."""
     staleness_mean: float
     staleness_max: int
-    """Of the groups trained on, in train steps."""
+    """Staleness of the trained groups, in train steps."""
     tokens: int
     """Response tokens trained on."""
     events: int
     seconds: float
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """What the trainer returned for each step, with `step`."""
+    """The trainer's metrics of each step, with `step`."""
     validations: list[dict[str, Any]] = field(default_factory=list)
-    """Each validation that ended: `version`, `steps`, `outcome`, `accuracy`, `reward_mean` and so on, as a line of
-    `metrics.jsonl`."""
+    """Each ended validation, with the fields of its line in `metrics.jsonl`: `version`, `steps`, `outcome`,
+    `accuracy`, `reward_mean` and so on."""
     resumed: str = ""
     """What a resumed run continued from, in words."""
     record: MemoryRecorder | Path | None = None
-    """The schedule's record: where it is on disk, or itself. `engine.schedule.read` takes either."""
+    """The schedule's record, or its directory if it is on disk. `engine.schedule.read` accepts either."""
 
 
 def run(**options: Any) -> RunResult:
-    """`run_async` to its end, for a program without an event loop of its own. Ctrl-C stops the run resumably."""
+    """`run_async` for a program without an event loop. Ctrl-C stops the run; it can be resumed."""
     return asyncio.run(run_async(**options))
 
 
@@ -99,26 +99,28 @@ async def run_async(
     metrics_port: int | None = None,
     control_port: int | None = None,
 ) -> RunResult:
-    """Run to the end on the current event loop.
+    """Run until the run ends, on the current event loop.
 
-    Args: `generators` is one generator per replica, or a function that makes that of a replica: then there are
-    `replicas`, and one that is lost is replaced, up to `replacements` times in a row without a train step in between
-    (None: `limits.replica_restarts` times); `samples` trajectories per prompt; `slots` groups at once per replica; a
-    generator may save prefixes every `prefix_every_tokens` (0: never); `epochs` passes over a list of prompts;
-    `policies` names by decision; `held_out` prompts are measured, one response each (`GroupWork.held_out`), when
-    `limits.validation` says, else before and after training; `make_scorer` makes what scores the tasks that
-    `limits.pools` puts apart from `train`; `works` is what is done in those of `limits.added_states` whose policies
-    have no `work` of their own, at most `state_timeout_s` on one group.
-    `run_dir` takes the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or `memory`), all
-    of which otherwise stay in memory. `resume` continues the run in it: give the same limits, and a trainer as it was
-    at the beginning, with `load` (`roles.Restorable`) if there is a checkpoint. `force_from` names an older checkpoint
-    to go back to, or `initial`. `metrics_port` and `control_port` serve `engine top`, `waits`, `drain` and so on.
-    Raises: `ConfigError` for what cannot run, `RunFailed` with the cause that ended the run, `EngineError` for a
-    defect.
+    `generators`: one generator for each replica, or a function that makes a replica's generator; then there are
+    `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train step in between (None:
+    `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent groups per replica.
+    `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none. `epochs`: passes over a list
+    of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one response each
+    (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`: makes the scorer
+    of tasks that `limits.pools` separates from `train`. `works`: the work of those `limits.added_states` whose policies
+    have no `work`; it has `state_timeout_s` for each group.
+
+    `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
+    `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its
+    initial state, which has `load` (`roles.Restorable`) if there is a checkpoint. `force_from`: an older checkpoint to
+    go back to, or `initial`. `metrics_port`, `control_port`: ports for `engine top`, `waits`, `drain` and so on.
+
+    Raises: `ConfigError` for invalid arguments, `RunFailed` with the cause if the run fails, `EngineError` for a
+    defect of the engine.
     """
     _require_counts(limits, samples, slots, run_dir)
     if run_dir is None and (resume or control_port is not None):
-        raise ConfigError("run_dir", None, "a run that is resumed or controlled needs one", "name its directory")
+        raise ConfigError("run_dir", None, "is required by resume and control_port", "set run_dir")
     keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
     limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
     given = _Given(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
@@ -147,7 +149,7 @@ def _load(trainer: Trainer, restore: Restore) -> None:
 
 
 class LocalRun:
-    """A session whose processes are in this one."""
+    """A session whose processes are all in this process."""
 
     def __init__(self, plan: Plan, given: "_Given") -> None:
         if plan.resume:
@@ -172,7 +174,8 @@ class LocalRun:
         session.connect(plan.make_prompts(), processes, LocalStores(self._store, weights), self._store.stats)
 
     async def to_end(self) -> RunResult:
-        """Raises: `RunFailed` with the cause that ended the run, `EngineError` for a defect."""
+        """Run until the run ends, then close everything. Raises: `RunFailed` with the cause, `EngineError` for a
+        defect of the engine."""
         session = self.session
         try:
             await session.control.open()
@@ -218,7 +221,7 @@ class LocalRun:
 
 
 class _Given:
-    """What a user gives a run: generators one by one or a function that makes them, a trainer, scorers, works."""
+    """The user's arguments: generators or a function that makes them, a trainer, scorers, works."""
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class _Given:
         self._make_scorer = make_scorer
         self._works = works
         self._loading = threading.Lock()
-        """Libraries that load models are seldom fit for several threads at once."""
+        """Libraries that load models are rarely thread-safe."""
 
     def plan(self, limits: Limits, **settings: Any) -> Plan:
         """Raises: `ConfigError`."""
@@ -263,14 +266,14 @@ class _Given:
         return made
 
     def _rollout(self, replica: ReplicaId) -> Rollout:
-        """The next life of a replica. Raises: whatever the run's factory raises."""
+        """Make the generator of a replica's next incarnation. Raises what the user's function raises."""
         if self._make is not None:
             with self._loading:
                 generator = contained(self._make, replica)
         elif replica in self._generators:
             generator = self._generators.pop(replica)
         else:
-            raise EngineError("the run was given its generators one by one and can make no other")
+            raise EngineError("no generator is left: pass a function as generators to add or replace replicas")
         return Rollout(generator=generator, evaluator=generator)
 
     def _scorer(self, tasks: Tasks) -> Scorer:
@@ -283,22 +286,21 @@ class _Given:
 
 
 def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
-    """The limits of a run that does not begin again by itself, and keeps batches that no checkpoint contains if it
-    can."""
+    """The limits without automatic restarts of the run. `keeps_batches`: keep batches that no checkpoint contains."""
     restarts = limits.replica_restarts if replacements is None else replacements
     return dataclasses.replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
 
 
 def _require_same(plan: Plan, trainer: Trainer) -> None:
-    """Raises: `ConfigError` if a record is of a run with other limits, or of one that a configuration describes, or if
-    the trainer cannot load its checkpoints."""
+    """Raises: `ConfigError` if the recorded run has other limits or was started from a configuration, or if the trainer
+    cannot load its checkpoints."""
     assert plan.run_dir is not None
     header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
     if header.config:
-        law = "is of a run that a configuration describes"
+        law = "holds a run that was started from a configuration"
         raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
     if plan.restore_trainer is None and list_checkpoints(plan.run_dir / "checkpoints"):
-        law = "has no load(directory), and the run has a checkpoint"
+        law = "has no load(directory), but the run has a checkpoint"
         raise ConfigError("trainer", type(trainer).__name__, law, "define load: roles.Restorable")
     then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
     for name, value in then.items():
@@ -308,7 +310,7 @@ def _require_same(plan: Plan, trainer: Trainer) -> None:
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:
-    """The limits with what is to be measured. Raises: `ConfigError` where they and the prompts given disagree."""
+    """The limits with the number of held-out prompts. Raises: `ConfigError` if they state another number."""
     given = len(held_out)
     if limits.validation is None:
         if not given:

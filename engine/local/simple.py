@@ -1,6 +1,6 @@
-"""Base classes for a user's own generator and trainer: everything but the one method that matters has a default.
+"""Base classes for a user's generator and trainer, with defaults for all but the essential methods.
 
-Whoever needs more (prefixes that survive an abort, requests frozen in place) implements `engine.roles.Generator` whole.
+For more (prefixes that survive an abort, requests frozen in place), implement all of `engine.roles.Generator`.
 """
 
 import asyncio
@@ -22,8 +22,7 @@ def response(
     prompt_ids: Sequence[int] = (),
     text: str = "",
 ) -> Trajectory:
-    """A finished trajectory whose tokens were all sampled under one weights version. Log-probs are 0 where not
-    given."""
+    """A finished trajectory whose tokens were all sampled under one weights version. Log-probs default to 0."""
     tokens = list(token_ids)
     return Trajectory(
         prompt_ids=list(prompt_ids),
@@ -38,23 +37,23 @@ def response(
 
 
 class SimpleGenerator:
-    """A generator of which only `sample` must be written. A group is sampled whole under the weights it began with.
+    """A generator that needs only a `sample` method. It samples each group under the weights that it began with.
 
-    New weights never wait for running groups (sync mode `keep`), unless `wait` says so; `abort` cancels them, to
-    begin again.
+    In the sync mode `keep`, new weights do not wait for running groups; `wait` waits; `abort` cancels the groups, which
+    then begin again.
     """
 
     def __init__(self) -> None:
         self.version: Version = 0
         self.weights: Any = None
-        """What the trainer's `weights()` gave for `version`; None at version 0."""
+        """The result of the trainer's `weights()` for `version`; None at version 0."""
         self._staged: dict[Version, Any] = {}
         self._sampling: dict[GroupId, asyncio.Future[Sequence[Trajectory]]] = {}
 
     async def sample(self, work: GroupWork, weights: Any, version: Version) -> Sequence[Trajectory]:
         """Sample and score `work.samples` trajectories (`response` makes one) under `weights`, which are `version`.
 
-        Raise `DataFailure` when the prompt or its reward is at fault. May be cancelled wherever it awaits.
+        Raise `DataFailure` if the prompt or its reward is at fault. It may be canceled at any `await`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define: async def sample(self, work, weights, version)")
 
@@ -76,7 +75,7 @@ class SimpleGenerator:
                 self._sampling[group].cancel()
 
     async def truncate(self, groups: Sequence[GroupId]) -> None:
-        """Groups are sampled whole: they go on to their end."""
+        """Does nothing: running groups finish."""
 
     async def pause(self, mode: str) -> None:
         if mode == "abort":
@@ -95,7 +94,7 @@ class SimpleGenerator:
 
 
 class SimpleTrainer:
-    """A trainer of which `train` and `weights` must be written."""
+    """A trainer that needs only `train` and `weights`, and `save` for checkpoints."""
 
     def score(self, batch: Batch, task: str) -> None: ...
 

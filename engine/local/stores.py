@@ -1,5 +1,6 @@
-"""The two stores in this process, as the hosts use them. Trajectories that must outlive the process are in a
-`runtime.trajectories.TrajectoryService` instead."""
+"""In-memory trajectory and weights stores for a run in one process.
+
+Used by the hosts through `local.processes`. Trajectories on disk are in a `runtime.trajectories.TrajectoryService`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from engine.trajectory import TrajectoryGroup
 
 
 class LocalTrajectories:
-    """Keeps groups as they are and hands out copies, so that a failed attempt leaves no trace in them."""
+    """Stores groups unpacked and returns copies, so that a failed attempt cannot change the stored group."""
 
     def __init__(self) -> None:
         self.store: TrajectoryStore[TrajectoryGroup] = TrajectoryStore()
@@ -43,7 +44,7 @@ class LocalTrajectories:
         self.store.discard(groups, attempt)
 
     async def alive(self) -> str:
-        """Never answered: memory does not fail."""
+        """Never returns: memory does not fail."""
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""One executor, one supervisor and one set of workers, whatever the processes of a run are.
+"""The runtime of a run: executor, supervisor and workers, independent of where the processes are.
 
-Only the port of `port.py` varies: `actors/` implements it over Ray, `local/` in one process.
+Only the implementation of `port.py` varies: `actors/` implements it over Ray, `local/` in one process.
 """

@@ -1,7 +1,7 @@
-"""The metrics endpoint of a run: what the exporter cannot read off the scheduler, and where it is announced.
+"""Serves the metrics endpoint of a run and announces its address.
 
-Opened by `session.py`. Scrapes come on threads of their own: nothing here may make them wait for the event loop of the
-driver, nor the loop for them.
+Opened by `session.py`. Scrapes run on separate threads. Must never make a scrape wait for the driver's event loop, nor
+the loop for a scrape.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def places_of(plan: Plan) -> list[Path]:
-    """Where it is written down at which address the metrics of a run are."""
+    """The files that hold the address of a run's metrics endpoint."""
     run_dir, folder = plan.run_dir, plan.endpoints
     if run_dir is None:
         return []
@@ -35,14 +35,14 @@ def places_of(plan: Plan) -> list[Path]:
 
 
 def leave_no_word(plan: Plan) -> None:
-    """That a run has ended, where the process that was to take its addresses back ended first."""
+    """Delete the announced addresses of an ended run, whose process ended before it could do so."""
     withdraw(places_of(plan))
     if plan.run_dir is not None:
         control.withdraw(plan.run_dir)
 
 
 class StoreWatch:
-    """What the trajectory store holds, as it said when last asked; a look asks again, for the next one."""
+    """The last known contents of the trajectory store. Each call also requests newer ones, for the next call."""
 
     def __init__(self, held: Callable[[], Awaitable[StoreStats]], loop: asyncio.AbstractEventLoop) -> None:
         self._held = held
@@ -51,7 +51,7 @@ class StoreWatch:
         self._asked = False
 
     def __call__(self) -> tuple[int, int, int]:
-        """(groups, bytes, bytes on disk). From any thread; never waits."""
+        """(groups, bytes, bytes on disk). Call it from any thread; it never waits."""
         if not self._asked:
             self._asked = True
             try:
@@ -65,13 +65,13 @@ class StoreWatch:
             stats = await self._held()
             self._known = (stats.groups, stats.bytes, stats.disk_bytes)
         except Exception as error:
-            log.debug("the trajectory store does not say what it holds: %s", error)
+            log.debug("cannot read the statistics of the trajectory store: %s", error)
         finally:
             self._asked = False
 
 
 class Endpoint:
-    """Serves the metrics of a run from its making to `close`, and says where. Raises: ConfigError for its address."""
+    """Serves the metrics of a run from construction until `close`. Raises: `ConfigError` for a bad address."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class Endpoint:
         return self.server.url
 
     def close(self) -> None:
-        """Stop serving, and leave no word of it."""
+        """Stop serving, and delete the announcement."""
         withdraw(self._places)
         self._announcement.close()
         self.server.close()
 
     def announce(self) -> None:
-        """Write down where the metrics are, and delete what killed runs wrote beside it; to be called once the run has
-        begun. Where that fails the run goes on."""
+        """Announce the address, and delete announcements of killed runs. Call it once the run has begun. A failure is
+        logged; the run continues."""
         run_dir = self._plan.run_dir
         if run_dir is None:
             return
@@ -125,4 +125,4 @@ class Endpoint:
             if self._plan.endpoints is not None:
                 remove_dead(self._plan.endpoints)
         except OSError as error:
-            log.warning("where the metrics are cannot be written down: %s", error)
+            log.warning("cannot announce the address of the metrics endpoint: %s", error)

@@ -1,6 +1,6 @@
-"""Where commands become orders to processes: one message per process for all the commands of a drain.
+"""Executes the scheduler's commands: sends each process one message with all its orders of a drain.
 
-Runs on the event loop of the driver. It draws prompts and keeps timers itself.
+Called by the driver, on its event loop. It draws prompts and runs timers itself. Must never decide anything.
 """
 
 import asyncio
@@ -48,9 +48,10 @@ TRAINER_COMMANDS = (TrainStep, PublishWeights, SaveCheckpoint, DeleteCheckpoint)
 
 
 class RunExecutor:
-    """Collects the orders of a drain; `flush` sends them. `deliver` takes events, `finish` the end of the run;
-    `scorers`: the tasks of each scorer; `held_out` counts the rows of a validation; `drawn` prompts were drawn in
-    earlier lives of the run."""
+    """Collects the orders of a drain; `flush` sends them.
+
+    `deliver` receives events, `finish` the end of the run. `scorers`: the tasks of each scorer. `held_out`: number of
+    rows of a validation. `drawn`: number of prompts drawn before a resume or a failover."""
 
     def __init__(
         self,
@@ -76,12 +77,12 @@ class RunExecutor:
         self._discard_orders: list[int] = []
         self._done = DoneOrders(deliver)
         self._tasks: set[asyncio.Task[None]] = set()
-        """Draws, and calls to the stores, that have not ended."""
+        """Open draws and calls to the stores."""
         self._source = OneThread("prompts")
         self._drawing = asyncio.Lock()
         self._timers = Timers(deliver)
         self.calls = 0
-        """Messages to processes for commands."""
+        """Number of messages sent to processes."""
         self._carry: dict[type[Command], Callable[[Any], None]] = {
             StartGroup: self._start,
             ResumeGroup: self._start,
@@ -110,7 +111,7 @@ class RunExecutor:
                 self._order_replica(Order(command))
 
     def flush(self) -> None:
-        """Send what the commands so far ask for. To be called at the end of every drain."""
+        """Send the collected orders. Call it at the end of every drain."""
         self.calls += self._supervisor.flush()
         if self._discards:
             self._expect(self._stores.discard(self._discards), self._discard_orders)
@@ -124,7 +125,7 @@ class RunExecutor:
             task.cancel()
 
     def _expect(self, call: Awaitable[object] | None, numbers: list[int]) -> None:
-        """Orders to a store are done when the call is answered."""
+        """Acknowledge orders to a store once the call has returned; at once if there is none."""
         if call is None:
             self._done.add(*numbers)
             return
@@ -137,18 +138,19 @@ class RunExecutor:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Awaitable[object], numbers: list[int]) -> None:
-        """A store that is gone leaves its orders open; whoever watches it says what follows."""
+        """Acknowledge orders after a call to a store. If it fails, they stay open; the loss of the store is reported
+        by the supervisor."""
         try:
             await call
         except Exception as error:
-            log.warning("orders %s to a store came to nothing: %s", numbers, reason_of(error))
+            log.warning("orders %s to a store failed: %s", numbers, reason_of(error))
         else:
             self._done.add(*numbers)
 
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
             prompt = read_prompt(self._prompts, command.group)
-            plain_prompt(prompt)  # one that cannot travel must not take the orders beside it along
+            plain_prompt(prompt)  # otherwise it would fail the other orders of its message
         except Exception as error:
             failed: Event = GroupFailed(
                 group=command.group,
@@ -177,7 +179,7 @@ class RunExecutor:
         self._discard_orders.append(command.number)
 
     def _stop_measuring(self, command: StopMeasuring) -> None:
-        """The replica stops, and so do the agents of held-out rows, if there are any."""
+        """Stop the measurement on the replica, and the agents of held-out rows."""
         self._order_replica(Order(command))
         groups = [held_out_group(command.validation, self._held_out, row) for row in range(self._held_out)]
         self.calls += self._stores.cut_agents(groups)

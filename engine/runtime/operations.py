@@ -1,7 +1,7 @@
-"""What a run is told from outside, by its own command line or over its control endpoint, and what it says
-when it has fallen silent.
+"""Handles operations on a running run (scale, drain, stop, …) from its command line or its control endpoint, and
+detects silence: no change for `silence_s`.
 
-Part of `session.py`, on the event loop of the driver: an operation is checked and delivered between two events.
+Called by `session.py` on the driver's event loop. Operations are checked and delivered between two events.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from engine.states.waiting import are, waits
 log = logging.getLogger(__name__)
 
 SHOWN = 32
-"""Waits in an answer, of those that matter most."""
+"""Maximum number of waits in an answer, the most important ones first."""
 
 
 class Control:
-    """`open`, then `begin` once the run has, until `close`. `told`: somebody has told the run to end."""
+    """Call `open`, then `begin` once the run has begun, finally `close`. `told`: a user asked the run to end."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Control:
         now: Callable[[], float],
         changed: Callable[[], None],
     ) -> None:
-        """`changed` wakes those who watch the run."""
+        """`changed()` wakes the observers of the run."""
         self.told = False
         self._plan = plan
         self._metrics = metrics
@@ -49,22 +49,23 @@ class Control:
         self._changed = changed
         self._server: ControlServer | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Looks for silence."""
+        """The next check for silence."""
 
     async def open(self) -> None:
-        """Listen, where the plan says so. Raises: `ConfigError` for its address."""
+        """Open the control endpoint, if the plan has one. Raises: `ConfigError` for a bad address."""
         plan = self._plan
         if plan.control_port is not None and plan.run_dir is not None:
             self._server = ControlServer(new_token(), self.carry_out)
             self._place = await self._server.start(plan.control_host, plan.control_port, plan.control_hosts)
 
     def begin(self) -> None:
-        """Write down where orders are taken, and listen for silence. Where the first fails the run goes on."""
+        """Announce the control endpoint, and begin to check for silence. If the announcement fails, the run
+        continues."""
         if self._server is not None and self._plan.run_dir is not None:
             try:
                 announce(self._plan.run_dir, self._place)
             except OSError as error:
-                log.warning("where the run takes orders cannot be written down: %s", error)
+                log.warning("cannot announce the address of the control endpoint: %s", error)
         self._silence = Silence(self._metrics, self._plan.silence_s)
         self._listen()
         if self._driver.scheduler.state.draining:
@@ -79,15 +80,16 @@ class Control:
             await self._server.close()
 
     def carry_out(self, asked: Operation) -> dict[str, Any]:
-        """What was decided. Raises: `ConfigError` for the law it breaks, `EngineError` where the run cannot go on."""
+        """Execute an operation; returns the decision and the run's state. Raises: `ConfigError` if the operation is
+        not allowed, `EngineError` if the run has failed."""
         events = decide(asked, self._driver.scheduler, self._plan.most_replicas, self._plan.reward_timeout_s)
         if not isinstance(asked, Look):
-            log.info("told to %s", clean(str(asked)))
+            log.info("operation: %s", clean(str(asked)))
         if isinstance(asked, Stop) or (isinstance(asked, Drain) and asked.replica is None):
             self.told = True
         self._deliver(*events)
         if self._driver.failure is not None:
-            raise EngineError(f"the run cannot go on: {self._driver.failure}")
+            raise EngineError(f"the run has failed: {self._driver.failure}")
         return {"done": self._answer(asked), **self._state()}
 
     def _answer(self, asked: Operation) -> str:
@@ -100,19 +102,22 @@ class Control:
         if isinstance(asked, Scale):
             return f"{are(asked.replicas, 'replica')} wanted{self._beside(asked.replicas)}"
         if asked.replica is not None:
-            return f"replica {asked.replica} leaves: it gets no more groups, those it has go on elsewhere"
+            return f"replica {asked.replica} leaves: it gets no more groups; its groups continue on other replicas"
         drain_s = self._driver.scheduler.state.limits.drain_s
         bound = "" if drain_s is None else f", for {drain_s:g} s at most"
-        return f"the run drains{bound}: nothing starts any more, what runs is parked, then it ends resumably"
+        return f"the run drains{bound}: no group starts, running groups are parked, then the run stops and can resume"
 
     def _beside(self, replicas: int) -> str:
-        """What a number of replicas means for K and B."""
+        """A warning if the slots of this many replicas do not fit K or B; empty otherwise."""
         limits, slots = self._driver.scheduler.state.limits, replicas * self._plan.slots
         if slots > limits.max_concurrent_groups:
             law = f"K = {limits.max_concurrent_groups} leaves some of their {slots} slots empty"
             return f"; {law}: raise scheduler.max_concurrent_groups"
         if slots < limits.train_batch_size:
-            return f"; their {slots} slots hold less than B = {limits.train_batch_size} groups: a step takes rounds"
+            return (
+                f"; their {slots} slots hold fewer than B = {limits.train_batch_size} groups: a step needs several "
+                "rounds"
+            )
         return ""
 
     def _state(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What earlier lives of a run left behind: its record, replayed, and the checkpoint that the next life starts from.
+"""Restores a run from its directory: replays its record and chooses the checkpoint to resume from.
 
-Read when a run is resumed, before any process is started. It checks everything before it changes
-anything, and names what is missing or damaged. Only `Plan.force_from` continues with less. Then it moves what came
-after the checkpoint aside, and never deletes it.
+Called when a run resumes, before any process starts. It checks everything before it changes anything, and names what is
+missing or damaged. Only `Plan.force_from` resumes with missing data; it sets aside, and must never delete, what came
+after the checkpoint.
 """
 
 from collections.abc import Callable
@@ -122,7 +122,7 @@ def _record_interruption(recovered: Recovered, event: RunInterrupted, schedule: 
 def _taken_up(
     plan: Plan, recovered: Recovered, lock: RecordLock, rows_open: ReplayedRows, validations: set[int]
 ) -> Past:
-    """What the run resumes from. Later data is set aside, once nothing is found to be missing."""
+    """Check everything that the run needs to resume, then set later data aside."""
     assert plan.run_dir is not None
     state = recovered.scheduler.state
     saved = list_checkpoints(plan.run_dir / "checkpoints")
@@ -209,4 +209,4 @@ def _not_needed(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recover
     state, there = recovered.scheduler.state, {steps for steps, _ in saved}
     deleted = {*state.checkpoints.surplus(state.limits), *state.orders.open("delete")}
     gone = [steps for steps in state.checkpoints.steps if steps not in there and steps not in deleted]
-    return [f"step-{steps:06d}, which was saved, is not there and is not needed" for steps in gone]
+    return [f"step-{steps:06d} was saved and is missing, but it is not needed" for steps in gone]

@@ -1,7 +1,7 @@
-"""`Plan`: everything that a run consists of, as values and functions that are sent to its processes.
+"""`Plan`: everything that defines a run, as values and functions that are sent to its processes.
 
-`models.plan_of` makes it from a configuration. Users with a custom generator and trainer make it themselves.
-`run.start` carries it out.
+`actors.models.plan_of` makes it from a configuration, `local.run` from its arguments. Users with a custom generator and
+trainer make it themselves. `actors.run.start` runs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run. The functions are called in the actors that they are for, on a thread, so they may block."""
+    """One run. Each `make_` function is called in the process that needs its result, on a thread, so it may block."""
 
     limits: Limits
     samples: int
@@ -156,7 +156,7 @@ class Plan:
     """GPUs of a replica may be on several nodes, because vLLM's Ray executor takes them one by one."""
     trainer_gpus: float = 0.0
     scorer_gpus: float = 0.0
-    """Of each."""
+    """GPUs of each scorer."""
     pool_shares: Sequence[float] = ()
     """Share of the cluster's GPUs for each of `limits.pools`; empty: every actor has the same share."""
 
@@ -167,14 +167,14 @@ class Plan:
             law = f"there are {given} held-out prompts to measure"
             raise ConfigError("limits.validation.rows", validation.rows, law, f"use {given}" if given else "")
         if validation is not None and validation.own_from not in (None, self.replicas):
-            law = f"replicas of validation's own come behind the {self.replicas} that generate"
+            law = f"the replicas that only validate come after the {self.replicas} that generate"
             raise ConfigError("limits.validation.own_from", validation.own_from, law, f"use {self.replicas}")
 
     def require_scorers(self) -> None:
         """Raises: `ConfigError` if scoring tasks have a separate pool but no scorer can be made."""
         tasks = [task for apart in self.limits.scorers() for task in apart]
         if tasks and self.make_scorer is None:
-            law = f"{', '.join(tasks)} have a pool without train, and nothing there can score"
+            law = f"{', '.join(tasks)} have a pool without train, so a scorer is needed"
             raise ConfigError("Plan.make_scorer", None, law, "set a function that makes a roles.Scorer")
 
     @property

@@ -1,8 +1,8 @@
-"""What the runtime needs of the processes of a run, wherever they are: the port between `supervisor.py`,
-`executor.py` and the world.
+"""The interface between the runtime and the processes of a run.
 
-Implemented over Ray by `actors.processes`, in one process by `local.processes`. An implementation decides nothing: it
-starts, sends, asks and stops, and reports what happened.
+Called by `supervisor.py` and `executor.py`; implemented over Ray by `actors.processes`, in one process by
+`local.processes`. An implementation starts, messages, probes and stops processes, and reports what happened. It must
+never decide anything.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -26,7 +26,7 @@ from engine.trajectory import Prompt
 Key = tuple[str, int]
 """(kind, index) of a process."""
 KEPT = (TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY)
-"""Kinds that live as long as the run, started and ended with it."""
+"""Kinds that start and end with the run."""
 SINGLE = {
     TRAINER: "trainer",
     ADDED_STATES: "states",
@@ -58,7 +58,7 @@ class Order(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """A sign of life. `waits_for`: the name of the process that has not answered for longest; empty: none."""
+    """A sign of life. `waits_for`: the process whose answer it has awaited longest, by name; empty: none."""
 
     pid: int
     waits_for: str = ""
@@ -66,51 +66,51 @@ class Sign(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a life ended."""
+    """How an incarnation of a process ended."""
 
     reason: str
     told: bool = False
-    """The process says so itself."""
+    """The process reported it itself."""
     silent: bool = False
-    """It gives no sign of life, but may still run."""
+    """The process does not respond, but may still run."""
 
 
 class Process(Protocol):
-    """One life of a process."""
+    """One incarnation of a process."""
 
     def bring_up(self, restore: Restore | None) -> Awaitable[None]:
-        """Load what it hosts. A trainer begins where `restore` says. Raises: the user's exception, or an `EngineError`
-        that tells of it."""
+        """Load the hosted role. A trainer begins from `restore`. Raises: the user's exception, or an `EngineError`
+        that describes it."""
 
     def join(self) -> None:
-        """A replica reports that it is up, once, before anything else that it reports."""
+        """Make a replica report that it is up, once, before its other events."""
 
     def send(self, orders: Sequence[Order]) -> None:
-        """Have orders carried out, after those sent before."""
+        """Send orders, to be executed after those sent before."""
 
     async def probe(self) -> Sign | None:
-        """Returns when it gives a sign of life; None: it is dead."""
+        """Return once the process responds; None: it is dead."""
 
     async def lost(self) -> Ended:
-        """Returns when it is lost."""
+        """Return once the process is lost."""
 
     async def stacks(self) -> str:
-        """Have it write its stacks, because it hangs. Returns where they are; empty if nowhere."""
+        """Make a hung process write its stacks. Returns where they are, in words; empty if it wrote none."""
 
     async def hand_over(self, steps: StepId) -> None:
-        """Have the trainer give scorers the weights after so many steps. Raises: why it cannot."""
+        """Make the trainer give scorers the weights after `steps` train steps. Raises the reason if it cannot."""
 
     async def close(self) -> None:
-        """Let it end what it does, and close what it hosts."""
+        """End its work and close the hosted role."""
 
     def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
-        """End it at once. Returns what to wait for before the next life may begin, if anything. `hung`: a call into
-        the user's code does not return, so nothing waits for it."""
+        """End the process at once. Returns an awaitable to wait for before the next incarnation starts, if needed.
+        `hung`: a call into the user's code does not return, so do not wait for that call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The processes of a run that a restarted scheduler finds."""
+    """The processes that a restarted scheduler finds."""
 
     processes: Mapping[tuple[str, Incarnation], Process]
     """By source and incarnation."""
@@ -127,26 +127,26 @@ class Processes(Protocol):
     """Seconds after which `lacking` may have another answer."""
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> Process:
-        """Make a life; returns at once. Raises: why it cannot be made."""
+        """Make an incarnation; returns at once. Raises the reason if it cannot be made."""
 
     def last(self, kind: str, index: int) -> bool:
-        """Whether no further life of a process can be made."""
+        """Whether a process cannot be replaced any more."""
 
     def kept(self) -> Mapping[str, Process]:
-        """The processes that live as long as the run, by kind."""
+        """The processes that start and end with the run, by kind."""
 
     async def room(self) -> int:
-        """Number of replicas that there is room for."""
+        """Number of replicas that fit."""
 
     async def lacking(self, replicas: int) -> str | None:
-        """What so many replicas lack for room; empty: nothing. None: they need no room."""
+        """The resources that are missing for this many replicas, in words; empty: none. None: they need none."""
 
     async def published(self) -> Version:
         """The newest version in the weights store; -1 if it does not answer."""
 
 
 class Stores(Protocol):
-    """What the executor asks of the stores and the gateway. Each returns what answers the order; None: it is done."""
+    """The executor's calls to the stores and the gateway. Await the result for the answer; None: already done."""
 
     def discard(self, groups: Sequence[GroupId]) -> Awaitable[object] | None:
         """Delete the trajectories of groups."""

@@ -1,8 +1,8 @@
-"""One life of a run's scheduler and all that stands around it in its process: driver, record, metrics, executor,
-supervisor, control and metrics endpoint.
+"""Connects a run's scheduler with the rest of its process: driver, record, metrics, executor, supervisor, control and
+metrics endpoint.
 
-Made by the scheduler actor, and in one process by `local.run`. It lives on one event loop, which it must never block:
-events are handled and recorded at once, and their commands leave before `deliver` returns.
+Created by the scheduler actor, and in one process by `local.run`. It runs on one event loop, which it must never block.
+Events are handled and recorded at once; their commands are sent before `deliver` returns.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Earlier(Protocol):
-    """What is left of earlier lives of a run: `runtime.past.Past`, or what a restarted scheduler finds."""
+    """The recovered state of an earlier scheduler: `runtime.past.Past`, or what a restarted scheduler finds."""
 
     @property
     def recovered(self) -> Recovered: ...
@@ -65,8 +65,8 @@ def header_of(plan: Plan) -> Header:
 
 
 def recorder_of(plan: Plan, earlier: Earlier | None) -> Recorder | NullRecorder:
-    """Where the frames of a run go: into a new record, to the end of the one that an earlier process wrote, or nowhere.
-    Raises: `RecordError`."""
+    """The recorder of a run: writes a new record, continues an earlier one, or writes nothing if there is no run
+    directory. Raises: `RecordError`."""
     if plan.run_dir is None:
         return NullRecorder()
     if earlier is not None:
@@ -75,8 +75,8 @@ def recorder_of(plan: Plan, earlier: Earlier | None) -> Recorder | NullRecorder:
 
 
 class Session:
-    """`connect`, then `begin`, until `close`. `over` is done when the run is: with its `FinishRun`, or with what the
-    scheduler raised."""
+    """Call `connect`, then `begin`, finally `stop` and `close`. `over` completes when the run ends: with its
+    `FinishRun`, or with the exception that ended it."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Session:
         held: Callable[[], Awaitable[StoreStats]],
         found: Found | None = None,
     ) -> None:
-        """Connect the scheduler with the processes of the run. `held`: asks the trajectory store what it holds."""
+        """Connect the scheduler with the processes of the run. `held()` returns the trajectory store's statistics."""
         plan = self.plan
         self.supervisor = Supervisor(plan, processes, self.scheduler.state, self.deliver, self.lose, found)
         self.executor = RunExecutor(
@@ -139,11 +139,11 @@ class Session:
         self.control = Control(plan, self.metrics, self.driver, self.deliver, self.now, self.watchers.changed)
 
     def now(self) -> float:
-        """Seconds of the run. Those in which no process carried it do not count."""
+        """Seconds since the run began, without the time between an end and a resume."""
         return self.clock.now()
 
     def begin(self, past: Past | None) -> None:
-        """Start the run, or resume it after `past`, once every process is open."""
+        """Start the run, or resume it from `past`, once every process is open."""
         self.clock = self.driver.clock = WallClock(self._at)
         lives = len(self.plan.lives())
         begun = past is not None and past.recovered.events > 0
@@ -154,13 +154,13 @@ class Session:
         self.supervisor.begin()
 
     def announce(self) -> None:
-        """Write down where the run can be watched and controlled."""
+        """Announce the addresses of the metrics and the control endpoint."""
         if self.endpoint is not None:
             self.endpoint.announce()
         self.control.begin()
 
     def deliver(self, *events: Event) -> None:
-        """Hand events to the driver and send what they led to. What the driver raises ends the run."""
+        """Handle events and send the resulting commands. An exception of the driver ends the run."""
         if self.over.done():
             return
         outermost, self._draining = not self._draining, True
@@ -171,7 +171,7 @@ class Session:
         except Exception as error:
             if not self.over.done():
                 self.over.set_exception(error)
-            log.exception("the run cannot go on")
+            log.exception("the run has failed")
         finally:
             self._draining = not outermost
 
@@ -180,12 +180,12 @@ class Session:
         self.deliver(RunInterrupted(reason=clean(reason)))
 
     def stop(self) -> None:
-        """Carry out no more orders, and report no more ends of processes."""
+        """Execute no more orders, and report no more lost processes."""
         self.executor.close()
         self.supervisor.stop_watching()
 
     def close(self) -> None:
-        """Close the record and the books, at last."""
+        """Close the record, the metrics and the metrics endpoint."""
         with contextlib.closing(self.recorder):
             self.metrics.close()
         if self.endpoint is not None:

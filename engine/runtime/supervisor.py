@@ -1,8 +1,8 @@
-"""Starts, stops and watches the processes that the scheduler asks for, and reports what happens to them. It decides
-nothing.
+"""Starts, stops and watches the processes that the scheduler orders, and reports what happens to them.
 
-It lives beside the driver, on its event loop. It sends orders to the processes, and finds them again after a failover.
-The core decides whether a lost process restarts and where it begins (`scheduling/processes.py`).
+Called by the session and the executor, on the driver's event loop. It sends orders to the processes, and takes over
+running ones after a failover. Must never decide anything: the core decides whether and from where a lost process
+restarts (`scheduling/processes.py`).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Life:
-    """One life of a process, and the orders that wait for the end of the drain."""
+    """One incarnation of a process, and its orders that wait for the end of the drain."""
 
     __slots__ = ("incarnation", "index", "kind", "opening", "orders", "process", "up", "watched")
 
@@ -35,19 +35,19 @@ class Life:
         self.process = process
         self.orders: list[Order] = []
         self.opening: asyncio.Future[None] | None = None
-        """The result of `bring_up`, if it was called."""
+        """The result of `bring_up`, if `Supervisor.open` called it."""
         self.up = False
         self.watched = False
-        """It is being brought up or watched."""
+        """Whether `start` or the supervisor's watch handles it already."""
 
     def bring_up(self, restore: Restore | None = None) -> "asyncio.Future[None]":
-        """Ask the process to load what it hosts; `up` when it has."""
+        """Make the process load its role; sets `up` once it has."""
         opening: asyncio.Future[None] = asyncio.ensure_future(self.process.bring_up(restore))
         opening.add_done_callback(self._opened)
         return opening
 
     def _opened(self, opening: "asyncio.Future[None]") -> None:
-        """Read the failure, too: otherwise asyncio warns that nobody did."""
+        """Also retrieves the exception; otherwise asyncio warns."""
         self.up = not opening.cancelled() and opening.exception() is None
 
     def send(self) -> None:
@@ -77,9 +77,9 @@ class Supervisor:
         self._lives: dict[Key, Life] = {}
         self._ordered: dict[Key, Life] = {}
         self._begun: dict[Key, Incarnation] = {}
-        """The newest life of each process that was started here, or will be."""
+        """The newest incarnation of each process that this supervisor has started or refused."""
         self._ending: dict[Key, Incarnation] = {}
-        """Lives that were killed and are not gone yet."""
+        """Incarnations that were killed but have not ended yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._found = found
@@ -89,8 +89,8 @@ class Supervisor:
     # the launch
 
     async def open(self, restore: Restore | None = None) -> None:
-        """Start the first life of every process and wait until each is up, except replicas without room in the cluster.
-        The trainer begins where `restore` says.
+        """Start every process and wait until each is up, except replicas without room in the cluster. The trainer
+        begins from `restore`.
 
         Raises the first failure, as `Process.bring_up` does. Once enough replicas are up, failures of replicas are left
         to `start`, which reports them. This wait only shows a user a broken plan before the run begins; no decision of
@@ -122,7 +122,7 @@ class Supervisor:
             self._deliver(ProcessUp(kind=GATEWAY, index=0, incarnation=life.incarnation))
 
     def _make(self, key: Key) -> Life:
-        """Make the next life of a process."""
+        """Make the next incarnation of a process."""
         return self._bear(key, self._newest(key) + 1)
 
     def _newest(self, key: Key) -> Incarnation:
@@ -130,7 +130,7 @@ class Supervisor:
         return 0 if process is None else process.incarnation
 
     def _bear(self, key: Key, incarnation: Incarnation) -> Life:
-        """Make a life of a process. Raises: why it cannot be made."""
+        """Make an incarnation of a process. Raises the reason if it cannot be made."""
         self._begun[key] = incarnation
         life = self._lives[key] = Life(key, incarnation, self._processes.make(*key, incarnation))
         return life
@@ -138,8 +138,8 @@ class Supervisor:
     # after the scheduler's process ended
 
     def take_up(self) -> None:
-        """Take over the processes in the state that an earlier scheduler process started. Lives that the state does not
-        list are ended."""
+        """Take over the processes in the state that an earlier scheduler process started. Incarnations that the state
+        does not list are killed."""
         assert self._found is not None
         listed: dict[tuple[str, Incarnation], Key] = {}
         for process in self._known():
@@ -155,7 +155,7 @@ class Supervisor:
 
     def recover(self) -> None:
         """Watch the processes that `take_up` found, and report those that are gone. Call it after the open orders were
-        reissued, which start what was starting."""
+        reissued, because those restart processes that were starting."""
         assert self._found is not None
         for process in self._known():
             key = (process.kind, process.index)
@@ -176,18 +176,18 @@ class Supervisor:
     # orders about processes
 
     def start(self, command: StartProcess) -> None:
-        """Start a life, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: a life that
-        cannot be made is reported as lost, after the caller returns."""
+        """Start an incarnation, unless it exists; `ProcessUp` or `ProcessLost` reports the result. Never raises: one
+        that cannot be made is reported as lost, after the caller returns."""
         key, incarnation = (command.kind, command.index), command.incarnation
         life = self._lives.get(key)
         if life is not None and life.incarnation < incarnation:
             self._forget(life)
             life = None
         if self._closed or (life is None and incarnation <= self._begun.get(key, 0)):
-            return  # it has ended already, as was or will be told
+            return  # it has ended already; its loss was or will be reported
         if command.steps and self._plan.restore_trainer is None:
             self._begun[key] = incarnation
-            reason = "its plan cannot bring another trainer to where this one was"
+            reason = "its plan cannot restore a trainer: set Plan.restore_trainer"
             self._spawn(self._report(key, incarnation, Ended(reason), final=True))
             return
         try:
@@ -200,7 +200,7 @@ class Supervisor:
             self._spawn(self._bring_up(life, command))
 
     def stop(self, command: StopProcess) -> None:
-        """End a life and report it, even if it has ended already."""
+        """End an incarnation and report it, even if it has ended already."""
         key = (command.kind, command.index)
         if self._closed or self._ending.get(key) == command.incarnation:
             return
@@ -223,15 +223,15 @@ class Supervisor:
             self._deliver(self._loss(key, command.incarnation, command.reason))
 
     async def _end(self, life: Life, command: StopProcess) -> None:
-        """End a life after collecting more about it: the stacks of a hung process, what a trainer has published and
-        saved."""
+        """End an incarnation and report it, with the stacks of a hung process, and with what a trainer has published
+        and saved."""
         stacks = await self._stacks(life) if command.hung else ""
         if self._is_there(life):
             await self._end_life(life, hung=command.hung)
             await self._report((life.kind, life.index), life.incarnation, Ended(f"{command.reason}{stacks}"))
 
     def probe(self, command: ProbeProcess) -> None:
-        """Report what a life waits for. Reports nothing if the process does not answer."""
+        """Report what a process waits for; nothing if it does not answer."""
         life = self._lives.get((command.kind, command.index))
         if life is not None and life.incarnation == command.incarnation:
             self._spawn(self._probe(life, command.order))
@@ -269,11 +269,11 @@ class Supervisor:
         self._watch(life)
 
     def _is_there(self, life: Life) -> bool:
-        """Whether it is the present life of its process, and its end is not reported yet."""
+        """Whether this is the current incarnation of its process, and its end is not reported yet."""
         return self._lives.get((life.kind, life.index)) is life and not self._closed
 
     def _restore(self, command: StartProcess) -> Restore | None:
-        """What a trainer begins from."""
+        """Where a new trainer begins; None: from the initial weights."""
         if not command.steps and not command.redo:
             return None
         batches = {batch.step: batch for batch in self._state.checkpoints.batches(command.steps)}
@@ -328,7 +328,7 @@ class Supervisor:
             await self._report(key, life.incarnation, ended)
 
     async def _stacks(self, life: Life) -> str:
-        """Where a hung process has written its stacks, as the end of a sentence."""
+        """Make a hung process write its stacks. Returns where they are, as the end of a sentence."""
         where = await life.process.stacks()
         return f"; {where}" if where else ""
 
@@ -337,13 +337,13 @@ class Supervisor:
         await self._report(key, incarnation, Ended(f"it could not be started: {reason_of(error)}"))
 
     async def _report(self, key: Key, incarnation: Incarnation, ended: Ended, *, final: bool = False) -> None:
-        """Report a lost life, after the events that the scheduler needs to start the next one."""
+        """Report a lost incarnation, after the events that the scheduler needs to start the next one."""
         log.warning("%s is lost (life %d): %s", name_of(*key), incarnation, ended.reason)
         known: dict[str, Any] = {}
         if key[0] == TRAINER:
             known = {"published": await self._processes.published(), "saved": await self._saved()}
             await self._report_damage(incarnation)
-        # A store reports by itself that its disk is full: beginning again would not help.
+        # A store reports itself that its disk is full; a restart would not help.
         full = ended.told and key[0] in KEPT and key[0] != GATEWAY
         reason = f"it cannot store anything more: {ended.reason}" if full else ended.reason
         if not self._closed:
@@ -359,8 +359,8 @@ class Supervisor:
         return tuple(steps for steps, there in zip(ordered, sound, strict=True) if there)
 
     async def _report_damage(self, incarnation: Incarnation) -> None:
-        """Report damaged checkpoints and set them aside. Otherwise a later checkpoint of the same steps would be taken
-        for written."""
+        """Report damaged checkpoints and set them aside. Otherwise a later checkpoint of the same step would count as
+        written."""
         if self._plan.run_dir is None:
             return
         directory = self._plan.run_dir / "checkpoints"
@@ -369,8 +369,8 @@ class Supervisor:
         damaged = await asyncio.to_thread(damaged_of, list(paths))
         for path, reason in damaged.items():
             if self._closed or self._state.outcome is not None or self._begun.get((TRAINER, 0), 0) > incarnation:
-                return  # nobody would hear of it, and what is in use stays where it is
-            log.warning("the checkpoint %s is damaged and is not used: %s", path, reason)
+                return  # a newer trainer may use it, or nothing receives the report
+            log.warning("the checkpoint %s is damaged and will not be used: %s", path, reason)
             self._deliver(CheckpointDamaged(steps=paths[path], reason=clean(reason)))
             try:
                 if path.exists():
@@ -381,15 +381,15 @@ class Supervisor:
     # orders to processes
 
     def order(self, kind: str, index: int, order: Order, incarnation: Incarnation | None = None) -> None:
-        """Queue an order until the end of the drain. An order for a life that has ended is dropped: its loss is
-        reported."""
+        """Queue an order until the end of the drain. An order for an incarnation that has ended is dropped: its loss
+        is reported."""
         life = self._lives.get((kind, index))
         if life is not None and incarnation in (None, life.incarnation):
             life.orders.append(order)
             self._ordered[kind, index] = life
 
     def flush(self) -> int:
-        """Send the queued orders, one call for each actor. Returns the number of calls."""
+        """Send the queued orders, one call for each process. Returns the number of calls."""
         calls = len(self._ordered)
         for life in self._ordered.values():
             life.send()
@@ -397,7 +397,7 @@ class Supervisor:
         return calls
 
     async def hand_over(self, steps: StepId) -> None:
-        """Make the trainer hand weights over that it owes to scorers. Raises the reason why it cannot."""
+        """Make the trainer hand over weights that it owes to scorers. Raises the reason if it cannot."""
         life = self._lives.get((TRAINER, 0))
         if life is None:
             raise EngineError("there is no trainer")
@@ -406,11 +406,11 @@ class Supervisor:
     # the end
 
     def stop_watching(self) -> None:
-        """Report no further ends: the run is shutting down."""
+        """Report no more lost processes: the run is shutting down."""
         self._closed = True
 
     async def close(self) -> None:
-        """Give generators a limited time to close, then kill every actor except the stores and the gateway."""
+        """Give processes a limited time to close, then kill all except the stores and the gateway."""
         self.stop_watching()
         lives = [life for life in self._lives.values() if life.kind not in KEPT]
         closing = [asyncio.ensure_future(life.process.close()) for life in lives if life.up]
@@ -418,14 +418,14 @@ class Supervisor:
             await asyncio.wait(closing, timeout=self._processes.goodbye_s)
         for end in closing:
             if not end.cancel() and not end.cancelled():
-                end.exception()  # looked at, else asyncio says that nobody did
+                end.exception()  # retrieved, otherwise asyncio warns
         gone = [gone for life in lives if (gone := life.process.kill()) is not None]
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *gone, return_exceptions=True)
 
     async def _end_life(self, life: Life, *, hung: bool = False) -> None:
-        """`_forget`, and wait until the next life may begin."""
+        """`_forget`, then wait until the next incarnation may start."""
         gone, key = self._forget(life, hung=hung), (life.kind, life.index)
         if gone is not None:
             self._ending[key] = life.incarnation
@@ -433,7 +433,7 @@ class Supervisor:
             del self._ending[key]
 
     def _forget(self, life: Life, *, hung: bool = False) -> Awaitable[object] | None:
-        """End a life and report nothing more about it. Returns what `Process.kill` does."""
+        """Kill an incarnation and report nothing more about it. Returns the result of `Process.kill`."""
         self._lives.pop((life.kind, life.index), None)
         self._ordered.pop((life.kind, life.index), None)
         return life.process.kill(hung=hung) if life.kind not in KEPT else None
@@ -456,11 +456,11 @@ class Supervisor:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._closed:
             log.error("a task of the supervisor failed", exc_info=error)
-            self._give_up(f"a task that looks after the processes failed: {reason_of(error)}")
+            self._give_up(f"a task of the supervisor failed: {reason_of(error)}")
 
 
 async def _first_up(enough: int, opening: "list[asyncio.Future[None]]") -> None:
-    """Returns when this many replicas are up. Raises the first failure before that."""
+    """Return once this many replicas are up. Raises the first failure before that."""
     for count, opened in enumerate(asyncio.as_completed(opening), 1):
         await opened
         if count >= enough:

@@ -1,7 +1,7 @@
-"""The trajectory store of a run as its workers use it: a service with a thread of its own, and its client.
+"""The trajectory store of a run: a service that executes calls on one thread, and its client.
 
-Over Ray the service is an actor; in one process it is on the event loop of all. Groups are kept as the bytes they came
-in.
+Workers use the client. Over Ray the service is an actor; in one process it shares the event loop. It stores packed
+groups and must never unpack them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ MAX_ITEMS = 4096
 
 
 class Batcher(Generic[Item]):
-    """Sends items in order, one call at a time. `put` returns when the call with the item was answered."""
+    """Sends items in order, one call at a time. `put` returns once the call with its item has been answered."""
 
     def __init__(self, send: Callable[[Sequence[Item]], Awaitable[object]]) -> None:
         self._send = send
@@ -66,12 +66,12 @@ class Batcher(Generic[Item]):
 
 
 class TrajectoryService:
-    """A trajectory store as its callers reach it: on disk if it is given a directory, otherwise in memory.
+    """The server of a trajectory store: on disk if it has a directory, otherwise in memory.
 
     One thread executes all calls in order, so a slow disk does not delay the event loop."""
 
     def __init__(self, directory: Path | None = None, policy: StorePolicy | None = None, fresh: bool = True) -> None:
-        """`fresh`: `directory` must not hold trajectories yet; else what it holds is read."""
+        """`fresh`: `directory` must hold no trajectories; otherwise they are read."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._failed = asyncio.Event()
         self._reason = ""
@@ -80,7 +80,7 @@ class TrajectoryService:
         )
 
     async def alive(self) -> str:
-        """Never answered while all is well; then with the reason why nothing can be stored any more."""
+        """Return only once a write has failed, with the reason."""
         await self._failed.wait()
         return self._reason
 
@@ -113,15 +113,15 @@ class TrajectoryService:
         return await self._call(self._store.stats)
 
     async def close(self) -> None:
-        """Let go of the directory."""
+        """Close the store and release its directory."""
         await self._call(self._store.close)
 
     async def _call(self, operation: Callable[..., Result], *given: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, operation, *given)
 
     async def _write(self, change: Callable[..., object], *given: Any) -> None:
-        """Returns once what changed is kept. Where nothing more can be written it never does: that costs nobody an
-        attempt, and whoever watches the store ends the run."""
+        """Change the store; returns once that is flushed. After a failure it never returns, so that no caller loses an
+        attempt; `alive` then reports the failure and the run ends."""
 
         def keep() -> None:
             change(*given)
@@ -138,10 +138,10 @@ class TrajectoryService:
 
 
 class PackedTrajectories:
-    """The client of a `TrajectoryService`: packs groups. Puts that come up together go in one call."""
+    """The client of a `TrajectoryService`: packs groups, and sends concurrent puts in one call."""
 
     def __init__(self, store: Any, awaited: Callable[[str], AbstractContextManager[None]]) -> None:
-        """`store`: has the methods of a `TrajectoryService`. `awaited`: around a call, with the name of the process."""
+        """`store`: has the methods of a `TrajectoryService`. `awaited(process)`: context manager for each call."""
         self._store = store
         self._awaited = awaited
         self._puts: Batcher[Packed] = Batcher(lambda groups: store.put(list(groups)))

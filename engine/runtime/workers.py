@@ -1,8 +1,8 @@
-"""What the processes of a run host, wherever they are: orders in, facts out, around a user's generator, trainer, scorer
-or work.
+"""The workers inside the processes of a run: each hosts a user's generator, trainer, scorer or work; orders in, events
+out.
 
-A process makes the worker of its kind from the plan and calls `open`, then `carry_out`. Workers live on an event loop;
-what blocks runs on threads. They must not know how they are reached.
+A process makes the worker of its kind from the plan, calls `open`, then `carry_out`. Workers run on an event loop;
+blocking calls run on threads. They must never depend on where they run.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from engine.trajectory import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """What a worker reaches from its process."""
+    """The stores and callbacks of a worker."""
 
     trajectories: Trajectories
     weights: Weights
@@ -44,11 +44,11 @@ class Peers:
     broken: Callable[[str], None]
     """Reports that this process cannot continue."""
     ask_trainer: Callable[[StepId], Awaitable[None]]
-    """Makes the trainer hand over the weights after so many steps. Raises: why it cannot."""
+    """Makes the trainer hand over the weights after so many train steps. Raises the reason if it cannot."""
 
 
 class Worker:
-    """One life of a process, from the inside. Orders that arrive before it is open wait."""
+    """One incarnation of a process, from the inside. Orders that arrive before it is open wait."""
 
     kind: ClassVar[str]
 
@@ -61,8 +61,8 @@ class Worker:
         self._early: list[tuple[Command, Prompt | None]] = []
 
     async def open(self, peers: Peers, restore: Restore | None = None) -> None:
-        """Load what it hosts, once: returns or raises the same, whoever asks and how often. Raises whatever the user's
-        factory raises."""
+        """Load the hosted role. Repeated calls share one load and its result. Raises what the user's factory
+        raises."""
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open_once(peers, restore))
         await asyncio.shield(self._opening)
@@ -79,29 +79,28 @@ class Worker:
 
     @property
     def threads(self) -> int | None:
-        """CPU threads for numerical libraries; 0: one for each core; None: as they are."""
+        """CPU threads for numerical libraries; 0: one for each core; None: unchanged."""
         return None
 
     def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
-        """Begin to carry out a command and return at once. `prompt` comes with commands that start or resume a
-        group."""
+        """Start a command and return at once. `prompt` is required for commands that start or resume a group."""
         if self._opened.is_set():
             self._carry_out(command, prompt)
         else:
             self._early.append((command, prompt))
 
     def forget_early(self) -> None:
-        """Drop the orders that wait until it is open: another scheduler gives them again."""
+        """Drop the waiting orders: a restarted scheduler reissues them."""
         self._early.clear()
 
     def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """A call into the user's code hangs: `close` does not wait for it."""
+        """Make `close` not wait for a hung call into the user's code."""
 
     async def close(self) -> None:
-        """End what runs, and close what the worker hosts. Nothing more is reported."""
+        """Cancel everything, without reports, and close the hosted role."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
@@ -142,11 +141,11 @@ class ReplicaWorker(Worker):
         )
 
     def _held_out(self, rollout: Rollout) -> HeldOut | None:
-        """What this replica may be asked to measure. Raises: `ConfigError` if it could not."""
+        """The held-out prompts that this replica may measure. Raises: `ConfigError` if it has no evaluator."""
         if self.plan.limits.validation is None:
             return None
         if rollout.evaluator is None:
-            law = "validation needs an evaluator, and the plan's rollouts have none"
+            law = "validation needs an evaluator, but the plan's rollouts have none"
             raise ConfigError("limits.validation", f"{len(self.plan.held_out)} rows", law, "add one, or use None")
         return HeldOut(prompts=self.plan.held_out, evaluator=rollout.evaluator)
 
@@ -208,7 +207,8 @@ class TrainerWorker(Worker):
         return taking_turns(trainer) if self.plan.limits.trains_in_turns else trainer
 
     async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the weights after so many steps if they are still owed. Raises: why it cannot."""
+        """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
+        cannot."""
         await self._opened.wait()
         assert self._host is not None
         await self._host.hand_over_again(steps)
@@ -227,7 +227,7 @@ class TrainerWorker(Worker):
 
 
 class ScorerWorker(Worker):
-    """Hosts what scores the tasks of one pool. Its orders are `ScoreBatch`."""
+    """Hosts the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
 
     kind = SCORER
     _host: ScorerHost | None = None
@@ -239,7 +239,7 @@ class ScorerWorker(Worker):
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
-        assert make is not None  # a plan without is refused before the run begins
+        assert make is not None  # `Plan.require_scorers` has checked it
         self._host = ScorerHost(
             scorer=await on_a_thread(make, tasks),
             trajectories=peers.trajectories,
@@ -262,8 +262,8 @@ class ScorerWorker(Worker):
 
 
 class StatesWorker(Worker):
-    """Hosts the work of added states: user coroutines, all that the scheduler has ordered at once. Its orders are
-    `EnterState`, and `DiscardGroups` of groups that it works on."""
+    """Hosts the work of added states, user coroutines that run concurrently. Its orders are `EnterState` and
+    `DiscardGroups`."""
 
     kind = ADDED_STATES
     _host: AddedStatesHost | None = None
@@ -279,8 +279,8 @@ class StatesWorker(Worker):
         )
 
     def _works(self) -> dict[str, Work]:
-        """Import and make what does the work. Raises whatever the user's own code raises."""
-        from engine.config import load_extensions_of  # late: no other worker needs what it brings
+        """Import and make the work of each state. Raises what the user's code raises."""
+        from engine.config import load_extensions_of  # late: only this worker needs it
 
         plan = self.plan
         load_extensions_of(plan.config)

@@ -41,7 +41,7 @@ def test_an_event_that_cannot_leave_is_told_at_once_and_none_follows(
         outbox = Outbox(report, lost.set_result)
         outbox.add(event)
         reason = await asyncio.wait_for(lost, 60)
-        assert reason.startswith("the scheduler cannot be told of events: ") and words in reason
+        assert reason.startswith("events cannot be sent to the scheduler: ") and words in reason
         outbox.add(StepTrained(step=1, attempt=1))
         await asyncio.sleep(0)
         assert sent == []

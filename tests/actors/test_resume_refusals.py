@@ -93,7 +93,7 @@ def test_an_older_checkpoint_that_is_not_there_is_told_and_not_needed(tmp_path: 
         trainer.steps = steps
         save_checkpoint(trainer, tmp_path / "checkpoints", steps)
     chosen = replace(plan(tmp_path), restore_trainer=restore_mortal, trajectories="memory")
-    for told in ("resumed from step-000004, after", "step-000002, which was saved, is not there and is not needed"):
+    for told in ("resumed from step-000004, after", "step-000002 was saved and is missing, but it is not needed"):
         past = past_of(chosen, Transitions())
         past.lock.release()
         assert told in str(past) and past.restore.steps == 4

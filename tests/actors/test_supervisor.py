@@ -119,7 +119,7 @@ async def test_a_trainer_that_cannot_be_brought_anywhere_is_lost_for_good(
     scene.start(TRAINER, 0, 2, steps=4)
     await settled()
     (lost,) = scene.events
-    assert isinstance(lost, ProcessLost) and lost.final and "cannot bring another trainer" in lost.reason
+    assert isinstance(lost, ProcessLost) and lost.final and "cannot restore a trainer" in lost.reason
     assert not cluster.handles
 
 
@@ -450,7 +450,7 @@ async def test_checkpoints_that_no_trainer_can_begin_from_are_put_aside_and_told
     passed_over = damaged if NEWEST in damaged else []
     assert [event.steps for event in told if isinstance(event, CheckpointDamaged)] == passed_over
     assert len(told) == len(passed_over)
-    assert all("is not what was written" in event.reason for event in told)  # type: ignore[attr-defined]
+    assert all("has changed since it was written" in event.reason for event in told)  # type: ignore[attr-defined]
     assert isinstance(lost, ProcessLost) and (lost.published, lost.final) == (3, False)
     left = {steps for steps in (OLDER, NEWEST) if checkpoint_path(tmp_path / "checkpoints", steps).exists()}
     assert left == {OLDER, NEWEST} - {*passed_over}, "the next of that name is written anew"

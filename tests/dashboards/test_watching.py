@@ -221,4 +221,4 @@ def test_a_run_goes_on_without_its_sinks_and_where_its_endpoint_cannot_be_writte
     told = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
     for name in sinks:
         assert f"{name} cannot be opened; the run continues without it" in told
-    assert "where the metrics are cannot be written down" in told
+    assert "cannot announce the address of the metrics endpoint" in told

@@ -203,7 +203,7 @@ def test_work_that_takes_too_long_is_ended() -> None:
         bench.order()
         failed = await bench.until(1)
         assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
-        assert "the work of judging took longer than 0.01 s on group 3" in failed.reason
+        assert "the work of judging exceeded its limit of 0.01 s on group 3" in failed.reason
 
     play(lambda: Bench(for_ever, timeout_s=0.01), scene)
 
@@ -288,7 +288,7 @@ def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
 def test_a_state_that_nobody_works_in_is_named() -> None:
     async def scene(bench: Bench) -> None:
         bench.order(state="other")
-        assert "what is done in the state other" in (await bench.until(1)).reason  # type: ignore[attr-defined]
+        assert "no work is defined for the state other" in (await bench.until(1)).reason  # type: ignore[attr-defined]
 
     play(lambda: Bench(praise), scene)
 

@@ -163,7 +163,7 @@ def test_one_flipped_while_the_store_is_open_is_refused_as_well(tmp_path: Path) 
     with path.open("r+b") as file:
         file.seek(PREAMBLE_BYTES + FRAME_BYTES + 20)
         file.write(b"y")
-    with pytest.raises(RecordError, match=rf"at byte {PREAMBLE_BYTES}: the entry is not what was written"):
+    with pytest.raises(RecordError, match=rf"at byte {PREAMBLE_BYTES}: the entry is damaged"):
         store.get([4])
 
 
@@ -207,7 +207,7 @@ def test_a_newer_format_another_file_and_a_missing_middle_are_refused(tmp_path: 
         DurableStore(tmp_path, fresh=False)
     path.write_bytes(whole)
     path.rename(tmp_path / "00000003.seg")
-    with pytest.raises(RecordError, match="this is segment 0, in the place of 3"):
+    with pytest.raises(RecordError, match="the file of segment 3 holds segment 0"):
         DurableStore(tmp_path, fresh=False)
 
 

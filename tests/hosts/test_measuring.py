@@ -104,7 +104,7 @@ def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
         await lost.until(1)
         told = {event.chunk: event.reason for event in news(on, RowsFailed)}
         reasons = [told[0], told[1], news(lost, RowsFailed)[0].reason]
-        assert ["out of memory" in reasons[0], "there are 6 held-out" in reasons[1], "no one" in reasons[2]] == [
+        assert ["out of memory" in reasons[0], "there are 6 held-out" in reasons[1], "no evaluator" in reasons[2]] == [
             True
         ] * 3
 
@@ -157,13 +157,13 @@ def test_another_version_is_never_measured_in_its_place() -> None:
         on = stage(Answering())
         on.host.carry_out(measure(version=1))
         await on.until(1)
-        assert "version 0, not 1" in news(on, RowsFailed)[0].reason
+        assert "version 0, but version 1 must" in news(on, RowsFailed)[0].reason
         on.host.carry_out(measure(1))
         await on.settle()
         on.host._weights.version = 1  # as if an install had come in between
         on.generator.let.set()
         await on.until(2)
-        assert "version 1, not 0" in news(on, RowsFailed)[1].reason
+        assert "version 1, but version 0 must" in news(on, RowsFailed)[1].reason
 
     play(scene)
 

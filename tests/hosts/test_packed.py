@@ -52,26 +52,26 @@ def test_a_group_comes_back_as_it_was(group: int, fields: dict[str, object], mad
 def test_bytes_that_are_no_group_are_refused(data: st.DataObject) -> None:
     prompt = Prompt(row=1, text="2 + 2", fields={"answer": [4, {"of": None}]})
     packed = pack_group(TrajectoryGroup(group=3, prompt=prompt, trajectories=[data.draw(trajectories())]))
-    with pytest.raises(EngineError, match="no group"):
+    with pytest.raises(EngineError, match="not a packed group"):
         unpack_group(packed[: data.draw(st.integers(0, len(packed) - 1))])
     at, bit = data.draw(st.integers(0, len(packed) - 1)), data.draw(st.integers(0, 7))
     flipped = packed[:at] + bytes([packed[at] ^ (1 << bit)]) + packed[at + 1 :]
     try:
         unpack_group(flipped)  # another group, at worst: that it is this one is for the sums around it to say
     except EngineError as error:
-        assert "these bytes are no group" in str(error)
+        assert "the bytes are not a packed group" in str(error)
 
 
 @pytest.mark.parametrize(
     "plain", [[2, 0, [0, "", {}], []], [1, 0, [0, "", {}], [[]]], [1, 0, [0, "", {}]], {}, [1, 0, ["0", "", {}], []]]
 )
 def test_values_that_are_no_group_are_refused(plain: object) -> None:
-    with pytest.raises(EngineError, match="these bytes are no group"):
+    with pytest.raises(EngineError, match="the bytes are not a packed group"):
         unpack_group(msgpack.packb(plain))
 
 
 def test_nothing_is_unpickled() -> None:
-    with pytest.raises(EngineError, match="these bytes are no group"):
+    with pytest.raises(EngineError, match="the bytes are not a packed group"):
         unpack_group(pickle.dumps(TrajectoryGroup(group=0, prompt=Prompt(row=0, text=""), trajectories=[])))
 
 

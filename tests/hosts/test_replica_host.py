@@ -597,9 +597,9 @@ def good(**changes: Any) -> Trajectory:
         ([good(), good(token_ids=(7, 8))], "infrastructure", "token_ids is a tuple, not a list"),
         ([good(), good(logprobs=[0.0, math.nan])], "infrastructure", "a log-prob is not a finite number"),
         ([good(), good(token_ids=[7, -8])], "infrastructure", "token_ids holds -8; a token id is an int from 0 to"),
-        ([good(), good(token_ids=[7, 2**40])], "infrastructure", "token_ids holds something else than ints from 0"),
-        ([good(), good(token_ids=[7, None])], "infrastructure", "token_ids holds something else than ints"),
-        ([good(), good(prompt_ids=["a"])], "infrastructure", "prompt_ids holds something else than ints"),
+        ([good(), good(token_ids=[7, 2**40])], "infrastructure", "token_ids must hold only ints from 0"),
+        ([good(), good(token_ids=[7, None])], "infrastructure", "token_ids must hold only ints"),
+        ([good(), good(prompt_ids=["a"])], "infrastructure", "prompt_ids must hold only ints"),
         ([good(), good(text=None)], "infrastructure", "text is a NoneType, not a str"),
         ([good(), good(finish_reason=1)], "infrastructure", "finish_reason is a int, not a str"),
         ([good(), good(continues=0)], "infrastructure", "continues is a int, not a bool"),
@@ -607,18 +607,18 @@ def good(**changes: Any) -> Trajectory:
         (None, "infrastructure", "trajectories as a NoneType, not as a list"),
         ([good(), good(reward=math.inf)], "data", "its reward is inf, not a finite number"),
         ([good(), good(reward=10**400)], "data", "its reward is a int, not a number"),
-        ([good(), good(loss_mask=[1, 2])], "infrastructure", "something else than 0 and 1"),
+        ([good(), good(loss_mask=[1, 2])], "infrastructure", "must hold only 0 and 1"),
         ([good(), good(spans=[Span(0, 1, 0)])], "infrastructure", "spans cover 1 of 2 tokens"),
-        ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "does not go on where the one before ended, at 0"),
-        ([good(), good(spans=[Span(0, 2, 5)])], "infrastructure", "said to be of version 5; it must be 0 to 0"),
+        ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "must start at 0, where the one before ended"),
+        ([good(), good(spans=[Span(0, 2, 5)])], "infrastructure", "have version 5, but it must be 0 to 0"),
         ([good(), good(spans=[(0, 2)])], "infrastructure", "is not (start, stop, version)"),
         ([good(), good(finish_reason="")], "infrastructure", "it has no finish_reason"),
         ([good(), good(reward=None)], "data", "prompt row 3): it has no reward"),
         ([good(), good(reward=math.nan)], "data", "its reward is nan, not a finite number"),
         ([good(), good(reward="high")], "data", "its reward is a str, not a number"),
         ([good(), good(reward=Pair())], "data", "its reward is a Pair, not a number"),
-        ([good(reward=1e308), good(reward=1e308)], "data", "too large to take a mean and a spread of"),
-        ([good(reward=-1e308), good(reward=1e308)], "data", "they go from -1e+308 to 1e+308"),
+        ([good(reward=1e308), good(reward=1e308)], "data", "too large to compute their mean and spread"),
+        ([good(reward=-1e308), good(reward=1e308)], "data", "its rewards, from -1e+308 to 1e+308, are too large"),
         (RuntimeError("CUDA out of memory"), "infrastructure", "RuntimeError: CUDA out of memory"),
         (DataFailure("row 3 has no answer"), "data", "row 3 has no answer"),
         (asyncio.CancelledError("my own task"), "infrastructure", "CancelledError: my own task"),
@@ -661,7 +661,7 @@ def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
         await stage.swap(1)
         stage.start()
         failed = (await stage.until(4))[3]
-        assert "said to be of version 0; it must be 1 to 1 there" in failed.reason
+        assert "have version 0, but it must be 1 to 1 there" in failed.reason
 
     play(scene)
 

@@ -204,7 +204,7 @@ def test_a_repeated_order_is_carried_out_once() -> None:
         (None, "a list for each of the 2 groups"),
         ([[[0.0] * 4, []]], "a list for each of the 2 groups"),
         ([[[0.0] * 4], [[0.0] * 2, []]], "2 lists for group 4"),
-        ([[[0.0] * 3, []], [[0.0] * 2, []]], "trajectory 0 of group 4 has 4 trained tokens, and score() returned 3"),
+        ([[[0.0] * 3, []], [[0.0] * 2, []]], "trajectory 0 of group 4 has 4 trained tokens, but score() returned 3"),
         ([[["high"] * 4, []], [[0.0] * 2, []]], "TypeError"),
     ],
 )

@@ -43,8 +43,8 @@ def test_segments_are_of_the_rollout_before_them() -> None:
     [
         ([first(), first(), first(0.0)], "returned 3 trajectories, not the 2"),
         ([first(), segment(), segment()], "returned 1 trajectories, not the 2"),
-        ([segment(), first(), first()], "continues a trajectory, and none is before it"),
-        ([first(1.0), segment(0.5), first()], "its reward is 0.5 and that of the segment before it 1.0"),
+        ([segment(), first(), first()], "continues a trajectory, but is the first"),
+        ([first(1.0), segment(0.5), first()], "its reward is 0.5, but must be 1.0"),
     ],
 )
 def test_what_is_no_rollout_is_named(trajectories: list[Trajectory], story: str) -> None:
@@ -53,19 +53,19 @@ def test_what_is_no_rollout_is_named(trajectories: list[Trajectory], story: str)
 
 
 def test_tokens_that_outlived_their_attempt_may_be_older() -> None:
-    with pytest.raises(EngineError, match="said to be of version 3"):
+    with pytest.raises(EngineError, match="have version 3"):
         check(first(version=3), first())
     check(first(version=3), first(), kept=3)
-    with pytest.raises(EngineError, match="said to be of version 2"):
+    with pytest.raises(EngineError, match="have version 2"):
         check(first(version=2), first(), kept=3)
 
 
 @pytest.mark.parametrize(
     ("changes", "law"),
     [
-        ({"prompt": Prompt(row=1, text="?")}, "another prompt than it was given, which was of row 0"),
-        ({"prompt": None}, "another prompt than it was given"),
-        ({"group": 8}, "group 8, and was given group 7"),
+        ({"prompt": Prompt(row=1, text="?")}, "another prompt; it was given that of row 0"),
+        ({"prompt": None}, "another prompt; it was given"),
+        ({"group": 8}, "group 8, but was given group 7"),
         ({"aborted": "no"}, "aborted='no', which must be True or False"),
     ],
 )

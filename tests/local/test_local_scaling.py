@@ -84,7 +84,7 @@ def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(sessio
     assert sorted(trainer.groups) == list(range(30))
     (lost,) = events_of(result, ProcessLost)
     assert (lost.index, lost.incarnation, lost.final) == (2, 1, True)
-    assert "can make no other" in lost.reason
+    assert "no generator is left" in lost.reason
 
 
 class Closing(Wanting):

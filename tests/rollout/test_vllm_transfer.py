@@ -185,7 +185,7 @@ def test_at_its_end_an_engine_fails_who_waits(engine: Any) -> None:
 def test_an_engine_that_has_left_its_group_is_told_so() -> None:
     async def scenario() -> None:
         senders = Senders()
-        with pytest.raises(EngineError, match="has left the group"):
+        with pytest.raises(EngineError, match="is no longer in the process group"):
             await senders.turn(READER, WIRE, Send(group="gone", version=1, wanted=()), lambda version: None)  # type: ignore[arg-type,return-value]
 
     run(scenario())
