@@ -14,8 +14,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Named by the contents of what it installs: a changed dependency installs again, a mere checkout does not.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+# Three stamps: `make run` installs no test tools, and only tests and checks need vLLM.
+RUN := $(VENV)/.run-$(SUM)
 STAMP := $(VENV)/.installed-$(SUM)
-# What the tests of the vLLM backend need besides: another stamp, so that `make run` does without.
 VLLM := $(VENV)/.vllm-$(SUM)
 
 .PHONY: help setup run test torture check format bench clean
@@ -28,14 +29,19 @@ help:  ## this text
 
 setup: $(STAMP)  ## make .venv and install what the engine and its tests need
 
-$(STAMP):
+$(RUN):
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found. Give one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  echo "Making $(VENV) with $(PYTHON)"; \
 	  $(PYTHON) -m venv --clear $(VENV) || { echo "Is the venv module of $(PYTHON) installed?" >&2; exit 1; }; }
 	@echo "Installing into $(VENV) (minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,train]'
+	@rm -f $(VENV)/.run-* $(VENV)/.installed-* $(VENV)/.vllm-*
+	@touch $@
+
+$(STAMP): | $(RUN)
+	@echo "Installing test tools into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@rm -f $(VENV)/.installed-* $(VENV)/.vllm-*
 	@touch $@
 
 # The builds of torchvision and its kin that a CPU build of torch finds cannot be loaded with it, and text needs none.
@@ -46,7 +52,7 @@ $(VLLM): | $(STAMP)
 	@$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@
 
-run: $(STAMP)  ## train the quickstart model to the end: no GPU, no download
+run: $(RUN)  ## train the quickstart model to the end: no GPU, no download
 	@$(BIN)/engine run $(CONFIG) $(ARGS)
 
 test: $(VLLM)  ## run the tests

@@ -55,10 +55,34 @@ def _explain(error: Exception) -> int:
         for note in notes_of(error):
             complain(note)
         return BAD_INPUT if bad_input else FAILED
+    missing = extra_for(error)
+    if missing is not None:
+        complain(missing)
+        return BAD_INPUT
     complain(f"unexpected {type(error).__name__}: {error}")
     with suppress(OSError):
         traceback.print_exception(error, file=sys.stderr)
     return FAILED
+
+
+EXTRAS = {
+    "ray": "ray",
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy"), "train"),
+}
+"""The extra of the distribution that brings each optional package."""
+
+
+def extra_for(error: BaseException | None) -> str | None:
+    """What to install if a package of an extra is missing, in one line; None if it is another error."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    package = "" if error is None or error.name is None else error.name.partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    needed = "ray,train" if sys.argv[1:2] in (["run"], ["resume"]) else EXTRAS[package]
+    return (
+        f"this command needs the package {package}, which is not installed; run `pip install 'step-engine[{needed}]'`"
+    )
 
 
 def _own_error(error: BaseException | None) -> EngineError | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
@@ -62,9 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
                 return _go_on(before, Path(arguments.config), arguments, interrupts)
             print("resume: no unfinished run of this configuration; starting a new one")
         check_address(config.metrics.host, config.metrics.port)
+        _require_packages()
         _join(config)
         directory = rundir.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
         return _train(config, directory, interrupts, Way(plain=arguments.plain))
+
+
+def _require_packages() -> None:
+    """Raises: `ModuleNotFoundError` for what a run of a configuration needs besides the engine, before it makes
+    anything."""
+    for package in ("ray", "torch", "transformers"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def resume(arguments: argparse.Namespace) -> int:

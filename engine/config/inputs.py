@@ -11,7 +11,6 @@ from pathlib import Path
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import object_store_limit
-from engine.tasks.dataset import Dataset
 from engine.tasks.rewards import load_reward
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
 
@@ -36,6 +35,8 @@ def check_inputs(config: Config) -> Iterator[str]:
         files = {"data.path": config.data.path, "data.validation_path": config.data.validation_path}
         for field, file in files.items():
             if file is not None:
+                from engine.tasks.dataset import Dataset  # late: it needs the extra `train`
+
                 data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
                 yield f"ok: {field} has {len(data)} prompts"
     if config.reward.function is not None:

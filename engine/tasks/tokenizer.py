@@ -6,8 +6,6 @@ Used by `tasks.quickstart`; a user's own small tasks may use it too. Writes file
 import json
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
 END = "<end>"
 PAD = "<pad>"
 UNKNOWN = "<unknown>"
@@ -23,6 +21,14 @@ def save_character_tokenizer(directory: str | Path, alphabet: str) -> int:
 
     Characters outside the alphabet become `<unknown>`. Nothing is added around a text.
     """
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+    )  # late: reading a configuration needs none
+
     ids = vocabulary(alphabet)
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

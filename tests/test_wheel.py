@@ -1,0 +1,58 @@
+"""What `pip install step-engine` gives without any extra: the wheel in an environment of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "schedule" / "golden" / "v1" / "keep"
+
+
+def call(*command: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a program that knows nothing of this environment."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, check=False)
+
+
+def done(*command: object, cwd: Path) -> str:
+    result = call(*command, cwd=cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment that holds the wheel and what it depends on, and nothing else."""
+    place = tmp_path_factory.mktemp("wheel")
+    pip: Sequence[object] = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    done(*pip, "wheel", "--no-deps", "--wheel-dir", place, ROOT, cwd=place)
+    done(sys.executable, "-m", "venv", place / "venv", cwd=place)
+    (wheel,) = place.glob("*.whl")
+    python = place / "venv" / "bin" / "python"
+    done(*pip, "--python", python, "install", "-c", ROOT / "constraints.txt", wheel, cwd=place)
+    return python.parent
+
+
+def test_the_wheel_alone_schedules_a_users_own_trainer_and_replays_records(bare: Path, tmp_path: Path) -> None:
+    assert "finished: 20 train steps" in done(bare / "python", ROOT / "examples" / "embed.py", cwd=tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "schedule").symlink_to(GOLDEN)
+    assert "identical: 184 events" in done(bare / "engine", "replay", "run", cwd=tmp_path)
+    assert "ok: B <= K" in done(bare / "engine", "check", ROOT / "configs" / "sync.yaml", cwd=tmp_path)
+    heavy = (
+        "import importlib.util as u; print([m for m in ('ray', 'torch', 'transformers', 'numpy') if u.find_spec(m)])"
+    )
+    assert done(bare / "python", "-c", heavy, cwd=tmp_path).strip() == "[]"
+
+
+def test_a_command_that_needs_an_extra_names_it_and_makes_nothing(bare: Path, tmp_path: Path) -> None:
+    refused = call(bare / "engine", "run", ROOT / "configs" / "quickstart.yaml", cwd=tmp_path)
+    assert refused.returncode == 2 and not [*tmp_path.iterdir()]
+    (line,) = refused.stderr.strip().splitlines()
+    assert line == (
+        "engine: this command needs the package ray, which is not installed; run `pip install 'step-engine[ray,train]'`"
+    )
