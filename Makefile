@@ -19,7 +19,7 @@ RUN := $(VENV)/.run-$(SUM)
 STAMP := $(VENV)/.installed-$(SUM)
 VLLM := $(VENV)/.vllm-$(SUM)
 
-.PHONY: help setup run test torture check format bench clean
+.PHONY: help setup run test near torture check format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this text
@@ -57,6 +57,9 @@ run: $(RUN)  ## train the quickstart model to the end: no GPU, no download
 
 test: $(VLLM)  ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+near: $(VLLM)  ## run the tests near what differs from the commit BASE (default: HEAD)
+	@BASE=$(BASE) $(BIN)/python -m tests.near $(ARGS)
 
 torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/TORTURE.md
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
