@@ -6,6 +6,7 @@ start fast.
 """
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto",),
         help="continue the newest unfinished run of this configuration, if any",
     )
+    _takes_address(run)
     run.add_argument("--plain", action="store_true", help="print a line for each train step instead of the live view")
     run.set_defaults(run=running.run, force_from=None)
 
@@ -100,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field; may be repeated"
     )
+    _takes_address(resume)
     resume.add_argument(
         "--force-from",
         metavar="CHECKPOINT",
@@ -142,6 +145,16 @@ def _takes_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field; may be repeated"
+    )
+
+
+def _takes_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        dest="set",
+        action="append",
+        type=lambda address: f"cluster.address={json.dumps(address)}",
+        help="Ray cluster to join: auto or host:port; local: start a private one (default: RAY_ADDRESS, else local)",
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return _go_on(before, Path(arguments.config), arguments, interrupts)
             print("resume: no unfinished run of this configuration; starting a new one")
         check_address(config.metrics.host, config.metrics.port)
+        _join(config)
         directory = rundir.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
         return _train(config, directory, interrupts, Way(plain=arguments.plain))
 
@@ -101,8 +103,17 @@ def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace,
     RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
     forced: str | None = arguments.force_from
     config, settings = resumed(path, read(directory.schedule, missing_end=bool(forced)).header.config, arguments.set)
+    _join(config)
     way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
     return _train(config, directory, interrupts, way)
+
+
+def _join(config: "Config") -> None:
+    """Join the cluster that the configuration or `RAY_ADDRESS` names, if any. Raises: `ConfigError`."""
+    if config.cluster.joined() is not None:
+        from engine.actors.cluster import join_cluster
+
+        join_cluster(config, partial(print, flush=True))
 
 
 def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunDirectory | None":

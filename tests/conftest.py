@@ -24,6 +24,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 # For clusters that tests start without `connect`: Ray's workers would hardly run beside other programs.
 os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.pop("RAY_ADDRESS", None)  # a run would join that cluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

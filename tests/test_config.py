@@ -66,10 +66,11 @@ RELATIVE = {
     "rollout": {"weights_dir": "weights"},
     "trainer": {"reference_path": "a/b/c", "kl_loss_coef": 0.1},
     "metrics": {"sinks": {"tensorboard": {"dir": "boards"}, "mlflow": {"uri": "mlruns"}}},
+    "cluster": {"runtime_env": {"working_dir": "code", "py_modules": ["lib", "gcs://lib.zip"]}},
 }
 
 
-def paths_of(config: Config) -> dict[str, str | None]:
+def paths_of(config: Config) -> dict[str, Any]:
     tree, found = config.model_dump(mode="json"), {}
     for field in PATHS:
         inner: Any = tree
@@ -79,11 +80,12 @@ def paths_of(config: Config) -> dict[str, str | None]:
     return found
 
 
-def under(base: Path) -> dict[str, str]:
+def under(base: Path) -> dict[str, str | list[str]]:
     """What the paths of `RELATIVE` are under a directory."""
-    names = ["out", "src", "model", "train.jsonl", "", "weights", "a/b/c", "boards", "mlruns"]
+    names = ["out", "src", "model", "train.jsonl", "", "weights", "a/b/c", "boards", "mlruns", "code", ""]
     return dict(zip(PATHS, [str(base / name) for name in names], strict=True)) | {
-        "data.validation_path": str(base.parent / "held_out.jsonl")
+        "data.validation_path": str(base.parent / "held_out.jsonl"),
+        "cluster.runtime_env.py_modules": [str(base / "lib"), "gcs://lib.zip"],
     }
 
 
@@ -133,7 +135,7 @@ def test_home_hub_names_and_addresses_are_told_from_paths(elsewhere: Path, tmp_p
 
 def test_every_field_with_a_path_is_known_as_one() -> None:
     names = {path for path, _ in fields() if path.rpartition(".")[2].endswith(("path", "dir", "uri", "file"))}
-    assert names == set(PATHS)
+    assert names == {path for path in PATHS if not path.startswith("cluster.runtime_env.")}
 
 
 def test_overrides_are_yaml_and_reach_sections_the_file_lacks(tmp_path: Path) -> None:

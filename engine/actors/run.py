@@ -8,7 +8,6 @@ from its record; in the second case the next scheduler decides whether it contin
 import dataclasses
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from engine.actors.cluster import initialize_ray, join_cluster, require_shared_files
 from engine.actors.endpoint import leave_no_word
 from engine.actors.failures import raised, unwrapped
 from engine.actors.heartbeat import Pulse
@@ -50,8 +50,6 @@ NICENESS = "RAY_worker_niceness"
 """A setting of Ray, 15 by default: beside other programs, actors would hardly run and miss heartbeats."""
 OBJECT_STORE_BYTES = 256 << 20
 """Of a cluster of this process' own, where nothing says what it must hold."""
-RETRIES_ARE_NEWS = "RAY_enable_output_error_log_if_still_retry"
-"""Ray's setting that controls whether retried calls are printed on the terminal of the launching process."""
 GOODBYE_S = 10.0
 """Seconds that actors get to end by themselves."""
 RESPITE_S = 5.0
@@ -71,11 +69,15 @@ def launch(
     """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
     holds, from the checkpoint `force_from` if that is given, under `settings` of the scheduler as (path, value).
 
+    It joins the cluster that the configuration or `RAY_ADDRESS` names, and stays connected after the run.
     `progress(share, text)` is told while model and data are being made. Returns when every actor is up and the first
     prompts are drawn.
     Raises: `ConfigError` for what cannot run, before any actor starts where it can be known then.
     """
+    join_cluster(config, log.info)
     plan = plan_of(config, Path(run_dir), progress)
+    if ray.is_initialized():
+        require_shared_files(config, str(plan.run_dir))
     return start(dataclasses.replace(plan, resume=resume, force_from=force_from, settings=tuple(settings)))
 
 
@@ -141,26 +143,14 @@ def connect(object_store_bytes: int | None = OBJECT_STORE_BYTES) -> None:
     """A local cluster of this process' own. Actors ask for no CPU, so that any plan fits; Ray starts as many processes
     at once as there are. The object store gets what is asked for, or as much as may be."""
     limit = max(LEAST_STORE_BYTES, object_store_limit())
-    os.environ.setdefault(RETRIES_ARE_NEWS, "0")
     os.environ.setdefault(NICENESS, "0")
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with sessions_of_their_own():
-            ray.init(
-                address="local",
-                num_cpus=os.cpu_count(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=limit if object_store_bytes is None else min(limit, object_store_bytes),
-            )
-    except SystemExit:
-        if callable(before):  # A request to end came while Ray's own handler was in place.
-            before(signal.SIGTERM, None)
-        raise
-    finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+    with sessions_of_their_own():
+        initialize_ray(
+            address="local",
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            object_store_memory=limit if object_store_bytes is None else min(limit, object_store_bytes),
+        )
 
 
 class RunHandle:

@@ -5,6 +5,7 @@ program is relative to the working directory. Reads only whether a directory exi
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 PATHS = {
@@ -17,6 +18,8 @@ PATHS = {
     "trainer.reference_path": "path or hub name",
     "metrics.sinks.tensorboard.dir": "path",
     "metrics.sinks.mlflow.uri": "path or address",
+    "cluster.runtime_env.working_dir": "path or address",
+    "cluster.runtime_env.py_modules": "path or address",
 }
 """What each of these fields may be."""
 RUNS = "runs"
@@ -28,6 +31,8 @@ def absolute_paths(value: Any, base: str, field: str = "") -> Any:
     if isinstance(value, dict):
         above = f"{field}." if field else ""
         return {key: absolute_paths(inner, base, f"{above}{key}") for key, inner in value.items()}
+    if isinstance(value, list) and field in PATHS:
+        return [absolute_paths(inner, base, field) for inner in value]
     if field not in PATHS or not isinstance(value, str) or not value:
         return value
     place = os.path.abspath(os.path.join(base, os.path.expanduser(value)))
@@ -36,6 +41,15 @@ def absolute_paths(value: Any, base: str, field: str = "") -> Any:
     if PATHS[field] == "path or address" and ":" in value:
         return value
     return place
+
+
+def paths_in(value: Any, field: str = "") -> Iterator[str]:
+    """Every path of a configuration as plain data, hub names and addresses included."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from paths_in(inner, f"{field}.{key}" if field else key)
+    elif field in PATHS:
+        yield from value if isinstance(value, list) else [value] if value else []
 
 
 def _may_be_hub_name(value: str) -> bool:

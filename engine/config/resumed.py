@@ -18,6 +18,7 @@ from engine.scheduling.settings import FIGURES, POLICIES, live_settings
 FREE = (
     "metrics",
     "control",
+    "cluster",
     "run.dir",
     "run.code_dir",
     "run.silence_s",
@@ -27,6 +28,8 @@ FREE = (
     "durability",
 )
 """Fields and sections on which nothing that was recorded depends."""
+FREE_FORM = ("rollout.engine_args", "cluster.runtime_env")
+"""Mappings with any keys, compared as wholes."""
 REPLICAS = "rollout.replicas"
 SHOWN = 8
 """Differences that are told, at most."""
@@ -101,7 +104,7 @@ def _refuse_other_extensions(wished: Config, recorded: Mapping[str, Any]) -> Non
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        if isinstance(value, Mapping) and not (above == "rollout." and name == "engine_args"):
+        if isinstance(value, Mapping) and f"{above}{name}" not in FREE_FORM:
             yield from _flat(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value

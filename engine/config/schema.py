@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
+from engine.config.cluster import ClusterSection
 from engine.config.control import ControlSection
 from engine.config.deterministic import settled
 from engine.config.paths import RUNS
@@ -263,6 +264,7 @@ class Config(Section):
     )
     metrics: MetricsSection = Field(default_factory=MetricsSection, description="The Prometheus endpoint.")
     control: ControlSection = Field(default_factory=ControlSection, description="Requests to a running run.")
+    cluster: ClusterSection = Field(default_factory=ClusterSection, description="The Ray cluster of the run.")
 
     @model_validator(mode="after")
     def _laws(self) -> Self:

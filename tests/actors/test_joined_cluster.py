@@ -1,0 +1,183 @@
+"""A run from the command line on three `ray start` nodes of this machine, one of which is killed in the middle."""
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from ray_plans import SMALLEST, check_record, events_of
+from test_ray_runs import wait_for_no_actors
+
+from engine.events import ProcessLost
+from engine.tasks.quickstart import Quickstart, prepare
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+REWARD = """
+import os
+from itertools import count
+from pathlib import Path
+
+HERE = Path({here!r})
+CALLS = count()
+
+def score(prompt, trajectory):
+    with open(HERE / "calls", "w") as calls:
+        calls.write(f"{{os.getpid()}} {{__file__}}\\n")
+    if next(CALLS) >= 6:
+        try:
+            (HERE / "gate").read_bytes()
+        except FileNotFoundError:
+            pass
+    return float(len(trajectory.text) % 2)
+"""
+"""Tells of each call; after six of them, a process waits at the gate."""
+
+
+@dataclass
+class Nodes:
+    """Ray nodes of this machine, the head first. `environment`: has the cluster's token."""
+
+    address: str
+    processes: list[subprocess.Popen[str]]
+    environment: dict[str, str]
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """With every process of the node."""
+        below = psutil.Process(process.pid).children(recursive=True)
+        for each in (psutil.Process(process.pid), *below):
+            each.kill()
+        process.wait()
+        psutil.wait_procs(below, timeout=60)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [*RAY, "start", "--block", "--num-cpus=1", "--object-store-memory=80000000", *arguments]
+        process = subprocess.Popen(
+            [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats"], env=self.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+
+def end_with_parent() -> None:
+    """In a new node: it ends itself if the tests are killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def wait_for(node: subprocess.Popen[str]) -> None:
+    """Until it runs."""
+    assert node.stdout is not None
+    said = []
+    for line in node.stdout:
+        said.append(line)
+        if "--block" in line:
+            return
+    raise AssertionError("".join(said))
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of Ray's sockets must be short
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "RAY_worker_niceness": "0"}
+    token |= {"RAY_health_check_period_ms": "1000"}  # of 3000: a killed node is noticed sooner
+    made = Nodes("", [], {**os.environ, **token, "PYTHONPATH": str(ROOT)})
+    try:
+        wait_for(made.start("--head", "--port=0", f"--temp-dir={directory}", "--include-dashboard=false"))
+        made.address = Path(directory, "ray_current_cluster").read_text().strip()
+        for _ in range(2):  # one by one: together they may take each other's ports
+            wait_for(made.start(f"--address={made.address}", "--num-gpus=3"))
+        yield made
+    finally:
+        for process in made.processes:
+            if process.poll() is None:
+                made.kill(process)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory with a copy of a preset whose paths are relative, and a reward."""
+    directory = tmp_path / "project"
+    made = prepare(directory / "made", Quickstart(**SMALLEST))
+    (directory / "my_reward.py").write_text(REWARD.format(here=str(tmp_path)))
+    preset = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    preset["run"]["max_steps"] = 12
+    preset["model"] = {"path": os.path.relpath(made.model_path, directory)}
+    preset["data"] = {"path": os.path.relpath(made.training_path, directory)}
+    preset["reward"] = {"function": "my_reward:score", "timeout_s": 250.0}
+    preset["scheduler"] |= {"train_batch_size": 4, "samples_per_prompt": 2, "max_concurrent_groups": 12}
+    preset["rollout"] |= {"replicas": 3, "slots": 4, "max_tokens": 32, "gpus": 1.0}  # on the last two nodes
+    del preset["validation"]
+    (directory / "preset.yaml").write_text(yaml.safe_dump(preset))
+    return directory
+
+
+def engine(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.cli", *arguments], cwd=cwd, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_a_run_joins_a_cluster_loses_a_node_and_finishes(nodes: Nodes, project: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    os.mkfifo(tmp_path / "calls")
+    os.mkfifo(tmp_path / "gate")
+    command = ("run", "../project/preset.yaml", "--plain", "--address", nodes.address)
+    wrong = engine(*command, cwd=elsewhere, env={**nodes.environment, "RAY_AUTH_TOKEN": "b" * 64})
+    said = wrong.communicate(timeout=60)[0]
+    assert wrong.returncode == 2 and "its token is missing or wrong; set RAY_AUTH_MODE=token" in said, said
+
+    run = engine(*command, cwd=elsewhere, env=nodes.environment)
+    try:
+        with os.fdopen(os.open(tmp_path / "calls", os.O_RDWR), "rb", buffering=0) as calls:
+            lives, places = set[int](), set[str]()
+            while len(lives) < 3:
+                note_call(run, calls, lives, places)
+            nodes.kill(next(node for node in nodes.processes[1:] if lives & pids_of(node)))
+            while len(lives) < 4:
+                note_call(run, calls, lives, places)
+            with open(tmp_path / "gate", "w"):
+                (tmp_path / "gate").unlink()
+            said = run.communicate(timeout=120)[0]
+        assert run.returncode == 0, said
+    finally:
+        run.kill()
+        run.wait()
+    assert "Joining the Ray cluster at " in said
+    assert all("_ray_pkg_" in place for place in places), "the nodes run the code that they were sent"
+    run_dir = elsewhere / "runs" / "latest"
+    assert {event.kind for event in events_of(run_dir, ProcessLost)} == {"replica"}
+    assert check_record(run_dir).state.steps_trained == 12
+    wait_for_no_actors()
+    assert sorted(node.poll() is None for node in nodes.processes) == [False, True, True], "the cluster stays"
+
+
+def note_call(run: subprocess.Popen[str], calls: RawIOBase, lives: set[int], places: set[str]) -> None:
+    """The process and the module of the next call of the reward. Fails if the run ends first."""
+    over = os.pidfd_open(run.pid)
+    ready, _, _ = select.select([calls, over], [], [])
+    os.close(over)
+    assert calls in ready, run.communicate()[0]
+    pid, place = calls.readline().decode().split()
+    lives.add(int(pid))
+    places.add(place)
+
+
+def pids_of(node: subprocess.Popen[str]) -> set[int]:
+    return {child.pid for child in psutil.Process(node.pid).children(recursive=True)}

@@ -1,0 +1,71 @@
+"""Which Ray cluster a run joins: the command line, the configuration, RAY_ADDRESS, or none."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine import cli
+from engine.config import load_config, parse_config
+from engine.config.cluster import ClusterSection
+from engine.config.resumed import resumed
+from engine.errors import ConfigError
+
+MADE = {"model": {"make": "arithmetic"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "joined"),
+    [
+        (None, None, None),
+        (None, "10.0.0.1:6379", ("RAY_ADDRESS", "10.0.0.1:6379")),
+        (None, "local", None),
+        (None, "auto", ("RAY_ADDRESS", "auto")),
+        ("local", "10.0.0.1:6379", None),
+        ("auto", None, ("cluster.address", "auto")),
+        ("auto", "10.0.0.1:6379", ("RAY_ADDRESS", "10.0.0.1:6379")),
+        ("head.example:6379", "10.0.0.1:6379", ("cluster.address", "head.example:6379")),
+        ("[::1]:6379", None, ("cluster.address", "[::1]:6379")),
+    ],
+)
+def test_the_configuration_comes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, environment: str | None, joined: tuple[str, str] | None
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", environment or "")
+    assert ClusterSection(address=given).joined() == joined
+
+
+def test_an_address_of_ray_client_is_refused_with_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.address 'ray://h:1' is an address for Ray Client.* --address auto$"
+    ):
+        parse_config({**MADE, "cluster": {"address": "ray://h:1"}})
+    monkeypatch.setenv("RAY_ADDRESS", "ray://h:1")
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS 'ray://h:1' is an address for Ray Client"):
+        parse_config(MADE).cluster.joined()
+
+
+@pytest.mark.parametrize("address", ["somewhere", "10.0.0.1", "http://h:1", "h:1/x", ""])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.address"):
+        parse_config({**MADE, "cluster": {"address": address}})
+
+
+def test_the_argument_comes_before_the_configuration_and_leaves_nothing_where_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:3")
+    Path("config.yaml").write_text(yaml.safe_dump({**MADE, "cluster": {"address": "127.0.0.1:2"}}))
+    assert cli.main(["run", "config.yaml", "--address", "127.0.0.1:1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("engine: cluster.address '127.0.0.1:1' cannot be reached") and said.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_resume_may_join_another_cluster_with_another_environment(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**MADE, "cluster": {"address": "auto", "runtime_env": {"pip": ["x"]}}}))
+    recorded = load_config(path).model_dump(mode="json")
+    config, settings = resumed(path, recorded, ["cluster.address=h:1", "cluster.runtime_env={env_vars: {A: b}}"])
+    assert (config.cluster.address, config.cluster.runtime_env, settings) == ("h:1", {"env_vars": {"A": "b"}}, ())
