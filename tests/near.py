@@ -1,7 +1,7 @@
 """Runs the tests near a change: `make near BASE=main ARGS="-x"`.
 
-Near is a test file that changed, or whose imports reach a changed module in at most two steps. Far-reaching changes need
-`make test`; continuous integration always runs everything.
+Near is a test file that changed, or whose imports reach a changed module in at most two steps. Continuous integration
+always runs everything.
 """
 
 import ast

@@ -1,12 +1,16 @@
 """A run from the command line on three `ray start` nodes of this machine, one of which is killed in the middle."""
 
+import ctypes
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 
 import psutil
@@ -63,10 +67,15 @@ class Nodes:
         command = [*RAY, "start", "--block", "--num-cpus=1", "--object-store-memory=80000000", *arguments]
         process = subprocess.Popen(
             [*command, "--node-ip-address=127.0.0.1", "--disable-usage-stats"], env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=end_with_parent,
         )  # fmt: skip
         self.processes.append(process)
         return process
+
+
+def end_with_parent() -> None:
+    """In a new node: it ends itself if the tests are killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def wait_for(node: subprocess.Popen[str]) -> None:
@@ -84,12 +93,13 @@ def wait_for(node: subprocess.Popen[str]) -> None:
 def nodes() -> Iterator[Nodes]:
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of Ray's sockets must be short
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "RAY_worker_niceness": "0"}
+    token |= {"RAY_health_check_period_ms": "1000"}  # of 3000: a killed node is noticed sooner
     made = Nodes("", [], {**os.environ, **token, "PYTHONPATH": str(ROOT)})
     try:
         wait_for(made.start("--head", "--port=0", f"--temp-dir={directory}", "--include-dashboard=false"))
         made.address = Path(directory, "ray_current_cluster").read_text().strip()
         for _ in range(2):  # one by one: together they may take each other's ports
-            wait_for(made.start(f"--address={made.address}"))
+            wait_for(made.start(f"--address={made.address}", "--num-gpus=3"))
         yield made
     finally:
         for process in made.processes:
@@ -110,7 +120,7 @@ def project(tmp_path: Path) -> Path:
     preset["data"] = {"path": os.path.relpath(made.training_path, directory)}
     preset["reward"] = {"function": "my_reward:score", "timeout_s": 250.0}
     preset["scheduler"] |= {"train_batch_size": 4, "samples_per_prompt": 2, "max_concurrent_groups": 12}
-    preset["rollout"] |= {"replicas": 3, "slots": 4, "max_tokens": 32}
+    preset["rollout"] |= {"replicas": 3, "slots": 4, "max_tokens": 32, "gpus": 1.0}  # on the last two nodes
     del preset["validation"]
     (directory / "preset.yaml").write_text(yaml.safe_dump(preset))
     return directory
@@ -135,13 +145,13 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(nodes: Nodes, project: 
 
     run = engine(*command, cwd=elsewhere, env=nodes.environment)
     try:
-        with os.fdopen(os.open(tmp_path / "calls", os.O_RDWR)) as calls:
+        with os.fdopen(os.open(tmp_path / "calls", os.O_RDWR), "rb", buffering=0) as calls:
             lives, places = set[int](), set[str]()
             while len(lives) < 3:
-                note_call(calls.readline(), lives, places)
+                note_call(run, calls, lives, places)
             nodes.kill(next(node for node in nodes.processes[1:] if lives & pids_of(node)))
             while len(lives) < 4:
-                note_call(calls.readline(), lives, places)
+                note_call(run, calls, lives, places)
             with open(tmp_path / "gate", "w"):
                 (tmp_path / "gate").unlink()
             said = run.communicate(timeout=120)[0]
@@ -158,8 +168,13 @@ def test_a_run_joins_a_cluster_loses_a_node_and_finishes(nodes: Nodes, project: 
     assert sorted(node.poll() is None for node in nodes.processes) == [False, True, True], "the cluster stays"
 
 
-def note_call(line: str, lives: set[int], places: set[str]) -> None:
-    pid, place = line.split()
+def note_call(run: subprocess.Popen[str], calls: RawIOBase, lives: set[int], places: set[str]) -> None:
+    """The process and the module of the next call of the reward. Fails if the run ends first."""
+    over = os.pidfd_open(run.pid)
+    ready, _, _ = select.select([calls, over], [], [])
+    os.close(over)
+    assert calls in ready, run.communicate()[0]
+    pid, place = calls.readline().decode().split()
     lives.add(int(pid))
     places.add(place)
 
