@@ -19,11 +19,13 @@ from engine.actors.process import PackedPlan
 from engine.actors.stacks import dump_stacks, stacks_file, writes_to
 from engine.actors.wire import pack_orders
 from engine.actors.worker import ACTORS
+from engine.hosts.packed import plain_prompt
 from engine.hosts.reasons import clean
 from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.port import KEPT, Ended, Found, Order, Process, Sign, key_of, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
+from engine.trajectory import Prompt
 
 STORE_PATIENCE = 4
 """Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
@@ -63,7 +65,7 @@ class RayProcess:
 
     async def probe(self) -> Sign | None:
         sign = await sign_of(self.actor)
-        self._pid = 0 if sign is None else sign.pid
+        self._pid = self._pid if sign is None else sign.pid
         return sign
 
     async def lost(self) -> Ended:
@@ -141,6 +143,9 @@ class RayProcesses:
 
     def last(self, kind: str, index: int) -> bool:
         return False
+
+    def check(self, prompt: Prompt) -> None:
+        plain_prompt(prompt)
 
     def kept(self) -> Mapping[str, Process]:
         return {kind: self._process(kind, 0, actor) for kind, actor in self._kept.items() if actor is not None}

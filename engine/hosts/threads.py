@@ -67,8 +67,8 @@ class OneThread:
     async def close(self) -> None:
         """Return once all earlier calls have ended."""
         if self._thread is not None:
-            self._calls.put(None)
-            await asyncio.to_thread(self._thread.join)
+            await self.call(_nothing)
+            self.abandon()
 
     def abandon(self) -> None:
         """Let the thread end after its queued calls, without waiting for it."""
@@ -89,6 +89,9 @@ async def on_a_thread(function: Callable[P, Value], *args: P.args, **kwargs: P.k
         return await thread.call(function, *args, **kwargs)
     finally:
         thread.abandon()
+
+
+def _nothing() -> None: ...
 
 
 def _succeed(done: "asyncio.Future[Value]", value: Value) -> None:

@@ -10,7 +10,9 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from engine.errors import EngineError
 from engine.events import Event
+from engine.hosts.packed import plain_prompt
 from engine.hosts.trainer import Report
 from engine.hosts.trajectories import Trajectories
 from engine.hosts.waits import Waits
@@ -21,6 +23,7 @@ from engine.runtime.port import Ended, Order, Process, Sign
 from engine.runtime.trajectories import PackedTrajectories, TrajectoryService
 from engine.runtime.workers import WORKERS, Peers, ReplicaWorker, TrainerWorker, Worker
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
+from engine.trajectory import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +34,22 @@ CLOSE_S = 30.0
 class LocalProcess:
     """One incarnation of a worker."""
 
-    def __init__(self, worker: Worker, peers: Callable[[Callable[[str], None], Waits], Peers]) -> None:
+    def __init__(
+        self, worker: Worker, peers: Callable[[Callable[[str], None], Waits], Peers], loading: asyncio.Lock
+    ) -> None:
+        """`loading`: held by the worker that loads; libraries that load models are rarely thread-safe."""
         self._worker = worker
+        self._loading = loading
         self._waits = Waits()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._peers = peers(self._break, self._waits)
         self._closing: asyncio.Task[None] | None = None
 
     async def bring_up(self, restore: Restore | None) -> None:
-        await self._worker.open(self._peers, restore)
+        async with self._loading:
+            if self._closing is not None:
+                raise EngineError("it was ended before it could load")
+            await self._worker.open(self._peers, restore)
 
     def join(self) -> None:
         assert isinstance(self._worker, ReplicaWorker)
@@ -141,15 +151,20 @@ class LocalProcesses:
         self._report = report
         self._can_make = can_make
         self._trainer: LocalProcess | None = None
+        self._loading = asyncio.Lock()
 
     def make(self, kind: str, index: int, incarnation: Incarnation) -> LocalProcess:
-        made = LocalProcess(WORKERS[kind](self._plan, index, incarnation), self._peers)
+        made = LocalProcess(WORKERS[kind](self._plan, index, incarnation), self._peers, self._loading)
         if kind == TRAINER:
             self._trainer = made
         return made
 
     def last(self, kind: str, index: int) -> bool:
         return kind == TRAINER or (kind == REPLICA and not self._can_make(index))
+
+    def check(self, prompt: Prompt) -> None:
+        if isinstance(self._store, TrajectoryService):
+            plain_prompt(prompt)
 
     def kept(self) -> Mapping[str, Process]:
         return {TRAJECTORY_STORE: LocalStore(self._store)}

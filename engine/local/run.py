@@ -6,8 +6,9 @@ leave anything open, however the run ends.
 
 import asyncio
 import dataclasses
-import threading
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from engine.hosts.threads import contained
 from engine.ids import ReplicaId, StepId
 from engine.local.processes import LocalProcesses, LocalStores
 from engine.local.stores import LocalTrajectories, LocalWeights
+from engine.metrics.server import check_address
 from engine.metrics.transitions import Transitions
+from engine.policies import PolicySet
 from engine.private_files import make_run_private
 from engine.roles import Generator, Restorable, Scorer, Trainer
 from engine.runtime.past import past_of
@@ -30,10 +33,12 @@ from engine.runtime.plan import Plan, Restore, Rollout
 from engine.runtime.session import Session, header_of, recorder_of
 from engine.runtime.trajectories import TrajectoryService
 from engine.runtime.watchers import Watchers
-from engine.schedule import MemoryRecorder, Recorder, read
+from engine.schedule import MemoryRecorder, NullRecorder, Recorder, read
 from engine.states.group import GROUP
 from engine.states.limits import Limits, ValidationLimits
 from engine.trajectory import Prompt
+
+log = logging.getLogger(__name__)
 
 Generators = Sequence[Generator] | Callable[[ReplicaId], Generator]
 Tasks = tuple[str, ...]
@@ -101,8 +106,8 @@ async def run_async(
 ) -> RunResult:
     """Run until the run ends, on the current event loop.
 
-    `generators`: one generator for each replica, or a function that makes a replica's generator; then there are
-    `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train step in between (None:
+    `generators`: one generator for each replica, or a function that makes a replica's generator (on a thread, one at a
+    time); then there are `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train step in between (None:
     `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent groups per replica.
     `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none. `epochs`: passes over a list
     of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one response each
@@ -118,7 +123,7 @@ async def run_async(
     Raises: `ConfigError` for invalid arguments, `RunFailed` with the cause if the run fails, `EngineError` for a
     defect of the engine.
     """
-    _require_counts(limits, samples, slots, run_dir)
+    _require_counts(limits, samples, slots, run_dir, trajectories)
     if run_dir is None and (resume or control_port is not None):
         raise ConfigError("run_dir", None, "is required by resume and control_port", "set run_dir")
     keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
@@ -152,26 +157,36 @@ class LocalRun:
     """A session whose processes are all in this process."""
 
     def __init__(self, plan: Plan, given: "_Given") -> None:
+        prompts = plan.make_prompts()
+        for port in (plan.metrics_port, plan.control_port):
+            if port is not None:
+                check_address(plan.metrics_host, port)
         if plan.resume:
             _require_same(plan, given.trainer)
         if plan.run_dir is not None:
             make_run_private(plan.run_dir)
         self.transitions = Transitions()
         self.past = past_of(plan, self.transitions) if plan.resume else None
-        self.recorder: Any = MemoryRecorder(header_of(plan)) if plan.run_dir is None else recorder_of(plan, self.past)
-        self.session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
-        self.session.take_settings()
-        self._reports: list[dict[str, Any]] = []
         directory = plan.trajectories_dir
-        self._store = (
-            LocalTrajectories()
-            if directory is None
-            else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
-        )
-        weights = LocalWeights()
-        session = self.session
-        processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, given.can_make)
-        session.connect(plan.make_prompts(), processes, LocalStores(self._store, weights), self._store.stats)
+        self._reports: list[dict[str, Any]] = []
+        with ExitStack() as opened:
+            if self.past is not None:
+                opened.callback(self.past.lock.release)
+            self._store = (
+                LocalTrajectories()
+                if directory is None
+                else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
+            )
+            self.recorder: Any = recorder_of(plan, self.past)
+            if isinstance(self.recorder, NullRecorder):
+                self.recorder = MemoryRecorder(header_of(plan))
+            opened.callback(self.recorder.close)
+            self.session = session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
+            session.take_settings()
+            weights = LocalWeights()
+            processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, given.can_make)
+            session.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
+            opened.pop_all()
 
     async def to_end(self) -> RunResult:
         """Run until the run ends, then close everything. Raises: `RunFailed` with the cause, `EngineError` for a
@@ -183,17 +198,27 @@ class LocalRun:
             session.begin(self.past)
             finish = await asyncio.shield(session.over)
         except asyncio.CancelledError:
-            session.deliver(StopRequested(reason="interrupted"))
+            if session.driver.events_handled:
+                session.deliver(StopRequested(reason="interrupted"))
             raise
         finally:
-            session.stop()
-            await session.control.close()
-            await session.supervisor.close()
-            await self._store.close()
-            session.close()
+            await asyncio.shield(asyncio.ensure_future(self._close()))
         if finish.outcome == "failed":
             raise RunFailed(finish.reason, steps=session.scheduler.state.steps_trained)
         return self._result(finish)
+
+    async def _close(self) -> None:
+        """Close everything, the record last. A failure is logged: it must not hide why the run ended."""
+        session = self.session
+        session.stop()
+        try:
+            for close in (session.control.close, session.supervisor.close, self._store.close):
+                try:
+                    await close()
+                except Exception:
+                    log.exception("the run could not be closed completely")
+        finally:
+            session.close()
 
     def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
         self._reports.append({"step": step} | dict(figures) | {"step": step})
@@ -246,8 +271,6 @@ class _Given:
         self.trainer = trainer
         self._make_scorer = make_scorer
         self._works = works
-        self._loading = threading.Lock()
-        """Libraries that load models are rarely thread-safe."""
 
     def plan(self, limits: Limits, **settings: Any) -> Plan:
         """Raises: `ConfigError`."""
@@ -259,6 +282,7 @@ class _Given:
             replicas=self._replicas - len(limits.validators()),
             make_scorer=None if self._make_scorer is None else self._scorer,
             make_work=lambda name: self._works.get(name, unchanged),
+            most_replicas=4096 if self._make is not None else self._replicas,
             restore_trainer=_load if isinstance(self.trainer, Restorable) else None,
             **settings,
         )
@@ -268,8 +292,7 @@ class _Given:
     def _rollout(self, replica: ReplicaId) -> Rollout:
         """Make the generator of a replica's next incarnation. Raises what the user's function raises."""
         if self._make is not None:
-            with self._loading:
-                generator = contained(self._make, replica)
+            generator = contained(self._make, replica)
         elif replica in self._generators:
             generator = self._generators.pop(replica)
         else:
@@ -278,8 +301,7 @@ class _Given:
 
     def _scorer(self, tasks: Tasks) -> Scorer:
         assert self._make_scorer is not None
-        with self._loading:
-            return contained(self._make_scorer, tasks)
+        return contained(self._make_scorer, tasks)
 
     def can_make(self, replica: ReplicaId) -> bool:
         return self._make is not None or replica in self._generators
@@ -302,11 +324,18 @@ def _require_same(plan: Plan, trainer: Trainer) -> None:
     if plan.restore_trainer is None and list_checkpoints(plan.run_dir / "checkpoints"):
         law = "has no load(directory), but the run has a checkpoint"
         raise ConfigError("trainer", type(trainer).__name__, law, "define load: roles.Restorable")
+    names = PolicySet.from_names(plan.policies).names
+    if dict(header.policies) != dict(names):
+        changed = {decision: name for decision, name in names.items() if header.policies.get(decision) != name}
+        law = f"are not those with which the run in {plan.run_dir} began"
+        raise ConfigError("policies", changed, law, "resume it with the same policies")
     then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
     for name, value in then.items():
         if now[name] != value:
             law = f"was {value!r} when the run in {plan.run_dir} began"
-            raise ConfigError(f"limits.{name}", now[name], law, "resume it with the same limits")
+            argument = {"replica_restarts": "limits.replica_restarts or replacements", "keeps_batches": "trajectories"}
+            field = argument.get(name, f"limits.{name}")
+            raise ConfigError(field, now[name], law, "resume it with the same limits")
 
 
 def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:
@@ -330,9 +359,11 @@ def _require_numbers(limits: Limits, generators: int) -> None:
         raise ConfigError("limits.validation.own_from", own.start, law, f"use {generators - len(own)}")
 
 
-def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None) -> None:
+def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None, trajectories: str) -> None:
     for name, value in (("samples", samples), ("slots", slots)):
         if value < 1:
             raise ConfigError(name, value, "must be at least 1", "use 1")
+    if trajectories not in ("disk", "memory"):
+        raise ConfigError("trajectories", trajectories, "must be disk or memory", "use disk")
     if limits.checkpoint_every and run_dir is None:
         raise ConfigError("limits.checkpoint_every", limits.checkpoint_every, "checkpoints need a run_dir", "use 0")

@@ -33,7 +33,6 @@ from engine.events import Event, GroupFailed, PromptsDrawn
 from engine.hosts.clock import Timers
 from engine.hosts.done import DoneOrders
 from engine.hosts.measuring import held_out_group
-from engine.hosts.packed import plain_prompt
 from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
 from engine.hosts.reasons import reason_of
 from engine.hosts.threads import OneThread
@@ -41,6 +40,7 @@ from engine.ids import GroupId
 from engine.runtime.port import Order, Stores
 from engine.runtime.supervisor import Supervisor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
+from engine.trajectory import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class RunExecutor:
         scorers: Sequence[Sequence[str]] = (),
         prompts: Prompts,
         stores: Stores,
+        check: Callable[[Prompt], None] = lambda prompt: None,
         held_out: int = 0,
         drawn: GroupId = 0,
         deliver: Callable[..., None],
@@ -69,6 +70,7 @@ class RunExecutor:
         self._scorer_of = {task: index for index, tasks in enumerate(scorers) for task in tasks}
         self._prompts = prompts
         self._stores = stores
+        self._check = check
         self._held_out = held_out
         self._deliver = deliver
         self._finish = finish
@@ -150,7 +152,7 @@ class RunExecutor:
     def _start(self, command: StartGroup | ResumeGroup) -> None:
         try:
             prompt = read_prompt(self._prompts, command.group)
-            plain_prompt(prompt)  # otherwise it would fail the other orders of its message
+            self._check(prompt)  # one that cannot travel must not take the orders beside it along
         except Exception as error:
             failed: Event = GroupFailed(
                 group=command.group,

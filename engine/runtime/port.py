@@ -132,6 +132,9 @@ class Processes(Protocol):
     def last(self, kind: str, index: int) -> bool:
         """Whether a process cannot be replaced any more."""
 
+    def check(self, prompt: Prompt) -> None:
+        """Raises: `DataFailure` for a prompt that cannot be sent."""
+
     def kept(self) -> Mapping[str, Process]:
         """The processes that start and end with the run, by kind."""
 

@@ -125,6 +125,7 @@ class Session:
             scorers=plan.limits.scorers(),
             prompts=prompts,
             stores=stores,
+            check=processes.check,
             held_out=len(plan.held_out),
             drawn=self.scheduler.state.ledger.drawn,
             deliver=self.deliver,

@@ -7,7 +7,6 @@ groups and must never unpack them.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,6 +15,7 @@ from engine.hosts.durable import DurableStore, StorePolicy
 from engine.hosts.packed import pack_group, unpack_group
 from engine.hosts.reasons import reason_of
 from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
+from engine.hosts.threads import OneThread
 from engine.hosts.trajectories import StoreStats, TrajectoryStore
 from engine.ids import GroupId, StepId
 from engine.states.process import TRAJECTORY_STORE
@@ -72,7 +72,7 @@ class TrajectoryService:
 
     def __init__(self, directory: Path | None = None, policy: StorePolicy | None = None, fresh: bool = True) -> None:
         """`fresh`: `directory` must hold no trajectories; otherwise they are read."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
+        self._thread = OneThread("trajectories")
         self._failed = asyncio.Event()
         self._reason = ""
         self._store: TrajectoryStore[bytes] | DurableStore = (
@@ -115,9 +115,10 @@ class TrajectoryService:
     async def close(self) -> None:
         """Close the store and release its directory."""
         await self._call(self._store.close)
+        self._thread.abandon()
 
     async def _call(self, operation: Callable[..., Result], *given: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, operation, *given)
+        return await self._thread.call(operation, *given)
 
     async def _write(self, change: Callable[..., object], *given: Any) -> None:
         """Change the store; returns once that is flushed. After a failure it never returns, so that no caller loses an

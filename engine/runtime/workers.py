@@ -59,6 +59,7 @@ class Worker:
         self._opening: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
         self._early: list[tuple[Command, Prompt | None]] = []
+        self._abandoned = False
 
     async def open(self, peers: Peers, restore: Restore | None = None) -> None:
         """Load the hosted role. Repeated calls share one load and its result. Raises what the user's factory
@@ -97,12 +98,15 @@ class Worker:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Make `close` not wait for a hung call into the user's code."""
+        """A call into the user's code hangs: `close` does not wait for it."""
+        self._abandoned = True
 
     async def close(self) -> None:
-        """Cancel everything, without reports, and close the hosted role."""
+        """Cancel everything, without reports, and close the hosted role. What is being loaded is loaded before: nobody
+        else could close it."""
         if self._opening is not None:
-            self._opening.cancel()
+            if self._abandoned:
+                self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._close()
 
@@ -218,6 +222,7 @@ class TrainerWorker(Worker):
         self._host.carry_out(command)
 
     def abandon(self) -> None:
+        super().abandon()
         if self._host is not None:
             self._host.abandon()
 
@@ -253,6 +258,7 @@ class ScorerWorker(Worker):
         self._host.carry_out(command)
 
     def abandon(self) -> None:
+        super().abandon()
         if self._host is not None:
             self._host.abandon()
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -74,6 +75,10 @@ def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_pat
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"limits\.max_staleness_steps.*was 2 when the run in .* began"):
         resumed(tmp_path, limits=Limits(**{**FIGURES, "max_staleness_steps": 3, "max_concurrent_groups": 12}))
+    with pytest.raises(ConfigError, match=r"policies.*are not those"):
+        resumed(tmp_path, policies={"admission": "whole-batches"})
+    with pytest.raises(ConfigError, match="trajectories is 'Disk', but must be disk or memory"):
+        resumed(tmp_path, trajectories="Disk")
     with pytest.raises(ConfigError, match=r"trainer.*load"):
         engine.local.run(**options(tmp_path, Forgetful(), resume=True))
     (newest,) = [path for steps, path in list_checkpoints(tmp_path / "checkpoints") if steps == 6]
@@ -145,7 +150,32 @@ def events(run_dir: Path) -> list[Any]:
     return [frame.event for frame in read(run_dir / "schedule").frames() if isinstance(frame, Handled)]
 
 
-@pytest.mark.parametrize("hangs", ["draw", "train"])
+def test_a_launch_that_fails_closes_what_was_loaded_and_says_why(tmp_path: Path) -> None:
+    made, closed = list[int](), list[int]()
+
+    class Closing(Quick):
+        def __init__(self, replica: int) -> None:
+            super().__init__()
+            if replica == 1:
+                raise ValueError("no memory")
+            self.replica = replica
+            made.append(replica)
+
+        async def close(self) -> None:
+            closed.append(self.replica)
+
+    with pytest.raises(ValueError, match="no memory"):
+        engine.local.run(**options(tmp_path, Saving(), generators=Closing, replicas=3))
+    assert sorted(closed) == made
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port"):
+        engine.local.run(**options(tmp_path / "run", Saving(), metrics_port=taken.getsockname()[1]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("hangs", ["draw", "train", "train, and is interrupted"])
 def test_a_call_that_never_returns_ends_the_run_and_its_process(tmp_path: Path, hangs: str) -> None:
     program = f"""
 import sys, threading
@@ -160,14 +190,18 @@ class Prompts:
 class Hangs(Saving):
     def train(self, batch): return ask("train", batch.step == 2) or super().train(batch)
 def ask(who, now):
-    while now and who == {hangs!r}: threading.Event().wait()
-limits = Limits(**FIGURES, timeouts=Timeouts.every(None, {hangs}_s=0.2, cut_s=0.2))
+    if now and {hangs!r}.endswith("interrupted"): os.kill(os.getpid(), signal.SIGINT)
+    while now and {hangs!r}.startswith(who): threading.Event().wait()
+engine.local.processes.CLOSE_S = 0.2
+limit = {{}} if {hangs!r}.endswith("interrupted") else {{"{hangs}_s": 0.2}}
+limits = Limits(**FIGURES, timeouts=Timeouts.every(None, **limit, cut_s=0.2))
 try:
     result = engine.local.run(**options(Path({str(tmp_path)!r}), Hangs(), prompts=Prompts(), limits=limits))
     print(result.reason)
-except Exception as error:
-    print(error)
+except (Exception, KeyboardInterrupt) as error:
+    print(repr(error))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert f"exceeded its time limit of 0.2 s (timeouts.{hangs}_s)" in ended.stdout
+    said = "KeyboardInterrupt" if "interrupted" in hangs else f"exceeded its time limit of 0.2 s (timeouts.{hangs}_s)"
+    assert said in ended.stdout

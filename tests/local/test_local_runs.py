@@ -98,6 +98,12 @@ def test_every_prompt_is_trained_once_the_tail_included_and_the_record_replays()
     assert replay(read(result.record)).identical
 
 
+def test_prompts_in_memory_may_hold_any_object() -> None:
+    trainer = Counting()
+    run(trainer=trainer, prompts=[Prompt(row=n, text="", fields={"image": object()}) for n in range(8)])
+    assert sorted(trainer.groups) == list(range(8))
+
+
 class Hanging(Counting):
     """Its second step returns only after `free`."""
 
