@@ -107,13 +107,13 @@ async def run_async(
     """Run until the run ends, on the current event loop.
 
     `generators`: one generator for each replica, or a function that makes a replica's generator (on a thread, one at a
-    time); then there are `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train step in between (None:
-    `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent groups per replica.
-    `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none. `epochs`: passes over a list
-    of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one response each
-    (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`: makes the scorer
-    of tasks that `limits.pools` separates from `train`. `works`: the work of those `limits.added_states` whose policies
-    have no `work`; it has `state_timeout_s` for each group.
+    time); then there are `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train
+    step in between (None: `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent
+    groups per replica. `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none.
+    `epochs`: passes over a list of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one
+    response each (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`:
+    makes the scorer of tasks that `limits.pools` separates from `train`. `works`: the work of those
+    `limits.added_states` whose policies have no `work`; it has `state_timeout_s` for each group.
 
     `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
     `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its
