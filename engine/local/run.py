@@ -7,6 +7,7 @@ leave anything open, however the run ends.
 import asyncio
 import dataclasses
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -219,6 +220,9 @@ class LocalRun:
                     log.exception("the run could not be closed completely")
         finally:
             session.close()
+            begun = session.driver.events_handled or session.driver.failure is not None
+            if isinstance(self.recorder, Recorder) and not begun:
+                shutil.rmtree(self.recorder.directory)  # a run that never began must not be in the way of the next
 
     def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
         self._reports.append({"step": step} | dict(figures) | {"step": step})

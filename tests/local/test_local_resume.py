@@ -167,6 +167,7 @@ def test_a_launch_that_fails_closes_what_was_loaded_and_says_why(tmp_path: Path)
     with pytest.raises(ValueError, match="no memory"):
         engine.local.run(**options(tmp_path, Saving(), generators=Closing, replicas=3))
     assert sorted(closed) == made
+    engine.local.run(**options(tmp_path, Saving()))
 
 
 def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
