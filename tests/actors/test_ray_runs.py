@@ -122,7 +122,7 @@ def test_rewards_too_large_to_add_up_cost_their_group_alone(tmp_path: Path) -> N
     assert status.outcome == "finished"
     failed = events_of(tmp_path, GroupFailed)
     assert {(e.group, e.cause) for e in failed} == {(3, "data")}
-    assert "too large to take a mean" in failed[0].reason
+    assert "too large to compute their mean" in failed[0].reason
     assert check_record(tmp_path).state.ledger.consumed == PROMPTS - 1
 
 
