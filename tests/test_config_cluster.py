@@ -1,11 +1,13 @@
 """Which Ray cluster a run joins: the command line, the configuration, RAY_ADDRESS, or none."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from engine import cli
 from engine.config import load_config, parse_config
 from engine.config.cluster import ClusterSection
 from engine.config.resumed import resumed
@@ -52,15 +54,16 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_the_argument_comes_before_the_configuration_and_leaves_nothing_where_nobody_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:3")
-    Path("config.yaml").write_text(yaml.safe_dump({**MADE, "cluster": {"address": "127.0.0.1:2"}}))
-    assert cli.main(["run", "config.yaml", "--address", "127.0.0.1:1"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("engine: cluster.address '127.0.0.1:1' cannot be reached") and said.count("\n") == 1
-    assert not Path("runs").exists()
+    """In a process of its own: one that is connected to a cluster already would use that."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**MADE, "cluster": {"address": "127.0.0.1:2"}}))
+    command = [sys.executable, "-m", "engine.cli", "run", "config.yaml", "--address", "127.0.0.1:1"]
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:3"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("engine: cluster.address '127.0.0.1:1' cannot be reached")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
 def test_a_resume_may_join_another_cluster_with_another_environment(tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_no_field_takes_a_secret_itself() -> None:
     from engine.config.loading import fields
 
     assert [path for path, _ in fields() if is_secret_name(path)] == []
-    assert [path for path, _ in fields() if path.endswith("_env")] == ["rollout.api_key_env"]
+    assert [path for path, _ in fields() if path.endswith("_key_env")] == ["rollout.api_key_env"]
 
 
 def test_what_a_run_writes_down_holds_the_name_of_a_key_and_not_the_key(

@@ -61,7 +61,6 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
 
     scheduler = check_record(run_dir)
     assert scheduler.state.steps_trained == STEPS
-    assert len(events_of(run_dir, WeightsInstalled)) >= STEPS - 1, "the last version is not needed any more"
 
     (lost,) = events_of(run_dir, ProcessLost)
     assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
