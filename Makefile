@@ -56,7 +56,7 @@ run: $(RUN)  ## train the quickstart model to the end: no GPU, no download
 	@$(BIN)/engine run $(CONFIG) $(ARGS)
 
 test: $(VLLM)  ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
 
 near: $(VLLM)  ## run the tests near what differs from the commit BASE (default: HEAD)
 	@BASE=$(BASE) $(BIN)/python -m tests.near $(ARGS)

@@ -91,7 +91,7 @@ def on_the_virtual_clock() -> bool:
             ended.append(event.at)
 
     world.driver.observe = observe
-    world._after(lost, lambda: world.strike(back))
+    world.after(lost, lambda: world.strike(back))
     world.run()
     return tell("virtual clock", ended, 500.0, lost, back, float(longest), min(end, world.time - 100))
 

@@ -8,7 +8,7 @@ Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 
 rest (budget `infrastructure`, 5 by default). Either costs the group one attempt and never ends the run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,26 +126,28 @@ Scores = Sequence[Sequence[Sequence[float]]]
 
 
 class Trainer(Protocol):
-    """The training side. Calls are blocking, one at a time, off the control thread."""
+    """The training side. Calls happen one at a time: those of blocking methods on a thread, those of coroutine
+    functions on the event loop, which they must not block."""
 
-    def score(self, batch: Batch, task: str) -> None:
+    def score(self, batch: Batch, task: str) -> Awaitable[None] | None:
         """Scoring before the update, e.g. `old_logprobs`: log-probs under the current weights; kept for `train`."""
 
-    def train(self, batch: Batch) -> dict[str, float]:
+    def train(self, batch: Batch) -> Awaitable[dict[str, float]] | dict[str, float]:
         """One outer step over the batch (its minibatches included). Returns metrics; names become `metrics.jsonl`
         keys. A name that is no text and a value that is no real number are left out, with a warning in the log."""
 
     def weights(self) -> Any:
-        """The current weights in a form `Generator.stage` takes. Must be a copy: training continues meanwhile."""
+        """The current weights in a form `Generator.stage` takes, or a coroutine that returns them. Must be a copy:
+        training continues meanwhile."""
 
     def save(self, directory: str, step: StepId) -> None:
-        """Write a checkpoint of everything after `step` train steps into an empty directory."""
+        """Write a checkpoint of everything after `step` train steps into an empty directory. Always blocking."""
 
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """A trainer that can leave its accelerator to the replicas of its pool and come back. `weights` and `save` are
-    called in between as well; one that cannot leave keeps its memory."""
+    """A trainer with blocking methods that can leave its accelerator to the replicas of its pool and come back.
+    `weights` and `save` are called in between as well; one that cannot leave keeps its memory."""
 
     def offload(self) -> None:
         """Give the accelerator's memory back, and keep what was there elsewhere. On error nothing has changed."""
@@ -163,11 +165,11 @@ class Restorable(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores batches on hardware of its own, while the trainer trains. Calls are blocking, one at a time."""
+    """Scores batches on hardware of its own, while the trainer trains. Calls happen as those of a `Trainer`."""
 
-    def score(self, batch: Batch, task: str) -> Scores:
+    def score(self, batch: Batch, task: str) -> Awaitable[Scores] | Scores:
         """`old_logprobs`: under the weights loaded last, or those the run began with; `ref_logprobs`: under the
         reference model."""
 
-    def load(self, weights: Any) -> None:
+    def load(self, weights: Any) -> Awaitable[None] | None:
         """Take what `Trainer.weights` gave. Called before a score under other weights than the last."""

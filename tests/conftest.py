@@ -44,6 +44,20 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share a Ray cluster or a vLLM engine in one process, where they run one after another."""
+    for item in items:
+        if item.get_closest_marker("ray") or item.path.parent.name == "rollout" or "vllm" in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group("engines"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Make captured text sendable between pytest-xdist's processes: tests log broken text on purpose."""
+    report.sections = [(name, text.encode("utf-8", "replace").decode()) for name, text in report.sections]
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One local Ray cluster for all tests that need one, ended with the session."""

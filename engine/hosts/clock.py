@@ -1,22 +1,26 @@
-"""The clock and the timers of an executor: seconds since the run began, and one `TimerFired` for each `SetTimer`."""
+"""The clock of a run, by the event loop's clock, which may be virtual; and one `TimerFired` for each `SetTimer`.
+
+Used by the session, the executor and the simulation. A `VirtualLoop` runs the same code without waiting.
+"""
 
 import asyncio
-import time
 from collections.abc import Callable
+from typing import Any
 
 from engine.commands import CancelTimer, SetTimer
 from engine.events import TimerFired
 from engine.ids import TimerId
 
 
-class WallClock:
-    """A monotonic clock: `before` seconds plus the time since it was created."""
+class LoopClock:
+    """`before` seconds plus the time since it was created, by the running event loop's clock."""
 
     def __init__(self, before: float = 0.0) -> None:
-        self._began = time.monotonic() - before
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time() - before
 
     def now(self) -> float:
-        return time.monotonic() - self._began
+        return self._loop.time() - self._began
 
 
 class Timers:
@@ -45,3 +49,35 @@ class Timers:
     def _over(self, timer: TimerId) -> None:
         del self._set[timer]
         self._fire(TimerFired(timer=timer))
+
+
+class Deadlock(RuntimeError):
+    """A `VirtualLoop` has nothing to run and no timer to wait for, so its tasks would wait forever."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose clock jumps to the next timer as soon as nothing is left to run.
+
+    It has no selector, so sockets and other threads cannot wake it; `threads.OneThread` calls blocking functions on the
+    loop. `run_until_complete` raises `Deadlock` if its task would wait forever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._selector = self
+
+    def time(self) -> float:
+        return self._now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """What `BaseEventLoop` calls once nothing is ready to run, with the seconds until the next timer."""
+        if timeout is None:
+            raise Deadlock("nothing can happen any more")
+        if timeout > 0:
+            self._now += timeout
+        return []
+
+    def _process_events(self, events: list[Any]) -> None: ...
+
+    def _write_to_self(self) -> None: ...

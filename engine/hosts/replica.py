@@ -201,8 +201,7 @@ class ReplicaHost:
         partial = await self._trajectories.partial(command.group) if resumes else None
         kept = partial.versions() if partial is not None else None
         began = self.version if kept is None else min(kept[0], self.version)
-        behind = kept is not None and kept[1] > self.version  # its replica died before reporting it
-        if behind or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
+        if self._is_behind(kept) or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
             group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
             return aborted_event(group, attempt.number, **self._who)
         truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
@@ -229,6 +228,11 @@ class ReplicaHost:
         versions = Versions(admitted=command.admitted_version, oldest=began, newest=self.version)
         contained(check_generated, work, generated, versions, rewarded=self._rewarded)
         return await self._keep(attempt, generated)
+
+    def _is_behind(self, kept: tuple[Version, Version] | None) -> bool:
+        """Whether a group has tokens of a newer version than this replica's. Its last replica stored them and died
+        before reporting them."""
+        return kept is not None and kept[1] > self.version
 
     async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
         group = generated.group

@@ -2,10 +2,11 @@
 
 Used by the hosts, the workers and the executor. A future cannot carry every exception: with `StopIteration` it never
 completes, and `CancelledError` cancels the waiting task. The threads are daemons: a call that never returns must not
-keep the process from ending.
+keep the process from ending. Coroutine functions run on the event loop instead; so does everything on a `VirtualLoop`.
 """
 
 import asyncio
+import inspect
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from engine.errors import describe_error
+from engine.hosts.clock import VirtualLoop
+from engine.user_code import awaited
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -34,16 +37,29 @@ def contained(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -
 
 
 class OneThread:
-    """A thread for calls that must not overlap; they run in the order of arrival. It starts with the first call."""
+    """A thread for calls that must not overlap; they run in the order of arrival. It starts with the first call that
+    needs it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._turn = asyncio.Lock()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-        """`contained(function, ...)` on the thread. If the caller is canceled, the call still happens."""
+    async def call(self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The result of `function`: `contained` on the thread, or `awaited` if it is a coroutine function. If the
+        caller is canceled, a call that has begun on the thread continues."""
+        async with self._turn:
+            if inspect.iscoroutinefunction(function):
+                if self._thread is not None:
+                    await self._on_the_thread(_nothing)  # a call that its caller abandoned may still run there
+                return await awaited(function, *args, **kwargs)
+            return await self._on_the_thread(function, *args, **kwargs)
+
+    async def _on_the_thread(self, function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
         loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualLoop):
+            return contained(function, *args, **kwargs)
         done: asyncio.Future[Value] = loop.create_future()
 
         def work() -> None:
@@ -67,11 +83,12 @@ class OneThread:
     async def close(self) -> None:
         """Return once all earlier calls have ended."""
         if self._thread is not None:
-            await self.call(_nothing)
+            await self._on_the_thread(_nothing)
             self.abandon()
 
     def abandon(self) -> None:
         """Let the thread end after its queued calls, without waiting for it."""
+        self._turn = asyncio.Lock()
         self._calls.put(None)
         self._calls, self._thread = queue.SimpleQueue(), None
 
@@ -81,8 +98,8 @@ def _work(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
         work()
 
 
-async def on_a_thread(function: Callable[P, Value], *args: P.args, **kwargs: P.kwargs) -> Value:
-    """`contained(function, ...)` on a new thread."""
+async def on_a_thread(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+    """`OneThread.call` on a new thread."""
     name = getattr(function, "__name__", type(function).__name__)
     thread = OneThread(name)
     try:

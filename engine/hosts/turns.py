@@ -33,7 +33,7 @@ class TakingTurns:
             self._leave()
             raise
 
-    def train(self, batch: Batch) -> dict[str, float]:
+    def train(self, batch: Batch) -> Any:
         self._come_back()
         try:
             return self._trainer.train(batch)

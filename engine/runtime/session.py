@@ -16,7 +16,7 @@ from engine.commands import Command, FinishRun
 from engine.control.decide import after_resuming
 from engine.driver import Driver
 from engine.events import Event, RunInterrupted, RunStarted
-from engine.hosts.clock import WallClock
+from engine.hosts.clock import LoopClock
 from engine.hosts.prompts import Prompts
 from engine.hosts.reasons import clean
 from engine.hosts.trajectories import StoreStats
@@ -100,7 +100,7 @@ class Session:
             self.scheduler = earlier.recovered.scheduler
         journal = None if plan.run_dir is None else open_books(plan.run_dir, plan.config, plan.sinks)
         self.metrics = RunMetrics(self.scheduler, transitions, journal, None if earlier is None else earlier.rows)
-        self.clock = WallClock(self._at)
+        self.clock = LoopClock(self._at)
         self._settings: Sequence[Event] = ()
         self._draining = False
         self.endpoint: Endpoint | None = None
@@ -145,7 +145,7 @@ class Session:
 
     def begin(self, past: Past | None) -> None:
         """Start the run, or resume it from `past`, once every process is open."""
-        self.clock = self.driver.clock = WallClock(self._at)
+        self.clock = self.driver.clock = LoopClock(self._at)
         lives = len(self.plan.lives())
         begun = past is not None and past.recovered.events > 0
         resumed = past.event(lives, self.plan.again) if begun and past is not None else None

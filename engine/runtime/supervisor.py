@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
 from engine.hosts.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
 from engine.hosts.reasons import clean, reason_of
+from engine.hosts.threads import on_a_thread
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.runtime.plan import Plan, Redo, Restore
 from engine.runtime.port import KEPT, Ended, Found, Key, Order, Process, Processes, source_of
@@ -355,7 +356,7 @@ class Supervisor:
             return ()
         directory = self._plan.run_dir / "checkpoints"
         ordered: list[StepId] = list(self._state.orders.open("checkpoint"))
-        sound = [await asyncio.to_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
+        sound = [await on_a_thread(is_sound, checkpoint_path(directory, steps)) for steps in ordered]
         return tuple(steps for steps, there in zip(ordered, sound, strict=True) if there)
 
     async def _report_damage(self, incarnation: Incarnation) -> None:
@@ -366,7 +367,7 @@ class Supervisor:
         directory = self._plan.run_dir / "checkpoints"
         saved = self._state.checkpoints.steps[::-1]
         paths = {checkpoint_path(directory, steps): steps for steps in saved}
-        damaged = await asyncio.to_thread(damaged_of, list(paths))
+        damaged = await on_a_thread(damaged_of, list(paths))
         for path, reason in damaged.items():
             if self._closed or self._state.outcome is not None or self._begun.get((TRAINER, 0), 0) > incarnation:
                 return  # a newer trainer may use it, or nothing receives the report

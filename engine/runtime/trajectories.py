@@ -15,7 +15,7 @@ from engine.hosts.durable import DurableStore, StorePolicy
 from engine.hosts.packed import pack_group, unpack_group
 from engine.hosts.reasons import reason_of
 from engine.hosts.scores import ScoreRow, pack_scores, unpack_scores
-from engine.hosts.threads import OneThread
+from engine.hosts.threads import OneThread, on_a_thread
 from engine.hosts.trajectories import StoreStats, TrajectoryStore
 from engine.ids import GroupId, StepId
 from engine.states.process import TRAJECTORY_STORE
@@ -163,7 +163,7 @@ class PackedTrajectories:
     async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
         with self._awaited(TRAJECTORY_STORE):
             packed = await self._store.get(list(groups))
-        return await asyncio.to_thread(lambda: [unpack_group(one) for one in packed])
+        return await on_a_thread(lambda: [unpack_group(one) for one in packed])
 
     async def put_scores(
         self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]

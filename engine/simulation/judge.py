@@ -6,8 +6,8 @@ Used by the world and by the property tests. A finding has a class: `correctness
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Protocol
 
 from engine.commands import Command, DeleteCheckpoint, DiscardGroups, FinishRun, PublishWeights, TrainStep
 from engine.errors import EngineError
@@ -21,8 +21,8 @@ from engine.events import (
     WeightsInstalled,
     WeightsPublished,
 )
-from engine.ids import GroupId, StepId, ValidationId, Version
-from engine.simulation.agents import SimReplica, SimStore, row_reward
+from engine.ids import GroupId, ReplicaId, StepId, ValidationId, Version
+from engine.simulation.roles import row_reward
 from engine.states.limits import Limits
 from engine.states.pool import PoolLease
 from engine.states.process import TRAINER
@@ -33,10 +33,22 @@ class Finding(EngineError):
     """A simulated run broke a law or deadlocked. The message starts with the class of the finding."""
 
 
+class Store(Protocol):
+    """The true contents of a trajectory store."""
+
+    @property
+    def spans(self) -> MutableMapping[GroupId, list[tuple[int, Version]]]:
+        """(tokens, version) of every stored group, in the order sampled."""
+
+    @property
+    def discarded(self) -> set[GroupId]:
+        """Groups that were discarded for good."""
+
+
 class Judge:
     """Checks every event and command of a run. `worst_staleness`: the largest staleness of a consumed group."""
 
-    def __init__(self, limits: Limits, store: SimStore) -> None:
+    def __init__(self, limits: Limits, store: Store) -> None:
         self.limits = limits
         self.store = store
         self.taken: dict[GroupId, StepId] = {}
@@ -106,12 +118,10 @@ class Judge:
         )
         self._expect(not early, f"groups {early} are forgotten before a checkpoint contains them", command)
 
-    def begin_task(self, lease: PoolLease, replicas: Iterable[SimReplica], command: Command) -> None:
-        """A task of the trainer starts in a pool: no other task may run there."""
-        for replica in replicas:
-            if lease.shared and replica.id in lease.replicas:
-                idle = replica.frozen or not (replica.groups or replica.measuring)
-                self._expect(idle, f"replica {replica.id} works in the pool of a task", command)
+    def begin_task(self, lease: PoolLease, idle: Callable[[ReplicaId], bool], command: Command) -> None:
+        """A task of the trainer starts in a pool: no other task may run there. `idle(replica)`: it does nothing."""
+        for replica in lease.replicas if lease.shared else ():
+            self._expect(idle(replica), f"replica {replica} works in the pool of a task", command)
 
     def changed(self, machine: str, record: Any, source: str, trigger: str) -> None:
         """The scheduler's observer: compares the result of a validation with the rewards of its rows."""
@@ -143,8 +153,8 @@ class Judge:
         for group in list(self.store.spans) if not event.kept else event.missing:
             self.store.spans.pop(group, None)
         if not event.kept:
-            self.store.discarded |= self.taken.keys()
-            self.store.discarded -= {*event.consumed, *event.released}
+            self.store.discarded.update(self.taken)
+            self.store.discarded.difference_update((*event.consumed, *event.released))
         self.steps_in = {version: min(steps, event.steps) for version, steps in self.steps_in.items()}
         self._publishing.clear()
         self.saved = max(self.saved, event.checkpoint) if event.kept else event.steps

@@ -47,11 +47,11 @@ from engine.schedule.recorder import MemoryRecorder, Recorder
 from engine.schedule.recovery import Recovered, recover
 from engine.schedule.snapshots import restore, snapshot
 from engine.scheduler import Scheduler
-from engine.simulation.agents import SimReplica, SimStore, SimTrainer, state_answer
 from engine.simulation.judge import Judge
 from engine.states.invariants import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
+from tests.core.agents import SimReplica, SimStore, SimTrainer, state_answer
 
 AT_REST = "the test wants it to rest"
 
@@ -160,10 +160,14 @@ class Adversary:
                 case _:
                     self.down.setdefault(command.replica, deque()).append(command)
 
+    def _idle(self, id: int) -> bool:
+        replica = self.replicas.get(id)
+        return replica is None or replica.frozen or not (replica.groups or replica.measuring)
+
     def _work(self, command: ScoreBatch | TrainStep) -> None:
         pools = self.scheduler.state.pools
         lease = pools.of(command.task if isinstance(command, ScoreBatch) else "train")
-        self.judge.begin_task(lease, self.replicas.values(), command)
+        self.judge.begin_task(lease, self._idle, command)
         task = command.task if isinstance(command, ScoreBatch) else "train"
         for index, tasks in enumerate(self.limits.scorers()):
             if task in tasks:

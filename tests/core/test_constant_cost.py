@@ -1,7 +1,6 @@
 """An event costs the same however many replicas there are: no walk over the fleet, and no more starts than so many."""
 
 from collections.abc import Iterator
-from heapq import heappop
 from typing import Any, NoReturn
 
 import pytest
@@ -55,11 +54,12 @@ def test_no_event_walks_over_the_replicas(sync: str, more: dict[str, Any]) -> No
     )  # fmt: skip
     setting = Setting(limits=figures, replicas=REPLICAS, slots=2, prompts=100, seed=3, faults=ROUGH)
     world = World(setting, PolicySet.from_names({"sync": sync, "dispatch": "newest-weights"}), check=False)
-    while not world.scheduler.state.started:  # the first event starts every replica
-        world.time, _, action = heappop(world._agenda)
-        action()
-    fleet = world.scheduler.state.fleet
-    fleet.replicas = Unwalkable(fleet.replicas)
+
+    def forbid() -> None:
+        fleet = world.scheduler.state.fleet
+        fleet.replicas = Unwalkable(fleet.replicas)
+
+    world.after(0.01, forbid)  # the first event starts every replica
     assert world.run().outcome == "finished"
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.commands import Command, EnterState, StartProcess, StopProcess
+from engine.commands import Command, StopProcess
 from engine.events import Event, ProcessUp
 from engine.simulation.proof import prove
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.orders import RELATIONS
-from engine.states.process import GATEWAY, REPLICA, TRAINER
+from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.states.timeouts import SLOW_FLOOR_S, TIMES_FLOOR, TIMES_LONGEST, Timeouts
 from tests.core.states_of_our_own import CHECKING
 
@@ -57,7 +57,7 @@ def test_no_healthy_world_is_disturbed(seed: int, mode: str) -> None:
 
 
 HEALTHY = {
-    "most groups are short and a few take hours": {"mean_tokens": 3000.0, "prefix_every_tokens": 500},
+    "most groups are short and a few take hours": {"token_s": 100.0, "mean_tokens": 30.0, "prefix_every_tokens": 5},
     "a train step takes the better part of an hour, the first too": {"train_s": 2300.0},
     "a validation takes two hours": {"measure_s": 7200.0 / 1.5},
     "weights take minutes to arrive": {"sync_s": 300.0},
@@ -69,7 +69,7 @@ HEALTHY = {
 @pytest.mark.parametrize("others", HEALTHY.values(), ids=HEALTHY)
 def test_slow_healthy_worlds_are_not_disturbed(others: dict[str, Any], mode: str) -> None:
     setting = a_world(0, Timeouts(), Faults(), sync_mode=mode).setting
-    world = Seen(replace(setting, max_tokens=None if "mean_tokens" in others else 400, **others))
+    world = Seen(replace(setting, max_tokens=None if "token_s" in others else 400, **others))
     assert world.run().outcome == "finished"
     assert not world.seen["ParkGroup"] and not world.seen["StopProcess"] and not world.seen["StopMeasuring"]
 
@@ -135,57 +135,38 @@ class HangsOnce(Seen):
     def __init__(self, setting: Setting, subject: str) -> None:
         self.subject, self.left, self.hung = subject, 1 if subject in ("start", "stop") else 2, ""
         self.hung_at = self.stopped_at = self.up_at = 0.0
-        self.silent = False
-        """The process of added states hangs, or is not up again. Its next life gets what is `held`."""
-        self.held: list[Command] = []
         super().__init__(setting)
-        if subject in ("start", "stop"):
-            self._after(30.0, self._lose_or_hang)
+        if subject == "start":
+            self.after(30.0, lambda: self.process(REPLICA).die())
+        elif subject == "stop":
+            self.after(30.0, lambda: self.hang(REPLICA, 0))
 
-    def _lose_or_hang(self) -> None:
-        if self.subject == "start":
-            self._lose(REPLICA, 0, 1)
-        else:
-            self.replicas[0].hung = True
+    def hang(self, kind: str, index: int) -> None:
+        self.process(kind, index).hung = True
 
     def execute(self, commands: Sequence[Command]) -> None:
-        super().execute([command for command in commands if self._arrives(command)])
+        chosen = next((command for command in commands if self._is_the_one(command)), None)
+        owner = None if chosen is None else getattr(chosen, "kind", RELATIONS[type(chosen)].owner)
+        hosted = owner in (REPLICA, TRAINER, SCORER, ADDED_STATES) and not isinstance(chosen, StopProcess)
+        super().execute([command for command in commands if hosted or command is not chosen])
+        if owner is not None:
+            self.hung, self.hung_at = owner, self.time
+            if hosted:
+                self.hang(owner, getattr(chosen, "replica", 0))
 
-    def _arrives(self, command: Command) -> bool:
+    def _is_the_one(self, command: Command) -> bool:
         relation = RELATIONS.get(type(command))
-        if relation is not None and relation.subject == self.subject and self.left and self.time:
-            self.left -= 1
-            if not self.left:
-                self.hung, self.hung_at = getattr(command, "kind", relation.owner), self.time
-                return self._hang(command)
-        if self.silent and isinstance(command, EnterState):
-            self.held.append(command)
+        if relation is None or relation.subject != self.subject or not self.left or not self.time:
             return False
-        return True
-
-    def _hang(self, command: Any) -> bool:
-        """Whether the order still arrives."""
-        if self.subject in ("group", "sync", "resume", "rows"):
-            self.replicas[command.replica].hung = True
-        elif self.subject == "score":
-            self._scorers[0].hung = True
-        elif self.hung == TRAINER:
-            self.trainer.hung = True
-        else:
-            self.silent = self.subject == "stage"
-            if isinstance(command, StartProcess):
-                self._begun[command.kind, command.index] = command.incarnation
-            return False
-        return True
+        self.left -= 1
+        return not self.left
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         for command in commands:
             if isinstance(command, StopProcess) and not self.stopped_at:
                 self.hung, self.stopped_at = command.kind, self.time
-                self.held.clear()
         if self.stopped_at and not self.up_at and isinstance(event, ProcessUp) and event.incarnation > 1:
-            self.up_at, self.silent = self.time, False
-            super().execute(self.held)
+            self.up_at = self.time
         super()._observe(event, commands)
 
 

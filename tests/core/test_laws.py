@@ -24,7 +24,7 @@ LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (Pool(tasks=("ref_logprobs",)), Pool(tasks=("old_logprobs",)), Pool(tasks=("train",))),
     (Pool(tasks=("rollout", "train", "old_logprobs", "ref_logprobs"), replicas=(0, 1)),),
     (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
-    (Pool(tasks=("rollout", "ref_logprobs"), replicas=(1,)), Pool(tasks=("train", "old_logprobs"))),
+    (Pool(tasks=("rollout", "ref_logprobs"), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs"))),
     (Pool(tasks=("rollout", "old_logprobs"), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
 )
 """Replicas take turns with nobody, scoring is done beside training, replicas take turns with one or more of them."""
@@ -98,6 +98,13 @@ def validations(draw: st.DrawFn) -> ValidationLimits:
         own_from=draw(st.none() | st.just(2)),
         conflict=draw(st.sampled_from(CONFLICTS)),
     )
+
+
+def generating(limits: Limits, replicas: int) -> int:
+    """The number of replicas that generate: what the limits require, otherwise `replicas`."""
+    if limits.validation is not None and limits.validation.own_from is not None:
+        return limits.validation.own_from
+    return len([replica for pool in limits.pools for replica in pool.replicas]) or replicas
 
 
 def any_policies() -> st.SearchStrategy[dict[str, str]]:

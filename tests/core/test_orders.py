@@ -1,7 +1,7 @@
 """Law 10, every order ends: the one table of orders and answers, row by row, and whole runs that it carries to the end,
 though the scheduler's process ends again and again and what it sent is lost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
@@ -33,7 +33,6 @@ from engine.events import (
     GroupGenerated,
     OrderDone,
     ProcessUp,
-    PromptsDrawn,
     ReplicaLeaves,
     ReplicasWanted,
     RunInterrupted,
@@ -50,6 +49,7 @@ from engine.schedule.frames import Header
 from engine.schedule.reader import read
 from engine.schedule.recorder import MemoryRecorder
 from engine.schedule.recovery import recover
+from engine.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
@@ -57,7 +57,7 @@ from engine.states.process import REPLICA
 from tests.core.adversary import Adversary
 from tests.core.scripted import Scripted
 from tests.core.states_of_our_own import WEIGHING
-from tests.core.test_laws import any_policies, limits
+from tests.core.test_laws import any_policies, generating, limits
 from tests.core.test_worlds import ROUGH
 
 NEED_NO_ORDER = (
@@ -300,62 +300,31 @@ class Forgetful(World):
         self._memory = recorder
         self._times = times
         self._ends = set(ends)
-        self._over = False
-        self._carried_out: set[tuple[object, ...]] = set()
+        self._dies = False
         super().__init__(setting, policies, recorder, snapshot_every=snapshot_every)
 
     def _observe(self, event: Event, commands: tuple[Command, ...]) -> None:
         super()._observe(event, commands)
-        self._over |= self.driver.events_handled in self._ends and self.scheduler.state.outcome is None
+        self._dies |= self.driver.events_handled in self._ends and self.scheduler.state.outcome is None
 
     def execute(self, commands: Sequence[Command]) -> None:
-        if self._over:
-            self._over = False
-            if self.driver.outcome is None and self.scheduler.state.outcome is None:
-                self.life += 1
-                commands = list(self.scheduler.state.orders.reissued(self.time)) * self._times
-                if self._memory is not None:
-                    self._recover(commands)
-        super().execute(commands)
+        """The commands of the event after which the process ends are never sent."""
+        if not self._dies:
+            super().execute(commands)
+            return
+        self._dies = False
+        self.life += 1
+        self.fail_over(None if self._memory is None else self._recovered(), self._times)
 
-    def _recover(self, open_orders: list[Command]) -> None:
-        """Go on with a scheduler that is built from the record alone."""
+    def _recovered(self) -> Scheduler:
+        """A scheduler that is built from the record alone."""
         assert self._memory is not None
         judging = False
         recovered = recover(read(self._memory), lambda *change: self.judge.changed(*change) if judging else None)
         judging = True
-        assert list(recovered.scheduler.state.orders.reissued(self.time)) * self._times == open_orders
-        self.scheduler = self.driver.scheduler = recovered.scheduler
-
-    def _in_this_life(self, action: Callable[[], None]) -> Callable[[], None]:
-        life = self.life
-        return lambda: action() if self.life == life else None
-
-    def _transit(self, channel: tuple[str, int], action: Callable[[], None]) -> None:
-        super()._transit(channel, self._in_this_life(action) if channel[0] == "down" else action)
-
-    def _draw(self, command: DrawPrompts) -> None:
-        first = self.scheduler.state.ledger.drawn
-        count = min(command.count, self.setting.prompts - first)
-        last = first + count == self.setting.prompts
-        drawn = PromptsDrawn(first=first, count=count, exhausted=last, number=command.number)
-        self._after(0.0, self._in_this_life(lambda: self.driver.deliver(drawn)))
-
-    def _set_timer(self, command: SetTimer) -> None:
-        self._timers.add(command.timer)
-
-        def fire() -> None:
-            if command.timer in self._timers:
-                self.driver.deliver(TimerFired(timer=command.timer))
-
-        self._after(command.delay_s, self._in_this_life(fire))
-
-    def _train(self, command: Command) -> None:
-        names = ("step", "version", "steps", "attempt", "task")
-        key = (type(command), *(getattr(command, name, None) for name in names))
-        if key not in self._carried_out:
-            self._carried_out.add(key)
-            super()._train(command)
+        orders = self.scheduler.state.orders
+        assert list(recovered.scheduler.state.orders.reissued(self.time)) == list(orders.reissued(self.time))
+        return recovered.scheduler
 
 
 @given(
@@ -366,9 +335,8 @@ def test_a_scheduler_that_gives_open_orders_again_reaches_the_end(
     limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool, every: int, times: int
 ) -> None:
     """Given twice, an order is carried out once."""
-    own_from = limits.validation.own_from if limits.validation is not None else None
     setting = Setting(
-        limits=limits, replicas=replicas if own_from is None else own_from, prompts=prompts, seed=seed,
+        limits=limits, replicas=generating(limits, replicas), prompts=prompts, seed=seed,
         faults=ROUGH if rough else Faults(), prefix_every_tokens=3,
     )  # fmt: skip
     world = Forgetful(setting, PolicySet.from_names(names), range(every, 25 * every, every), times)
@@ -428,9 +396,8 @@ class Ending(World):
 def test_nothing_that_must_be_done_is_open_as_a_run_finishes(
     limits: Limits, names: dict[str, str], seed: int, replicas: int, prompts: int, rough: bool
 ) -> None:
-    own_from = limits.validation.own_from if limits.validation is not None else None
     setting = Setting(
-        limits=limits, replicas=replicas if own_from is None else own_from, prompts=prompts, seed=seed,
+        limits=limits, replicas=generating(limits, replicas), prompts=prompts, seed=seed,
         faults=ROUGH if rough else Faults(),
     )  # fmt: skip
     world = Ending(setting, PolicySet.from_names(names))

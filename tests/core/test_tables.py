@@ -110,7 +110,7 @@ def test_every_change_of_state_is_a_trigger(monkeypatch: pytest.MonkeyPatch) -> 
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, sync_mode="abort",
         validation=ValidationLimits(rows=9, rows_per_slot=2, every=1),
     )  # fmt: skip
-    faults = Faults(die=0.02, fail_group=0.05, fail_sync=0.1, fail_trainer=0.1)
+    faults = Faults(die=0.1, fail_group=0.05, fail_sync=0.1, fail_trainer=0.1)
     World(Setting(limits=limits, prompts=60, spread=0.5, seed=3, faults=faults)).run()
     created = {kind: len(made) for kind, made in records.items()}
     assert {kind: writes[kind] - created[kind] for kind in writes} == triggers

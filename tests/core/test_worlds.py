@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
+from engine.hosts.replica import ReplicaHost
 from engine.policies import PolicySet
 from engine.schedule.frames import Header
 from engine.schedule.reader import read
 from engine.schedule.recorder import MemoryRecorder
 from engine.schedule.replayer import replay
-from engine.simulation.agents import SimReplica
 from engine.simulation.judge import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group
 from engine.states.ledger import Deadlines
 from engine.states.limits import Limits, Pool
 from engine.states.state import State
-from tests.core.test_laws import any_policies, limits
+from tests.core.test_laws import any_policies, generating, limits
 
 ROUGH = Faults(
     lose=0.1,
@@ -54,9 +54,8 @@ def test_every_world_keeps_every_law_and_ends(
     rough: bool,
     prefixes: int,
 ) -> None:
-    own_from = limits.validation.own_from if limits.validation is not None else None
     setting = Setting(
-        limits=limits, replicas=replicas if own_from is None else own_from, slots=slots, prompts=prompts, seed=seed,
+        limits=limits, replicas=generating(limits, replicas), slots=slots, prompts=prompts, seed=seed,
         spread=spread, faults=ROUGH if rough else Faults(), prefix_every_tokens=prefixes,
     )  # fmt: skip
     world = World(setting, PolicySet.from_names(names))
@@ -81,7 +80,7 @@ def dying_world(seed: int, recorder: MemoryRecorder | None = None) -> World:
     figures = Limits(
         train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, max_steps=10, infrastructure_attempts=8,
         sync_every=1 + seed % 2, checkpoint_every=every, keeps_batches=bool(every) and seed % 5 > 0, replica_restarts=4,
-        trainer_restarts=4, worker_restarts=4, scoring_tasks=("old_logprobs", "ref_logprobs"),
+        trainer_restarts=6, worker_restarts=6, scoring_tasks=("old_logprobs", "ref_logprobs"),
         pools=pools if seed % 4 else (),
     )  # fmt: skip
     return World(Setting(limits=figures, replicas=3, slots=2, prompts=200, seed=seed, faults=DYING), recorder=recorder)
@@ -96,7 +95,8 @@ def test_worlds_in_which_every_kind_of_process_dies_keep_every_law_and_end() -> 
         world = dying_world(seed, recorder)
         outcome = world.run()
         seen[outcome.outcome] += 1
-        causes = ("without progress", "are lost", "no replica is left", "failed 8 times", "at last")
+        spent = ("without progress", "failed 8 times", "at last", "could not be written")
+        causes = (*spent, "are lost", "no replica is left")
         assert outcome.outcome == "finished" or any(cause in outcome.reason for cause in causes), outcome
         for process in world.scheduler.state.processes.values():
             seen[process.kind] += process.incarnation > 1
@@ -161,7 +161,8 @@ def short_steps_not_charged_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group go on wherever a slot is free, and have the replicas not refuse it."""
     monkeypatch.setattr(Group, "resumes_from", property(lambda self: 0))
-    monkeypatch.setattr(SimReplica, "is_behind", lambda self, group: False)
+    monkeypatch.setattr(ReplicaHost, "_is_behind", lambda self, kept: False)
+    monkeypatch.setattr("engine.hosts.replica.check_generated", lambda *args, **others: None)
 
 
 @pytest.mark.parametrize(

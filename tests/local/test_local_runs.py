@@ -98,6 +98,30 @@ def test_every_prompt_is_trained_once_the_tail_included_and_the_record_replays()
     assert replay(read(result.record)).identical
 
 
+class Remote(Counting):
+    """The client of a trainer elsewhere: its calls are coroutines."""
+
+    busy = False
+
+    async def train(self, batch: Batch) -> dict[str, float]:  # type: ignore[override]
+        assert not self.busy
+        self.busy = True
+        await asyncio.sleep(0)
+        self.busy = False
+        return super().train(batch)
+
+    async def weights(self) -> Any:
+        assert not self.busy
+        return self.steps
+
+
+def test_a_trainer_may_be_made_of_coroutines() -> None:
+    trainer = Remote()
+    result = run(trainer=trainer)
+    assert (result.outcome, result.steps, result.version) == ("finished", 8, 8)
+    assert sorted(trainer.groups) == list(range(30))
+
+
 def test_prompts_in_memory_may_hold_any_object() -> None:
     trainer = Counting()
     run(trainer=trainer, prompts=[Prompt(row=n, text="", fields={"image": object()}) for n in range(8)])

@@ -88,7 +88,7 @@ def in_world(
     world = Seen(setting, PolicySet.from_names(named), check=False)
     told.limits, told.policies, told.scheduler = setting.limits, dict(world.scheduler.policies.names), world.scheduler
     if steady:
-        world.random = Steady(setting.seed)
+        world.dice.random = Steady(setting.seed)
 
     def ask(make: Callable[[World], Event | None]) -> None:
         event = make(world) if world.driver.outcome is None else None
@@ -96,7 +96,7 @@ def in_world(
             world.driver.deliver(event)
 
     for when, make in asks:
-        world._after(when, lambda make=make: ask(make))
+        world.after(when, lambda make=make: ask(make))
     world.run()
 
 

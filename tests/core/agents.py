@@ -1,7 +1,6 @@
-"""Simulated replicas, trainer and trajectory store, without time.
+"""Replicas, a trainer and a trajectory store without time: the adversary chooses every order of their events.
 
-`simulation/world.py` drives them with a virtual clock; the property tests choose every order of events themselves. They
-keep the promises of real hosts (idempotent by attempt, events of one replica in order) and no others.
+They keep the promises of real workers (idempotent by attempt, events of one replica in order) and no others.
 """
 
 from collections import deque
@@ -52,14 +51,10 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, ValidationId, Version
+from engine.simulation.roles import row_reward
 
 Emit = Callable[[Event], None]
 NEVER = -1.0
-
-
-def row_reward(row: int, version: Version) -> float | None:
-    """The reward of a held-out row under a version; None for a row that cannot be measured. Depends on nothing else."""
-    return None if row % 11 == 10 else float((row * 7 + version * 3) % 5 < 2)
 
 
 @dataclass(slots=True)
