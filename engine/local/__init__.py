@@ -6,7 +6,7 @@
 `examples/embed.py` is a complete example; `engine.roles` documents the two protocols.
 """
 
-from engine.local.run import RunResult, run, run_async
+from engine.local.run import RunResult, run, run_async, run_plan
 from engine.local.simple import SimpleGenerator, SimpleTrainer, response
 
-__all__ = ["RunResult", "SimpleGenerator", "SimpleTrainer", "response", "run", "run_async"]
+__all__ = ["RunResult", "SimpleGenerator", "SimpleTrainer", "response", "run", "run_async", "run_plan"]

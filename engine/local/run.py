@@ -5,12 +5,11 @@ leave anything open, however the run ends.
 """
 
 import asyncio
-import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,22 @@ async def run_async(
         metrics_port=metrics_port,
         control_port=control_port,
     )
-    return await LocalRun(plan, given).to_end()
+    if plan.resume:
+        _require_same(plan, given.trainer)
+    return await LocalRun(plan, given.can_make).to_end()
+
+
+def run_plan(plan: Plan) -> RunResult:
+    """Run a `Plan` in this process, as `actors.run.start` does over Ray. Resume it with `replace(plan, resume=True)`.
+
+    Raises: as `run_async`.
+    """
+
+    async def to_end() -> RunResult:
+        return await LocalRun(replace(plan, limits=replace(plan.limits, run_restarts=0)), lambda replica: True).to_end()
+
+    plan.require_scorers()
+    return asyncio.run(to_end())
 
 
 def _load(trainer: Trainer, restore: Restore) -> None:
@@ -157,13 +171,12 @@ def _load(trainer: Trainer, restore: Restore) -> None:
 class LocalRun:
     """A session whose processes are all in this process."""
 
-    def __init__(self, plan: Plan, given: "_Given") -> None:
+    def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
+        """`can_make`: whether another incarnation of a replica can be made."""
         prompts = plan.make_prompts()
         for port in (plan.metrics_port, plan.control_port):
             if port is not None:
                 check_address(plan.metrics_host, port)
-        if plan.resume:
-            _require_same(plan, given.trainer)
         if plan.run_dir is not None:
             make_run_private(plan.run_dir)
         self.transitions = Transitions()
@@ -185,7 +198,7 @@ class LocalRun:
             self.session = session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
             session.take_settings()
             weights = LocalWeights()
-            processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, given.can_make)
+            processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, can_make)
             session.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
             opened.pop_all()
 
@@ -314,7 +327,7 @@ class _Given:
 def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
     """The limits without automatic restarts of the run. `keeps_batches`: keep batches that no checkpoint contains."""
     restarts = limits.replica_restarts if replacements is None else replacements
-    return dataclasses.replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
+    return replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
 
 
 def _require_same(plan: Plan, trainer: Trainer) -> None:
@@ -348,7 +361,7 @@ def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: in
     if limits.validation is None:
         if not given:
             return limits
-        return dataclasses.replace(limits, validation=ValidationLimits(rows=given, rows_per_slot=samples))
+        return replace(limits, validation=ValidationLimits(rows=given, rows_per_slot=samples))
     if limits.validation.rows != given:
         law = f"there are {given} held_out prompts to measure"
         raise ConfigError("limits.validation.rows", limits.validation.rows, law, f"use {given}" if given else "")

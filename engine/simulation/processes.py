@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from engine.commands import ResumeGroup, StartGroup
+from engine.commands import MeasureRows, ResumeGroup, StartGroup
 from engine.events import Event
 from engine.hosts.waits import Waits
 from engine.ids import Incarnation, StepId, Version
@@ -88,7 +88,7 @@ class VirtualProcess(LocalProcess):
         if self.hung or self.dead:
             return
         super().send([order])
-        if kind == REPLICA and isinstance(order.command, StartGroup | ResumeGroup) and self._dice.chance(faults.die):
+        if kind == REPLICA and isinstance(order.command, StartGroup | ResumeGroup | MeasureRows) and self._dice.chance(faults.die):
             self.die()
         elif kind not in (REPLICA, ADDED_STATES) and self._dice.chance(faults.die_trainer):
             delay = self._dice.setting.sync_s * self._dice.random.uniform(0.5, 1.5)

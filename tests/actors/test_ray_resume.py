@@ -14,21 +14,19 @@ from typing import Any
 import pytest
 import yaml
 from group_gate import Gate
-from ray_plans import SMALLEST, Mortal, check_record, events_of, plan, restore_mortal
-from token_generator import TokenGenerator
+from ray_plans import SMALLEST, check_record, events_of
 
 from engine.actors.models import plan_of
 from engine.actors.run import start
 from engine.commands import TrainStep
 from engine.config.loading import parse_config
-from engine.errors import ConfigError, RecordError, RunDamaged
+from engine.errors import RecordError, RunDamaged
 from engine.events import GroupGenerated, RunResumed, StepTrained
 from engine.hosts.durable import DurableStore
 from engine.hosts.packed import unpack_group
 from engine.runtime.plan import Plan
 from engine.schedule import Handled, read
 from engine.schedule.lock import RecordLock
-from engine.states.limits import Limits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
 
@@ -58,18 +56,6 @@ def real(made: Path, run_dir: Path, **trainer: Any) -> Plan:
     config["trainer"] |= trainer
     run_dir.mkdir()
     return plan_of(parse_config(config), run_dir)
-
-
-def tiny(run_dir: Path, **changes: Any) -> Plan:
-    """The same without a model: the trainer saves how far it is."""
-    limits = Limits(
-        train_batch_size=BATCH, max_staleness_steps=2, max_concurrent_groups=12, max_steps=STEPS,
-        checkpoint_every=EVERY, keep_checkpoints=3, keeps_batches=True,
-    )  # fmt: skip
-    return plan(
-        run_dir, lambda replica: TokenGenerator(length=2, free=True), limits=limits,
-        make_trainer=lambda: Mortal(run_dir, ()), restore_trainer=restore_mortal, **changes,
-    )  # fmt: skip
 
 
 def cut_off(plan: Plan, steps: int) -> tuple[Gate, Plan]:
@@ -144,47 +130,6 @@ def read_back(run_dir: Path) -> dict[int, int]:
     }
     store.close()
     return whole
-
-
-def test_a_run_whose_trajectories_are_in_memory_branches_from_its_checkpoint(tmp_path: Path) -> None:
-    run_dir = tmp_path
-    gate, plan = cut_off(tiny(run_dir, trajectories="memory"), 5)
-    before = trained_in_the_line(run_dir)
-    told, status = resume(gate, plan)
-    assert (status.outcome, status.step) == ("finished", STEPS)
-    assert f"resumed from step-{EVERY:06d}" in told
-    (event,) = events_of(run_dir, RunResumed)
-    assert not event.kept and event.steps == EVERY
-    assert len(event.consumed) == BATCH * (len(before) - event.steps)
-    assert check_line(run_dir)[: event.steps] == before[: event.steps], "what the checkpoint holds stays as it was"
-
-
-def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(tmp_path: Path) -> None:
-    run_dir = tmp_path
-    gate, plan = cut_off(tiny(run_dir), 7)
-    checkpoints = run_dir / "checkpoints"
-    assert {path.name for path in checkpoints.iterdir()} >= {"step-000003", "step-000006"}
-    newer = (checkpoints / "step-000006" / "steps").stat().st_mtime_ns
-    with pytest.raises(ConfigError, match=r"--force-from 'step-000004' .*use one of: step-000003, step-000006"):
-        resume(gate, replace(plan, force_from="step-000004"))
-    told, status = resume(gate, replace(plan, force_from=str(checkpoints / "step-000003")))
-    assert status.outcome == "finished" and "resumed from step-000003" in told
-    (event,) = events_of(run_dir, RunResumed)
-    assert not event.kept and event.steps == 3
-    check_line(run_dir)
-    assert (checkpoints / ".step-000006-left-1" / "steps").stat().st_mtime_ns == newer, "put aside, not touched"
-
-
-def test_a_run_without_a_checkpoint_begins_anew_in_the_same_record(made: Path) -> None:
-    run_dir = made / "unsaved"
-    gate, plan = cut_off(real(made, run_dir, checkpoint_every=0), 2)
-    told, status = resume(gate, plan)
-    assert (status.outcome, status.step) == ("finished", STEPS) and "the initial weights" in told
-    (event,) = events_of(run_dir, RunResumed)
-    assert event.steps == 0
-    check_line(run_dir)
-    with pytest.raises(ConfigError, match="has finished"):
-        resume(gate, plan)
 
 
 def test_a_run_whose_directory_is_deleted_stops_and_says_so(made: Path) -> None:

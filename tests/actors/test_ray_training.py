@@ -15,9 +15,7 @@ from watched_weights import watched_rollout, watched_trainer
 from engine.actors.models import plan_of
 from engine.actors.run import launch, start
 from engine.config.loading import parse_config
-from engine.errors import ConfigError
 from engine.events import (
-    BatchScored,
     CheckpointSaved,
     GroupGenerated,
     PublishFailed,
@@ -121,46 +119,3 @@ def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tupl
     assert [path.name for path in kept] == ["step-000006", "step-000008"]
     AutoModelForCausalLM.from_pretrained(kept[-1])
     AutoTokenizer.from_pretrained(kept[-1])
-
-
-def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(made: Path) -> None:
-    """Composed objectives, each of whose parts says something in `metrics.jsonl`."""
-    run_dir = made / "run-objectives"
-    run_dir.mkdir()
-    config = tree(made, sync_mode="abort")
-    config["trainer"] |= {
-        "advantage": "rloo",
-        "loss": "dual_clip",
-        "old_policy": "proximal",
-        "correction": "sequence_tis",
-        "masks": [{"measure": "token_ratio", "low": 0.5, "high": 2.0}, {"measure": "mean_k3", "high": 0.5}],
-        "kl_loss_coef": 0.01,
-        "kl_reward_coef": 0.01,
-        "overlong_cache_tokens": 149,  # of 150: length alone makes advantages, even where every answer is wrong
-    }
-    assert train(run_dir, config)[-1].outcome == "finished"
-    check_record(run_dir)
-    scored = [(e.step, e.task) for e in events_of(run_dir, BatchScored)]
-    assert scored == [(step, task) for step in range(STEPS) for task in ("ref_logprobs", "old_logprobs")]
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    lines = [row for row in rows if "step" in row]
-    assert len(lines) == STEPS
-    told = {
-        "ess", "clip_share_dual", "behaviour_kl_k1", "reference_kl_k3", "kl_reward_mean", "overlong_penalty_mean",
-        "masked_share", "masked_share_token_ratio", "rejected_share_mean_k3", "advantage_std",
-    }  # fmt: skip
-    assert all(isinstance(line[name], float) for line in lines for name in told)
-    assert lines[0]["reference_kl_k3"] == pytest.approx(0.0, abs=1e-9) and lines[-1]["reference_kl_k3"] > 0
-    assert any("ratio_mean_stale_1" in line for line in lines)
-
-
-def test_inputs_that_cannot_be_used_are_refused_before_any_actor_starts(made: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    config = tree(made) | {"model": {"path": "somewhere"}, "validation": {}}
-    config["data"], config["reward"] = {"path": str(rows)}, {"function": "no_such_module:score"}
-    with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
-        launch(parse_config(config), tmp_path)
-    config["reward"], config["data"] = {"function": "engine.tasks.rewards:exact_match"}, {"path": "rows.jsonl"}
-    with pytest.raises(ConfigError, match="does not exist"):
-        launch(parse_config(config), tmp_path)

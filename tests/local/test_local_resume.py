@@ -70,6 +70,17 @@ def test_groups_whose_trajectories_were_in_memory_are_generated_again(tmp_path: 
     assert not (tmp_path / "trajectories").exists()
 
 
+def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(tmp_path: Path) -> None:
+    killed_at(7, tmp_path)
+    with pytest.raises(ConfigError, match=r"--force-from 'step-000004' .*use one of: step-000003, step-000006"):
+        resumed(tmp_path, force_from="step-000004")
+    result, trainer = resumed(tmp_path, force_from="step-000003")
+    assert result.outcome == "finished" and result.resumed.startswith("resumed from step-000003")
+    assert sorted(trainer.groups) == ONCE
+    assert trained_in(tmp_path) == [*range(7), *range(3, PROMPTS // 4)]
+    assert (tmp_path / "checkpoints" / ".step-000006-left-1").exists(), "it is put aside, not deleted"
+
+
 def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_path: Path) -> None:
     killed_at(7, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

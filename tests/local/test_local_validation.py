@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import engine.local
 from engine.errors import ConfigError
+from engine.hosts.prompts import listed
 from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response
 from engine.roles import Batch, GroupWork
+from engine.runtime.plan import Plan, Rollout
 from engine.schedule import read, replay
 from engine.states.limits import Limits, ValidationLimits
-from engine.trajectory import Trajectory
+from engine.trajectory import Prompt, Trajectory
 
 LIMITS = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, max_steps=6)
 HELD_OUT = [f"held out {n}" for n in range(10)]
@@ -89,3 +92,22 @@ def test_what_does_not_fit_together_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=field):
         run([Learning(), Learning()], replace(LIMITS, validation=validation), held_out)
+
+
+def test_held_out_prompts_without_anyone_to_answer_them_are_refused(tmp_path: Path) -> None:
+    """Before the first prompt is drawn, so the run never waits for an answer."""
+    held_out = [Prompt(row=row, text=text) for row, text in enumerate(HELD_OUT)]
+
+    def planned(validation: ValidationLimits) -> Plan:
+        return Plan(
+            limits=replace(LIMITS, validation=validation), samples=2, held_out=held_out,
+            make_rollout=lambda replica: Rollout(generator=Learning()), make_trainer=SimpleTrainer,
+            make_prompts=lambda: listed(["a question"]), run_dir=tmp_path / "run",
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match="needs an evaluator"):
+        engine.local.run_plan(planned(ValidationLimits(rows=10)))
+    with pytest.raises(ConfigError, match=r"limits\.validation\.rows"):
+        planned(ValidationLimits(rows=11))
+    with pytest.raises(ConfigError, match=r"limits\.validation\.own_from"):
+        planned(ValidationLimits(rows=10, own_from=5))

@@ -1,4 +1,4 @@
-"""Short real runs of the presets in `configs/`, through Ray, whose records are what their modes are defined to be.
+"""Short real runs of the presets in `configs/`, in one process, whose records are what their modes are defined to be.
 
 Every preset, with every layout and mode that its comment lists, runs in simulated worlds (`test_modes_in_worlds.py`).
 """
@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.actors.run import launch
+from engine.actors.models import plan_of
 from engine.config import Config, load_config
+from engine.local import run_plan
 from tests.actors.ray_plans import SMALLEST, check_record
 from tests.modes import definitions
 from tests.modes.course import Course, course_of
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 BATCH = 4
@@ -73,10 +72,10 @@ def run(preset: str, made: Path, *overrides: str) -> tuple[Course, Path]:
     """The course of a short run to its end, checked against every law and replayed; and where it is."""
     run_dir = made / f"{preset}-{len(list(made.iterdir()))}"
     run_dir.mkdir()
-    with launch(configured(preset, made, *overrides), run_dir) as handle:
-        status = handle.wait()
-    assert (status.outcome, status.step) == ("finished", status.max_steps), status.reason
-    assert status.accuracies and status.accuracies[-1][0] == status.step, "the last step is validated"
+    config = configured(preset, made, *overrides)
+    result = run_plan(plan_of(config, run_dir))
+    assert (result.outcome, result.steps) == ("finished", config.run.max_steps), result.reason
+    assert result.validations and result.validations[-1]["steps"] == result.steps, "the last step is validated"
     check_record(run_dir)
     course = course_of(run_dir)
     assert not course.failed

@@ -1,23 +1,22 @@
 """A disk that is full: the run says so and stops, nothing is lost, and with more room it goes on."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+sys.path += [str(Path(__file__).parent.parent / name) for name in ("actors", "hosts")]
 from ray_plans import Mortal, Quick, check_record, events_of, plan, restore_mortal
 from small_disk import SmallDisk, small_disk
 
-from engine.actors.run import start
-from engine.errors import StorageFull
-from engine.events import CheckpointFailed, CheckpointSaved, GroupFailed, RunResumed
+from engine.events import CheckpointFailed, CheckpointSaved, GroupFailed
 from engine.hosts.durable import StorePolicy
-from engine.local import response
+from engine.local import response, run_plan
 from engine.roles import GroupWork
 from engine.runtime.plan import Plan
 from engine.trajectory import Trajectory
-
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
 STEPS = 10
 
@@ -52,34 +51,12 @@ def check_finished(run_dir: Path) -> None:
     assert not events_of(run_dir, GroupFailed), "a full disk is nobody's failure"
 
 
-def test_a_full_disk_stops_the_run_and_more_room_lets_it_go_on(disk: SmallDisk) -> None:
-    run_dir = disk.place / "run"
-    run_dir.mkdir()
-    begun = wordy(run_dir)
-    with start(begun) as run:
-        try:
-            status = run.wait()
-            story = f"{status.outcome}: {status.reason}"
-        except StorageFull as full:
-            story = f"stopped: {full}"
-    assert story.startswith("stopped: ") and str(run_dir) in story, story
-    assert "No space left on device" in story and "free space, then resume the run" in story
-    disk.grow(4096)
-    with start(replace(begun, resume=True)) as run:
-        assert run.wait().outcome == "finished"
-    (event,) = events_of(run_dir, RunResumed)
-    assert event.kept
-    check_finished(run_dir)
-
-
 def test_a_store_over_its_bound_stops_the_run_and_a_higher_one_lets_it_go_on(tmp_path: Path) -> None:
     bounded = wordy(tmp_path, store_policy=StorePolicy(segment_bytes=16 << 10, max_bytes=80 << 10))
-    with start(bounded) as run:
-        status = run.wait()
+    status = run_plan(bounded)
     assert status.outcome == "stopped"
     assert "cannot store anything more" in status.reason and "durability.max_bytes are used up" in status.reason
-    with start(replace(bounded, resume=True, store_policy=StorePolicy())) as run:
-        assert run.wait().outcome == "finished"
+    assert run_plan(replace(bounded, resume=True, store_policy=StorePolicy())).outcome == "finished"
     check_finished(tmp_path)
 
 
@@ -97,8 +74,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_nothing_behind_and_the_run_goes_
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(disk.place)
     large = wordy(tmp_path / "run", make_trainer=lambda: Large(tmp_path, ()))
-    with start(large) as run:
-        status = run.wait()
+    status = run_plan(large)
     assert status.outcome == "finished", status.reason
     (failed,) = events_of(tmp_path / "run", CheckpointFailed)
     assert failed.steps == 4 and "No space left" in failed.reason
