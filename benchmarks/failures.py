@@ -19,7 +19,7 @@ from pathlib import Path
 from soak import processes
 
 from engine.actors.run import start
-from engine.commands import Command, StartProcess
+from engine.commands import Command
 from engine.events import Event, GroupGenerated, ProcessLost, ProcessUp
 from engine.hosts.prompts import CountedPrompts
 from engine.local import SimpleGenerator, SimpleTrainer, response
@@ -56,22 +56,6 @@ def tell(
 # on the virtual clock
 
 
-class Struck(World):
-    """Two replicas die at one moment and are back at another."""
-
-    back = 0.0
-
-    def strike(self, back: float) -> None:
-        self.back = back
-        for id in range(KILLED):
-            incarnation = self.replicas.pop(id).incarnation
-            self.driver.deliver(ProcessLost(kind="replica", index=id, incarnation=incarnation, reason="killed"))
-
-    def _start(self, command: StartProcess) -> None:
-        if command.incarnation > 1:
-            self._after(self.back - self.time, lambda: self._join(command.index, command.incarnation))
-
-
 def on_the_virtual_clock() -> bool:
     lost, back, end, longest = 2000.0, 3000.0, 5000.0, 60
     limits = Limits(
@@ -79,9 +63,9 @@ def on_the_virtual_clock() -> bool:
     )
     setting = Setting(
         limits=limits, replicas=REPLICAS, slots=SLOTS, prompts=400 * BATCH, train_s=1.0, sync_s=1.0, mean_tokens=40.0,
-        max_tokens=longest,
+        max_tokens=longest, start_s=back - lost,
     )  # fmt: skip
-    world, ended = Struck(setting, check=False), []
+    world, ended = World(setting, check=False), []
     judged = world.driver.observe
 
     def observe(event: Event, commands: tuple[Command, ...]) -> None:
@@ -91,7 +75,8 @@ def on_the_virtual_clock() -> bool:
             ended.append(event.at)
 
     world.driver.observe = observe
-    world.after(lost, lambda: world.strike(back))
+    for index in range(KILLED):
+        world.after(lost, lambda index=index: world.process("replica", index).die("killed"))
     world.run()
     return tell("virtual clock", ended, 500.0, lost, back, float(longest), min(end, world.time - 100))
 

@@ -24,7 +24,8 @@ from engine.scheduler import Scheduler
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 
-GROUPS, BATCH, STEPS = 20_000, 1024, 150
+GROUPS, BATCH, STEPS = 20_000, 1024, 50
+TOKEN_S = 10.0
 
 
 def replay_ratio(directory: Path) -> tuple[float, float]:
@@ -54,15 +55,15 @@ def simulate(train_s: float) -> tuple[float, float]:
     )
     setting = Setting(
         limits=limits, replicas=replicas, slots=slots, prompts=BATCH * STEPS, train_s=train_s, sync_s=0.0,
-        latency_s=0.0, mean_tokens=200.0, max_tokens=300,
+        latency_s=0.0, mean_tokens=20.0, max_tokens=30, token_s=TOKEN_S,
     )  # fmt: skip
     world = World(setting, check=False)
     begin = time.perf_counter()
     outcome = world.run()
     elapsed = time.perf_counter() - begin
     assert outcome.outcome == "finished"
-    tokens = sum(world.store.length(group) for group in range(BATCH * STEPS))
-    return elapsed / STEPS, world.now() / max(tokens / (replicas * slots), world.trainer_busy_s)
+    tokens = sum(world.dice.length(group) for group in range(BATCH * STEPS))
+    return elapsed / STEPS, world.now() / max(tokens * TOKEN_S / (replicas * slots), world.trainer_busy_s)
 
 
 def main() -> None:
