@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -259,4 +260,6 @@ async def settled() -> None:
     for _ in range(8):
         for _ in range(10):
             await asyncio.sleep(0)
+        for thread in [one for one in threading.enumerate() if one.name in ("is_sound", "damaged_of")]:
+            await asyncio.to_thread(thread.join)
         await asyncio.to_thread(lambda: None)

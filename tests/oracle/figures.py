@@ -22,7 +22,7 @@ LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (Pool(tasks=("rollout",), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs")), Pool(tasks=("ref_logprobs",))),
     (Pool(tasks=("rollout", "train", "old_logprobs", "ref_logprobs"), replicas=(0, 1)),),
     (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("rollout", "train"), replicas=(1,))),
-    (Pool(tasks=("rollout", "ref_logprobs"), replicas=(1,)), Pool(tasks=("train", "old_logprobs"))),
+    (Pool(tasks=("rollout", "ref_logprobs"), replicas=(0, 1)), Pool(tasks=("train", "old_logprobs"))),
 )
 
 
