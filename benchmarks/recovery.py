@@ -1,5 +1,5 @@
 """How long a run that has ended takes to be brought back from its record, with and without snapshots, and what one
-costs while the run goes on.
+costs while the run continues.
 
     python benchmarks/recovery.py [--events 100000] [--repeats 5]
 

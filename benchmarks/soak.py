@@ -1,4 +1,4 @@
-"""Whether anything grows while a run goes on for long: memory and open files.
+"""Whether anything grows while a run is running for long: memory and open files.
 
     python benchmarks/soak.py                 # eight hours of a run on a virtual clock, in minutes
     python benchmarks/soak.py --minutes 10    # a real run over Ray, every process of it

@@ -19,7 +19,7 @@ TAG = "step-engine"
 REF_IDS = "ABCDEFGHIJKLMNOP"
 
 Thresholds = Sequence[tuple[float | None, str]]
-"""(from this value on, colour); None is the lowest."""
+"""(from this value on, color); None is the lowest."""
 
 PLAIN: Thresholds = ((None, "text"),)
 Panel = stat.Panel | timeseries.Panel | statetimeline.Panel

@@ -68,7 +68,7 @@ def rollout() -> Dashboard:
         graph(
             "Slow replicas",
             "0. 1 marks a replica whose tokens take longer than those of the others by more than "
-            "rollout.straggler_factor: a machine that throttles, or a neighbour. The alert EngineReplicaSlow watches "
+            "rollout.straggler_factor: a machine that throttles, or a neighbor. The alert EngineReplicaSlow watches "
             "it.",
             "bool_yes_no",
             {"replica {{replica}}": of(names.REPLICA_SLOW)},
@@ -102,10 +102,10 @@ def rollout() -> Dashboard:
     made = made.with_panel(
         graph(
             "Partial groups",
-            "Groups parked with what they have, and groups going on from it. Parked ones that only grow find no "
+            "Groups parked with what they have, and groups continuing from it. Parked ones that only grow find no "
             "replica new enough.",
             "suffix: groups",
-            {"parked": of(names.GROUPS, state="aborted"), "going on": of(names.GROUPS, state="resumed")},
+            {"parked": of(names.GROUPS, state="aborted"), "continuing": of(names.GROUPS, state="resumed")},
         )
     )
     made = made.with_row(row("Weight sync"))
@@ -120,7 +120,7 @@ def rollout() -> Dashboard:
     made = made.with_panel(
         graph(
             "Seconds of a weight sync, by mode",
-            "From the order to pause until sampling goes on. Constant; growth means a slow network or disk.",
+            "From the order to pause until sampling continues. Constant; growth means a slow network or disk.",
             "s",
             {
                 "mean, {{mode}}": mean(names.SYNC_SECONDS, by="mode"),
@@ -155,7 +155,7 @@ def rollout() -> Dashboard:
     made = made.with_panel(
         graph(
             "Response tokens of a group, by replica",
-            "About the same on every replica. One whose groups are longer has the stragglers, or goes on with many "
+            "About the same on every replica. One whose groups are longer has the stragglers, or continues with many "
             "that were cut short.",
             "suffix: tokens",
             {"replica {{replica}}": f"{rate(names.REPLICA_TOKENS, by='replica')} / {GENERATED}"},

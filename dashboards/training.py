@@ -1,4 +1,4 @@
-"""The board of training: the loss and its neighbours, clipping, divergence, corrections, advantages, validation.
+"""The board of training: the loss and its neighbors, clipping, divergence, corrections, advantages, validation.
 
 It shows what the trainer reports, by the names it gives: figures that a trainer adds under such a name appear by
 themselves.
@@ -142,7 +142,7 @@ def training() -> Dashboard:
     made = made.with_row(row("Validation"))
     made = made.with_panel(
         graph(
-            "Validations under way",
+            "Validations in progress",
             "Mostly 0 or 1 running. Queued ones that pile up are cancelled by newer versions: measure less often, or on"
             " more replicas.",
             "suffix: validations",

@@ -27,7 +27,7 @@ class GroupWork:
     samples: int
     """Trajectories wanted."""
     partial: TrajectoryGroup | None = None
-    """What an earlier attempt left behind: finished siblings are kept, the others go on from their prefixes."""
+    """What an earlier attempt left behind: finished siblings are kept, the others continue from their prefixes."""
     truncate: bool = False
     """Generate nothing more: finish with the prefixes of `partial` as they are."""
     save_every_tokens: int = 0
@@ -59,7 +59,7 @@ class Generator(Protocol):
     it."""
 
     async def generate(self, work: GroupWork) -> Generated:
-        """Sample `work.samples` trajectories with behaviour log-probs, versions and rewards."""
+        """Sample `work.samples` trajectories with behavior log-probs, versions and rewards."""
 
     async def abort(self, groups: Sequence[GroupId]) -> None:
         """Make `generate` of these groups return at once with `aborted=True` and their prefixes. Unknown ids are
@@ -90,11 +90,11 @@ class Generator(Protocol):
 
 @runtime_checkable
 class Fallible(Protocol):
-    """A generator, or work of an added state, that notices by itself that it can go on no more; one that does not is
+    """A generator, or work of an added state, that notices by itself that it cannot continue; one that does not is
     found out by its failures."""
 
     async def failed(self) -> str:
-        """Return once it can go on no more, with the reason: its process is then replaced. Never while all is well."""
+        """Return once it cannot continue, with the reason: its process is then replaced. Never while all is well."""
 
 
 @runtime_checkable

@@ -139,7 +139,7 @@ def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunD
 
 
 def _began(directory: "RunDirectory") -> bool:
-    """Whether there is anything to go on with: a run may have ended before its record began."""
+    """Whether there is anything to continue with: a run may have ended before its record began."""
     from engine.errors import RecordNotBegun
     from engine.schedule import read
     from engine.schedule.index import INDEX

@@ -129,7 +129,7 @@ def _machines(status: Status) -> RenderableType:
 
 
 def _going_on(status: Status) -> dict[str, Text]:
-    """What a resume would go on from; where there is any: a drain, for how long nothing was heard, what was changed."""
+    """What a resume would continue from; if there is any: a drain, how long nothing was heard, what was changed."""
     rows: dict[str, Text] = {}
     if status.checkpoint_every:
         behind = status.step - status.checkpoint_steps

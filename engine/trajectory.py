@@ -33,7 +33,7 @@ class Trajectory:
     """One sampled response, whole or partial.
 
     `token_ids`, `logprobs` and `loss_mask` have the same length, the number of response tokens. `logprobs` are those of
-    the distribution each token was drawn from (after temperature and top-p): the behaviour policy. `loss_mask` is 1 for
+    the distribution each token was drawn from (after temperature and top-p): the behavior policy. `loss_mask` is 1 for
     tokens the policy sampled and 0 for those put there by a tool or an environment. `spans` cover the response
     without gaps and their versions never fall.
     """
@@ -75,7 +75,7 @@ class Trajectory:
     ) -> None:
         """Append sampled tokens, after those of `given_ids`, which an environment put there.
 
-        `spans` count from the first sampled token; equal neighbours are joined. Given tokens are of the version that
+        `spans` count from the first sampled token; equal neighbors are joined. Given tokens are of the version that
         sampled what follows them, so with `given_ids` there must be sampled tokens.
         """
         given = len(given_ids)

@@ -587,7 +587,7 @@ def test_a_pipe_that_breaks_inside_the_run_is_a_failure(capsys: Capture, launche
     assert "BrokenPipeError" in capsys.readouterr().err
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------
+# -- continuing ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_told_to_resume_goes_on_with_the_newest_that_did_not_finish(
@@ -679,7 +679,7 @@ def test_a_request_to_end_stops_the_run(
 
 
 class Lingering(FakeHandle):
-    """Drains for ever. Raises a signal whenever its status is asked for once it was told to end."""
+    """Drains forever. Raises a signal whenever its status is asked for once it was told to end."""
 
     def updates(self) -> Iterator[Status]:
         yield self.world.metrics.status()
@@ -838,7 +838,7 @@ def test_a_request_to_end_leaves_no_process(line: str) -> None:
         (newest, *_) = sorted(Path("here/checkpoints").glob("step-*"), reverse=True)
         rows = [json.loads(row) for row in Path("here/metrics.jsonl").read_text().splitlines()]
         steps = [row["step"] for row in rows if "step" in row]
-        assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was under way"
+        assert newest.name == f"step-{steps[-1] + 1:06d}", "of the batch that was in progress"
     _, left = psutil.wait_procs(started, timeout=60)
     assert left == []
 

@@ -1,4 +1,4 @@
-"""Figures have one bound each: in a configuration, in `Limits`, and where they are set while a run goes on."""
+"""Figures have one bound each: in a configuration, in `Limits`, and where they are set while a run is running."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -84,7 +84,7 @@ def test_sums_that_were_cut_short_vouch_for_nothing(tmp_path: Path, left: str) -
 
 
 def test_sums_that_are_no_text_are_told_as_damage(tmp_path: Path) -> None:
-    """As a bit that the disk has turned over leaves them: whoever can goes on from another checkpoint."""
+    """As a bit that the disk has turned over leaves them: whoever can continues from another checkpoint."""
     (tmp_path / SUMS).write_bytes(b"\xb0" * 64 + b"  config.json\n")
     with pytest.raises(ConfigError, match=rf"its {SUMS} cannot be read"):
         verify_checkpoint(tmp_path)

@@ -149,7 +149,7 @@ def with_gpus(plan: Plan) -> Plan:
 
 def part_of(gpus: float, actors: int) -> float:
     """GPUs of each of so many actors: 1, 1/2, 1/4, …, or 0 where there are none. Other parts would not fill whole GPUs:
-    2/3 fits into each of two once, and the third actor would wait for ever."""
+    2/3 fits into each of two once, and the third actor would wait forever."""
     return 2.0 ** min(0, floor(log2(gpus / actors * ROUNDED_UP))) if gpus > 0 else 0.0
 
 

@@ -66,7 +66,7 @@ def launch(
     force_from: str | None = None,
     settings: Sequence[tuple[str, str]] = (),
 ) -> "RunHandle":
-    """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: go on with the one it
+    """Start the run of a configuration, in a directory that `rundir.create` has made; `resume`: continue the one it
     holds, from the checkpoint `force_from` if that is given, under `settings` of the scheduler as (path, value).
 
     It joins the cluster that the configuration or `RAY_ADDRESS` names, and stays connected after the run.

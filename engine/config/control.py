@@ -1,4 +1,4 @@
-"""The configuration of the control endpoint: where a run that is going on takes orders. Part of `schema.Config`."""
+"""The configuration of the control endpoint: where a run that is running takes orders. Part of `schema.Config`."""
 
 from pydantic import Field
 

@@ -34,7 +34,7 @@ NEEDS = (
 
 
 def settled(config: "Config") -> dict[str, Any]:
-    """The sections to put in the place of the configuration's own, by name; none where it is not deterministic.
+    """The sections to replace the configuration's own, by name; none where it is not deterministic.
 
     Raises: `ConfigError` for the first field that breaks the promise.
     """

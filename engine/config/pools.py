@@ -79,7 +79,7 @@ def check_pools(config: "Config") -> None:
 
 
 def settled_by_pools(config: "Config") -> dict[str, Any]:
-    """The sections to put in the place of the configuration's own, by name: threads that were left open, by share; and
+    """The sections to replace the configuration's own, by name: threads that were left open, by share; and
     validation's own replicas. Raises: `ConfigError` where validation is asked for in two ways."""
     sections: dict[str, Any] = {}
     rollout, trainer, cores = config.rollout, config.trainer, os.cpu_count() or 1

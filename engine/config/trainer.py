@@ -40,7 +40,7 @@ class TrainerSection(Section):
         "ppo_clip", description="ppo_clip, dual_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
     )
     old_policy: str = Field(
-        "behaviour", description="Denominator of the ratio: behaviour, or proximal (weights before the step)."
+        "behaviour", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
@@ -54,7 +54,7 @@ class TrainerSection(Section):
         0.0, ge=0, le=100, description="Coefficient of the KL to the reference in the loss; 0: none."
     )
     kl_loss: str = Field("k3", description="Its estimator: k1 (with kl_loss_ratio), k2 or k3.")
-    kl_loss_ratio: bool = Field(False, description="Weight it by current / behaviour, for the gradient of the KL.")
+    kl_loss_ratio: bool = Field(False, description="Weight it by current / behavior, for the gradient of the KL.")
     kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
     kl_reward: str = Field("k1", description="Its estimator: k1, k2 or k3.")
     reference_path: str | None = Field(None, min_length=1, description="Reference model; null: the initial weights.")

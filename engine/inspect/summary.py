@@ -85,7 +85,7 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
     for step in steps["live"]:
         timer = "" if step["timer"] is None else f", timer {step['timer']}"
         batch = f", groups {few(step['groups'])}" if step["groups"] else ""
-        scoring = "".join(f", {task} under way" for task in step["scoring"])
+        scoring = "".join(f", {task} running" for task in step["scoring"])
         lines.append(f"  step {step['step']}: {step['state']}, attempt {step['attempt']}{scoring}{timer}{batch}")
     for pool in said["pools"]:
         of = f" of step {pool['step']}" if pool["step"] >= 0 else ""

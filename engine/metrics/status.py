@@ -287,7 +287,7 @@ def _rollout_now(metrics: RunMetrics) -> str:
         "run_ending": "the run needs no more groups",
         "no_prompts": "the prompts are used up",
         "waiting_for_prompts": "prompts are being drawn",
-        "waiting_for_weights": "what could go on needs newer weights",
+        "waiting_for_weights": "groups that could resume need newer weights",
         "starting": "the run is starting",
         "draining": "the run is draining",
         "other": "the policies hold them",

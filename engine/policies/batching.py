@@ -62,7 +62,7 @@ class Freshest:
 
 
 TAKEN_OR_WAITING = ("queued", "generated", "batched")
-"""States of a live group for which strict order does not wait; in all others it is under way."""
+"""States of a live group for which strict order does not wait; in all others it is in progress."""
 
 
 @register("batching", "strict-order")

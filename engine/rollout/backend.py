@@ -24,7 +24,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One trajectory to sample, or to go on sampling."""
+    """One trajectory to sample, or to continue sampling."""
 
     id: str
     prompt_ids: Sequence[int]

@@ -6,7 +6,7 @@ Must never let one request change another's tokens, and never touch Python per r
 A row holds known tokens (prompt, prefix, then what was sampled) and a position, the next one to feed to the model. A
 *cold* row has more than its last known token to feed: prefill does that at once, except in deterministic mode, where
 every token goes through the one decode shape, `FIXED_ROWS` rows and all columns a call, so that a row's bits depend
-neither on its neighbours, nor on how many rows there are, nor on having been resumed.
+neither on its neighbors, nor on how many rows there are, nor on having been resumed.
 """
 
 from collections import deque

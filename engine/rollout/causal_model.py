@@ -27,7 +27,7 @@ class CausalModel:
     in tokens.
 
     With `fixed_shapes` the cache has all its columns from the start, its rows are rounded up to whole calls of
-    `FIXED_ROWS`, and a probe makes sure that a row's bits depend neither on its place in a call nor on its neighbours.
+    `FIXED_ROWS`, and a probe makes sure that a row's bits depend neither on its place in a call nor on its neighbors.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CausalModel:
     def _probe_places(self) -> None:
         """Refuse fixed shapes where they do not help: odd widths leave tails to vector loops, and experts share calls.
 
-        Every row is decoded once more in another place, among neighbours half of which are others.
+        Every row is decoded once more in another place, among neighbors half of which are others.
         """
         tokens = min(_PROBE_TOKENS, self.context)
         drawn = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ class Chat:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def template(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Messages as the text that the model goes on from. Raises: `DataFailure` where the template refuses them."""
+        """Messages as the text that the model continues from. Raises: `DataFailure` where the template refuses them."""
         if not self.has_template:
             raise DataFailure("the model's tokenizer has no chat template: messages cannot be rendered")
         try:

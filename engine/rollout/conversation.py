@@ -88,7 +88,7 @@ class Call:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What the model is to go on from, without what this call has sampled already."""
+        """What the model is to continue from, without what this call has sampled already."""
         return self.segment.ids + self.given_ids
 
     def take(self, result: SampleResult) -> None:
@@ -207,7 +207,7 @@ class Conversation:
 
 
 def _append(trajectory: Trajectory, call: Call) -> None:
-    """The tokens of a call; those it was given belong to the version that went on from them."""
+    """The tokens of a call; those it was given belong to the version that continued from them."""
     given = call.given_ids
     if call.fresh:
         trajectory.prompt_ids = list(given)

@@ -45,7 +45,7 @@ class Sampled:
 
 
 class RolloutClient:
-    """What a rollout samples with. One call at a time goes on from where the last one ended."""
+    """What a rollout samples with. One call at a time continues from where the last one ended."""
 
     def __init__(self, program: "ProgramGenerator", running: "Running", index: int, recorded: list[Trajectory]) -> None:
         self._program = program

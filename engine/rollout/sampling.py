@@ -52,7 +52,7 @@ def uniform_draws(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def choose(logits: torch.Tensor, settings: RowSettings, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [rows] int64 and their behaviour log-probs [rows] float32, from `logits` [rows, vocabulary].
+    """Tokens [rows] int64 and their behavior log-probs [rows] float32, from `logits` [rows, vocabulary].
 
     Draws by inverting the cumulative distribution in vocabulary order. The log-prob is that of the distribution
     sampled: after temperature, and renormalised over the nucleus. A greedy row samples a point mass, so its log-prob is

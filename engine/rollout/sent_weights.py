@@ -1,6 +1,6 @@
 """Weights that stay with who published them until an install: what an engine that is to receive them knows beforehand.
 
-Handed to `RolloutBackend.stage` in the place of tensors by transports that send within the install. Plain data, so that
+Handed to `RolloutBackend.stage` instead of tensors by transports that send within the install. Plain data, so that
 who only passes it on needs no torch.
 """
 

@@ -214,7 +214,7 @@ class VllmBackend(SleepingEngine):
         await self._open()
         self._paused = True
         if mode == "wait" and self._frozen:
-            mode = "keep"  # vLLM would let them go on
+            mode = "keep"  # vLLM would let them continue
         if mode == "wait":
             resumes = self._resumes
             await self._all_ended([run for run in self._runs.values() if run.versions])

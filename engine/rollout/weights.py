@@ -52,7 +52,7 @@ def copy_to_host(model: torch.nn.Module, version: Version, weights: Any) -> Stag
 
 
 def swap_in(model: torch.nn.Module, staged: StagedWeights) -> None:
-    """Put staged tensors in the place of the model's own. Raises `EngineError` and changes nothing where they do not
+    """Replace the model's tensors by staged ones. Raises `EngineError` and changes nothing where they do not
     fit.
 
     Tied parameters are one tensor under several names: any of the names will do, and where several are given they must

@@ -174,7 +174,7 @@ class Record:
 
 def read(source: str | Path | MemoryRecorder, *, missing_end: bool = False) -> Record:
     """Open a record: the directory of its segments, or a recorder in memory. `missing_end`: the newest segments may be
-    missing, for whoever goes on with what is left. Raises: `RecordError`."""
+    missing, for whoever continues with what is left. Raises: `RecordError`."""
     if isinstance(source, MemoryRecorder):
         return Record("(memory)", source.segments())
     return Record(str(source), segments_of(Path(source), missing_end=missing_end))

@@ -3,7 +3,7 @@
 Called by the driver through `ports.Recorder`: `write` or `reject` once per event in the order of their positions,
 `flush` before any of their commands leaves. A recorder never changes what is already written, and once a write failed
 it takes nothing more: a record with a hole in it would be worse than one that ends. It keeps the index of its segments
-(`index.py`), and it notices when its directory is deleted or moved: a run must not go on that nobody could resume. It
+(`index.py`), and it notices when its directory is deleted or moved: a run that nobody could resume must stop. It
 never writes behind a recorder of a higher epoch.
 """
 
@@ -56,7 +56,7 @@ class After:
 class Recorder:
     """Appends frames to the segments of a new record, or of one that is there.
 
-    Args: `header` begins a new record; with an `After` the one that is there goes on instead, in a segment of its own,
+    Args: `header` begins a new record; an `After` continues an existing one in a new segment,
     what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
     costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
     Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,

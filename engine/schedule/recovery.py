@@ -1,4 +1,4 @@
-"""From the record of a run that ended before its time to the event with which it goes on.
+"""From the record of a run that ended before its time to the event with which it continues.
 
     recovered = recover(read(directory))
     event = recovered.resumed(steps=20, replicas=4)    # steps: those of a complete checkpoint
@@ -73,7 +73,7 @@ class Recovered:
             self._record, build=lambda _: scheduler, watch=self._watch, after=self.began_at, compare_snapshots=False
         )
         if report.divergence is not None:
-            reason = f"this engine decides otherwise, so it cannot go on; {report.divergence}"
+            reason = f"this engine decides differently, so the run cannot continue; {report.divergence}"
             raise RecordError(self._record.name, 0, reason)
         self.report: ReplayReport = report
 
@@ -100,7 +100,7 @@ class Recovered:
         return answer
 
     def kept(self, *, replicas: int, missing: tuple[GroupId, ...] = (), checkpoint: StepId = 0) -> RunResumed:
-        """The event that goes on from where the record ends: the trainer is there again, from the checkpoint after so
+        """The event that continues from where the record ends: the trainer is there again, from the checkpoint after so
         many steps, and so are the trajectories but for those of the groups that are `missing`."""
         return RunResumed(
             steps=self.scheduler.state.steps_trained, replicas=replicas, consumed=(), released=(), kept=True,
@@ -108,7 +108,7 @@ class Recovered:
         )  # fmt: skip
 
     def resumed(self, *, steps: int, replicas: int) -> RunResumed:
-        """The event that goes on from the weights after `steps` train steps: what ended since then has not."""
+        """The event that continues from the weights after `steps` train steps: what ended since then has not."""
         consumed, released = self._since(steps).since(steps)
         return RunResumed(
             steps=steps, replicas=replicas, consumed=tuple(sorted(consumed)), released=tuple(sorted(released))

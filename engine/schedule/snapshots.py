@@ -96,7 +96,7 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
             books.take(_untagged(counted))
         state.observe(observe)
     except DAMAGED as error:
-        raise CodecError(f"no snapshot that this engine can go on from: {error}") from error
+        raise CodecError(f"this engine cannot continue from this snapshot: {error}") from error
     return scheduler
 
 

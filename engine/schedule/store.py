@@ -270,7 +270,9 @@ class _SegmentReader:
         except CodecError as error:
             raise self.error(len(MAGIC), str(error)) from None
         if number != self.number:
-            raise self.error(len(MAGIC) + 4, f"this is segment {number} of a record, in the place of {self.number}")
+            raise self.error(
+                len(MAGIC) + 4, f"this is segment {number} of a record, but segment {self.number} was expected"
+            )
         if epoch > number:
             raise self.error(len(MAGIC) + 8, f"segment {number} says that it was written in epoch {epoch}")
         self._check_first_event(first_event)
@@ -287,7 +289,7 @@ class _SegmentReader:
     def _check_length(self, offset: int) -> None:
         """A closed segment has all its bytes, and no others."""
         if self.closed and self.entry is not None and offset != self.entry.bytes:
-            there = "ends here" if offset < (self.entry.bytes or 0) else "goes on up to here"
+            there = "ends here" if offset < (self.entry.bytes or 0) else "continues to here"
             raise self.error(offset, f"the segment {there}, but it was closed after {self.entry.bytes} bytes")
 
     def _end(self, offset: int, problem: str, ends: int | None = None) -> None:

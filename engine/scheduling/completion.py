@@ -31,13 +31,13 @@ class Completion:
     departures: DepartureScheduling
 
     def close(self) -> None:
-        """The run is over: a resume works on what was under way again."""
+        """The run is over: a resume works on what was running again."""
         outcome = self.state.outcome
         self.validation.cancel_all(f"the run ended: {outcome.reason if outcome is not None else ''}")
         self.state.stages.put_back()
 
     def _come_to_rest(self) -> None:
-        """End a run that was asked to, resumably, once nothing is under way; with a checkpoint of where it is."""
+        """End a run that was asked to, resumably, once nothing is running; with a checkpoint of where it is."""
         state = self.state
         if not self.departures.at_rest:
             return
@@ -85,7 +85,7 @@ class Completion:
         state, limits = self.state, self.state.limits
         failed, filtered = state.failed_in_a_row, state.filtered_in_a_row
         if failed >= limits.failures_in_a_row:
-            reason = f"{failed} prompt groups in a row have failed, at last: {state.last_failure}"
+            reason = f"{failed} prompt groups in a row have failed; last error: {state.last_failure}"
             self.orders.end_run("failed", reason)
         elif filtered >= limits.filtered_in_a_row:
             reason = (
@@ -113,7 +113,7 @@ class Completion:
         return f"the filter {self.decisions.policies.names['filter']!r}"
 
     def _require_progress(self, order_again: Callable[[], None]) -> None:
-        """Law 7: something is under way whose end will be an event, or the run ends here with a named cause."""
+        """Law 7: something is in progress whose end will be an event, or the run ends here with a named cause."""
         stuck = self._nothing_moves()
         if stuck is None:
             return
@@ -127,7 +127,7 @@ class Completion:
             raise stuck
 
     def _nothing_moves(self) -> PolicyError | None:
-        """The error of policies that start nothing, where nothing is under way; or the end of the run."""
+        """The error of policies that start nothing, where nothing is running; or the end of the run."""
         state = self.state
         if state.ledger.running or state.asked or state.checkpoint_pending or state.validations.out or state.stages.out:
             return None
@@ -142,6 +142,6 @@ class Completion:
         if census.under_way or not census.rollouts.alive.total or (step is not None and step.timer is not None):
             return None
         return PolicyError(
-            f"nothing is under way and the policies start nothing: {held_up(state)}; they saw {self.decisions.seen()}",
+            f"nothing is running and the policies start nothing: {held_up(state)}; they saw {self.decisions.seen()}",
             policies=str(dict(self.decisions.policies.names)),
         )

@@ -116,7 +116,7 @@ class DepartureScheduling:
                 )  # fmt: skip
             state.validations.release(run, replica)
         if not alone and state.pools.of_replica(replica.id) is not None:
-            self.pools.send_to_sleep(replica)  # the batch under way needs what it gives back
+            self.pools.send_to_sleep(replica)  # the batch being trained needs what it gives back
             return
         replica.staging = replica.staged = None
         replica.sync_attempt += 1
@@ -126,6 +126,6 @@ class DepartureScheduling:
 
     @property
     def at_rest(self) -> bool:
-        """Nothing runs anywhere, and no batch is under way."""
+        """Nothing runs anywhere, and no batch is being trained."""
         state = self.state
         return not state.formed_steps and not state.publishing and not state.census.restless

@@ -1,9 +1,9 @@
-"""Slow replicas: who they are, and which of their groups go on elsewhere.
+"""Slow replicas: who they are, and which of their groups continue elsewhere.
 
 Called by `scheduler.py`, where `Limits.straggler_factor` is set. A replica's pace is what a token of the groups that it
 generates takes, from the start of their attempt. One that is slower than the others by the factor keeps getting groups,
 as it has slots; but once a faster one has nothing else to do, that takes over what will hold a step first. A move costs
-no attempt; the group goes on from its prefixes.
+no attempt; the group continues from its prefixes.
 """
 
 from bisect import bisect_left, bisect_right, insort

@@ -135,7 +135,7 @@ class PoolScheduling:
             self.orders.add(ScoreBatch(**order, task=task))
 
     def _send_all_to_sleep(self, lease: PoolLease) -> None:
-        """All that can be; held-out rows are measured to their end first, and an install under way is finished."""
+        """All that can be; held-out rows are measured to their end first, and an install in progress is finished."""
         for replica in self.state.census.awake(lease):
             self.send_to_sleep(replica)
 

@@ -2,7 +2,7 @@
 
 Called by `scheduler.py`. A lost process costs each of its orders one attempt, or if it hung,
 those that exceeded their limits. A store or the gateway cannot be replaced
-while the run goes on: the run stops, and begins again from its record.
+while the run continues: the run stops, and begins again from its record.
 """
 
 from dataclasses import dataclass

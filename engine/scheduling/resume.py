@@ -1,4 +1,4 @@
-"""A run that goes on after its processes have ended: back to the weights there are, and on from there.
+"""A run that continues after its processes have ended: back to the weights there are, and on from there.
 
 Called by `scheduler.py`. Replicas and the weights of every version are gone with the processes that held them. Where
 the trajectories are still there and the trainer has done its steps again from them (`kept`), nothing else is lost.
@@ -89,7 +89,7 @@ def _lose_replicas(event: RunResumed, state: State, rollout: RolloutScheduling) 
 
 
 def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, training: TrainingScheduling) -> None:
-    """Let what was under way outside the replicas begin again: the work of added states, and a formed batch."""
+    """Let what was running outside the replicas begin again: the work of added states, and a formed batch."""
     for id in event.missing:
         group = state.groups[id]
         group.forget_tokens()
@@ -97,7 +97,7 @@ def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, traini
     for step in state.formed_steps:
         training.begin_again(step)
         if step.failures >= state.limits.infrastructure_attempts:
-            step.failures = 0  # it ended the run, which goes on once the cause is gone
+            step.failures = 0  # it ended the run, which continues once the cause is gone
     state.steps[state.steps_batched].timer = None
     for lease in state.pools.leases:
         if lease.task:

@@ -69,7 +69,7 @@ class RolloutScheduling:
         state.failed_draws += 1
         if state.failed_draws >= state.limits.infrastructure_attempts:
             times = f"{state.failed_draws} times in a row"
-            self.orders.end_run("failed", f"the data source failed {times}, at last: {event.reason[:REASON_LENGTH]}")
+            self.orders.end_run("failed", f"the data source failed {times}; last error: {event.reason[:REASON_LENGTH]}")
 
     def on_group_generated(self, event: GroupGenerated) -> None:
         group = self.state.groups[event.group]
@@ -122,7 +122,7 @@ class RolloutScheduling:
             return
         if parks:
             group.moved, group.failed_on, unasked = True, event.replica, False
-        if unasked:  # nobody paused the replica: an attempt was lost, else this could go on for ever
+        if unasked:  # nobody paused the replica: an attempt was lost, else this could continue forever
             self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
             return
         self._park_uncharged(group)
@@ -150,7 +150,9 @@ class RolloutScheduling:
             replica.failed_group = event.group
             replica.failed_groups += 1
         if replica.failed_groups >= self.state.limits.infrastructure_attempts:
-            self.stop_replica(replica, f"{replica.failed_groups} groups in a row failed on it, at last: {event.reason}")
+            self.stop_replica(
+                replica, f"{replica.failed_groups} groups in a row failed on it; last error: {event.reason}"
+            )
 
     def stop_replica(self, replica: Replica, reason: str) -> None:
         """Give a replica up: another life of it may do better."""

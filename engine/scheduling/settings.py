@@ -64,7 +64,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
 
 
 def live_settings() -> list[str]:
-    """The paths of everything that may be set while a run goes on."""
+    """The paths of everything that may be set while a run is running."""
     return [*FIGURES, *(f"{POLICIES}{decision}" for decision in (*DEFAULTS, "on_error"))]
 
 

@@ -38,7 +38,7 @@ class StageScheduling:
         return False
 
     def left(self, event: StateLeft) -> GroupGenerated | None:
-        """A group's work is done: it goes on to the next state. Where none is left: what came of the group."""
+        """A group's work is done: it continues to the next state. Where none is left: what came of the group."""
         group = self.state.groups[event.group]
         self.state.update(group, reward_mean=event.reward_mean)
         if self.enter(group, self.state.stages.by_name[event.state].number):
@@ -66,7 +66,7 @@ class StageScheduling:
         self.state.enter_stage(group)
 
     def advance(self) -> None:
-        """Order the work of every state while it may have more under way."""
+        """Order the work of every state while it may have more in progress."""
         state = self.state
         if not state.started or state.outcome is not None or state.draining:
             return

@@ -1,7 +1,7 @@
 """Weights to replicas: joining, staging, pausing, installing, losing. Called by `scheduler.py`.
 
 A replica always works towards the newest version: stage its bytes while it generates, pause by the sync mode, swap,
-go on. Any failure on the way puts it back to generating with its old weights.
+continue. Any failure on the way puts it back to generating with its old weights.
 """
 
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class SyncScheduling:
     def _give_up(self, replica: Replica, event: SyncFailed) -> None:
         """A replica has spent its install budget: another life may do. A version no replica can take ends the run."""
         state = self.state
-        reason = f"version {event.version} could not be installed, at last: {event.reason}"
+        reason = f"version {event.version} could not be installed; last error: {event.reason}"
         run = state.validations.runs.get(replica.held)
         if run is not None:
             run.refused += 1

@@ -124,7 +124,7 @@ class TimeLimits:
     # whom to blame
 
     def _blame(self, order: Order, reason: str) -> None:
-        """Probe the owner of an overdue order, unless that is under way for another of its orders."""
+        """Probe the owner of an overdue order, unless that is in progress for another of its orders."""
         owner = self.state.process_of(order.owner)
         probes: list[Any] = [one.command for one in self.state.orders.open("probe").values()]
         if owner is None:  # the data source

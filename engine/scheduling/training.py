@@ -226,7 +226,7 @@ class TrainingScheduling:
             self.state.orders.withdraw("score", (id, task))
         step.failures += charged
         if charged and step.failures >= self.state.limits.infrastructure_attempts:
-            self.orders.end_run("failed", f"train step {id} failed {step.failures} times, at last: {reason}")
+            self.orders.end_run("failed", f"train step {id} failed {step.failures} times; last error: {reason}")
             return
         self.begin_again(step)
         self.pools.release(id)
@@ -310,7 +310,7 @@ class TrainingScheduling:
         state = self.state
         state.publish_failures += 1
         if state.publish_failures >= state.limits.infrastructure_attempts:
-            self.orders.end_run("failed", f"version {version} could not be published, at last: {reason}")
+            self.orders.end_run("failed", f"version {version} could not be published; last error: {reason}")
             return
         self.publish()
 

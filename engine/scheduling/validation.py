@@ -1,7 +1,7 @@
 """Validation runs: when one is due, which replicas it holds at its version, which rows go where, and how it ends.
 
 Called by `scheduler.py`. A run takes nothing but slots of the replicas it holds, and delays nothing but their
-installs. Whatever becomes of it, the training run goes on.
+installs. Whatever becomes of it, the training run continues.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ class ValidationScheduling:
     # orders
 
     def advance(self) -> None:
-        """Queue what is due, give the oldest run its replicas, end what cannot go on."""
+        """Queue what is due, give the oldest run its replicas, end what cannot continue."""
         if self.limits is None or not self.state.started or self.state.outcome is not None:
             return
         self._queue_due(self.limits)
@@ -203,7 +203,7 @@ class ValidationScheduling:
         if run.refused >= attempts:
             return f"{run.refused} replicas could not be brought to version {run.version}"
         if run.worst >= attempts:
-            return f"{run.worst} attempts at the same rows failed, at last: {run.reason or self.state.last_failure}"
+            return f"{run.worst} attempts at the same rows failed; last error: {run.reason or self.state.last_failure}"
         if run.replicas or not run.waiting:
             return ""
         kind = self.state.census.kind(validators=limits.own)

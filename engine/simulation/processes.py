@@ -88,7 +88,11 @@ class VirtualProcess(LocalProcess):
         if self.hung or self.dead:
             return
         super().send([order])
-        if kind == REPLICA and isinstance(order.command, StartGroup | ResumeGroup | MeasureRows) and self._dice.chance(faults.die):
+        if (
+            kind == REPLICA
+            and isinstance(order.command, StartGroup | ResumeGroup | MeasureRows)
+            and self._dice.chance(faults.die)
+        ):
             self.die()
         elif kind not in (REPLICA, ADDED_STATES) and self._dice.chance(faults.die_trainer):
             delay = self._dice.setting.sync_s * self._dice.random.uniform(0.5, 1.5)

@@ -17,7 +17,8 @@ class Faults:
     duplicate: float = 0.0
     """A message arrives twice."""
     die: float = 0.0
-    """A replica dies when it receives a group or held-out rows. Its earlier messages may arrive after it was declared lost."""
+    """A replica dies when it receives a group or held-out rows. Its earlier messages may arrive after it was declared
+    lost."""
     stay_dead: float = 0.0
     """A replica that died cannot be started again."""
     die_trainer: float = 0.0

@@ -493,7 +493,7 @@ class Clocks(Record):
         if at < inf and max(at, self._state.now) < self.timer_at - SLACK_S:
             yield f"an order may be due at {at}, and the timer fires at {self.timer_at}"
         if {number for number, look in self.looks.items() if look == STALLED} - set(self.stalled):
-            yield "an order stands still for ever"
+            yield "the clock of an order stands still forever"
 
 
 def _given_by(at: float, order: Order) -> bool:

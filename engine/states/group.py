@@ -108,7 +108,7 @@ class Group:
 
     @property
     def resumes_from(self) -> Version:
-        """The oldest weights version it may go on under (law 3)."""
+        """The oldest weights version it may continue under (law 3)."""
         return self.admitted_version if self.admitted_version > self.newest_version else self.newest_version
 
 

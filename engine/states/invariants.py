@@ -239,7 +239,7 @@ def check_pools(state: State) -> None:
         assert step is not None
         busy = lease.task in state.scoring(step) if step.state == "scoring" else lease.task == "train"
         busy |= state.outcome is not None  # nothing that was ordered is wanted any more
-        require(busy, "a pool is leased to a task that is not under way", pool=lease.id, task=lease.task)
+        require(busy, "a pool is leased to a task that is not in progress", pool=lease.id, task=lease.task)
         for id in lease.replicas if lease.shared else ():
             replica = replicas.get(id)
             idle = replica is None or not (replica.groups or replica.chunks)

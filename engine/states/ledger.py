@@ -29,7 +29,7 @@ class Ledger:
         self.count[WAITING] += prompts
 
     def branch(self, *, waiting: int, consumed: int, released: int) -> None:
-        """So many prompts wait and none is under way; these of the ended ones have not ended after all."""
+        """So many prompts wait and none is in progress; these of the ended ones have not ended after all."""
         ended = {Phase.CONSUMED: self.consumed - consumed, Phase.RELEASED: self.released - released}
         self.count = [ended.get(phase, 0) for phase in Phase]
         self.count[WAITING] = waiting

@@ -29,7 +29,7 @@ REPLICA = Table(
             "revert",
             "pausing installing yielding draining",
             "ready",
-            "it failed: it goes on with its old weights",
+            "it failed: the replica keeps its old weights",
         ),
         (
             "lose",

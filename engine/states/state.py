@@ -96,7 +96,7 @@ class State:
     draining: str = ""
     """Why the run comes to rest; empty while it does not."""
     settings: dict[str, str]
-    """What was set while the run went on, by name."""
+    """What was set while the run continued, by name."""
     loosest: int = 0
     """The largest S that a live group may have been admitted under."""
     over: int = 0
@@ -344,7 +344,7 @@ class State:
             self.fire_version(version, "retire")
 
     def begin_again(self) -> None:
-        """New processes carry the run: nothing is under way any more, and it is not over."""
+        """New processes carry the run: nothing is running any more, and it is not over."""
         self.started = True
         self.outcome = None
         self.publish_failures = self.failed_in_a_row = self.filtered_in_a_row = self.failed_draws = 0

@@ -148,7 +148,7 @@ class Validations(Record):
     interrupted: StepId = -1
     """Fewest train steps in a version of which a run was cut off by the end of the process; -1: none was."""
     owed: bool = False
-    """The next version is measured in the place of a run that was cut off."""
+    """The next version is measured instead of a run that was cut off."""
 
     def __init__(self, fleet: Fleet, orders: OrderBook, machine: SharedMachine, note: Callable[[], None]) -> None:
         """`note` is called after every change of a run."""

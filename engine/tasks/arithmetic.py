@@ -1,6 +1,6 @@
 """The quickstart task: the remainder of a division, worked out by repeated subtraction.
 
-`38-7=` asks for 38 mod 7, and the worked solution goes on with `31-7=24-7=17-7=10-7=3`. Numbers have three digits and
+`38-7=` asks for 38 mod 7, and the worked solution continues with `31-7=24-7=17-7=10-7=3`. Numbers have three digits and
 are written from the last one on, the order in which they are worked out by hand: `830-7=` is answered by
 `130-7=420-7=710-7=010-7=300`.
 Every step is local, a response is right only when all are, and the number of steps is drawn from a long-tailed

@@ -31,8 +31,8 @@ class Sample:
     """Where in `input_ids` the logits stand that predict each trainable token. [tokens] int64"""
     targets: Tensor
     """The trainable tokens themselves. [tokens] int64"""
-    behaviour: Tensor
-    """Their behaviour log-probs. [tokens] float32"""
+    behavior: Tensor
+    """Their behavior log-probs. [tokens] float32"""
     reward: float
     continues: bool = False
     """A further segment of the rollout of the sample before it: its reward votes once."""
@@ -72,7 +72,7 @@ class MicroBatch:
     """Index into `kept` of the logits that predict it. [tokens] int64"""
     targets: Tensor
     """[tokens] int64"""
-    behaviour: Tensor
+    behavior: Tensor
     """[tokens] float32"""
     proximal: Tensor | None
     """[tokens] float32"""
@@ -156,7 +156,7 @@ def _check(trajectory: Trajectory, group: TrajectoryGroup, index: int) -> None:
 def pack(samples: Sequence[Sample], micro_batch_tokens: int) -> Iterator[tuple[MicroBatch, list[int]]]:
     """Micro-batches of at most `micro_batch_tokens` padded tokens, with the indices of their samples.
 
-    Longest first: neighbours are of like length, so little is padding, and a pass that does not fit in memory fails
+    Longest first: neighbors are of like length, so little is padding, and a pass that does not fit in memory fails
     at once. The order of equal lengths is that of the samples, so packing is a function of its input.
     """
     order = sorted(range(len(samples)), key=lambda index: -len(samples[index].input_ids))
@@ -179,7 +179,7 @@ def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         rows=torch.arange(len(samples)).repeat_interleave(counts),
         columns=positions - first,
         targets=torch.cat([sample.targets for sample in samples]),
-        behaviour=torch.cat([sample.behaviour for sample in samples]),
+        behaviour=torch.cat([sample.behavior for sample in samples]),
         proximal=_joined([sample.proximal for sample in samples]),
         reference=_joined([sample.reference for sample in samples]),
         advantages=_advantages(samples, counts),

@@ -3,8 +3,8 @@
 Called by `losses.py`. One correction truncates weights, then any number of masks drop tokens or trajectories; all of
 them read the same log importance ratio of each token, log ρ:
 
-    old policy `proximal`:   ρ = proximal / behaviour, the part that the clip around the proximal policy leaves out
-    old policy `behaviour`:  ρ = current / behaviour, the ratio inside the loss itself
+    old policy `proximal`:   ρ = proximal / behavior, the part that the clip around the proximal policy leaves out
+    old policy `behaviour`:  ρ = current / behavior, the ratio inside the loss itself
 
 Ratios of 1 mean on-policy; they leave 1 as the weights move on (staleness) and because the sampler and the trainer
 round differently. A mask takes a token's gradient away and leaves it in the denominator of the mean, as IcePop does:
@@ -93,7 +93,7 @@ def measured(name: str, log_ratio: Tensor, rows: Rows) -> Tensor:
     - `geometric_ratio`: (Π ρ)^(1/n), `product_ratio`: Π ρ, of a trajectory's n tokens: rejection of whole sequences
       (Liu, Li et al., "When Speed Kills Stability", 2025). The product leaves any range as n grows; bounds of the
       geometric mean are tight, 0.999 to 1.001 say.
-    - `token_`, `mean_`, `sum_` with `k1`, `k2`, `k3`: estimates of KL(behaviour ‖ ρ · behaviour), of a token or over
+    - `token_`, `mean_`, `sum_` with `k1`, `k2`, `k3`: estimates of KL(behavior ‖ ρ · behavior), of a token or over
       a trajectory (Schulman, "Approximating KL Divergence", 2020; on the mean of k1 DeepSeek-V3.2's off-policy
       sequence masking, arXiv 2512.02556, which there spares positive advantages).
     """

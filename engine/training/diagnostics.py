@@ -43,11 +43,11 @@ class Diagnostics:
         """Take in one micro-batch. Tensors stay on the device; nothing waits for it."""
         ratio = result.log_ratio.exp()
         weights = result.weights
-        finite = terms.current.detach().isfinite() & terms.behaviour.isfinite() & terms.proximal.isfinite()
+        finite = terms.current.detach().isfinite() & terms.behavior.isfinite() & terms.proximal.isfinite()
         if terms.reference is not None:
             finite &= terms.reference.isfinite()
         tokens = torch.full_like(loss, ratio.numel(), requires_grad=False)
-        behaviour = [estimate(name, result.importance) for name in KL_NAMES]
+        behavior = [estimate(name, result.importance) for name in KL_NAMES]
         row = [
             loss.detach(),
             tokens,
@@ -60,7 +60,7 @@ class Diagnostics:
             weights.truncated.sum(),
             weights.used.sum(),
             weights.used.square().sum(),
-            *(values.sum() for values in behaviour),
+            *(values.sum() for values in behavior),
         ]
         if result.clipped_dual is not None:
             row.append(result.clipped_dual.sum())
@@ -85,8 +85,8 @@ class Diagnostics:
         """Means over the tokens taken in; all 0 where there were none.
 
         `clip_share_*`; `approx_kl`, Schulman's k3 estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
-        `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behaviour_kl_*` of KL(behaviour ‖
-        proximal), or ‖ current where the old policy is the behaviour policy. With a reference `reference_kl_*` of
+        `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behaviour_kl_*` of KL(behavior ‖
+        proximal), or ‖ current where the old policy is the behavior policy. With a reference `reference_kl_*` of
         KL(current ‖ reference). With masks `masked_share` of the tokens, by any of them, and `masked_share_<measure>`
         by one; `rejected_share_<measure>` of the trajectories. For each staleness that occurs, its `token_share_`, and
         over its tokens `ratio_mean_` and `behaviour_kl_k3` of log ρ.

@@ -3,8 +3,8 @@
 Called by `trainer.ModelTrainer`. Logits are computed at response positions only (`logits_to_keep`, where the model has
 it), and the log-softmax at trainable tokens only. Nothing here may step the optimizer.
 
-The log-probs are of the full vocabulary after temperature. Behaviour log-probs are after top-p as well: with top_p <
-1 the sampler renormalises over its nucleus, whose mass is between top_p and 1, so that current / behaviour is too
+The log-probs are of the full vocabulary after temperature. Behavior log-probs are after top-p as well: with top_p <
+1 the sampler renormalises over its nucleus, whose mass is between top_p and 1, so that current / behavior is too
 small by that factor on every token, and no clip or cap notices. Sample with top_p = 1 to train.
 """
 
@@ -95,7 +95,7 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
         proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
         rows = Rows(micro.rows, len(micro.input_ids))
         terms = TokenTerms(
-            logprobs.chosen, micro.behaviour, proximal, micro.advantages, rows, micro.reference, micro.staleness
+            logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness
         )
         result = policy_loss(terms, settings)
         loss = (result.losses * micro.weights).sum()

@@ -16,7 +16,7 @@ tokens drawn from the current policy π, q the reference:
     k2: E[log(π / ref) ∇ log π] = ∇ KL(π ‖ ref), exactly; the same as k1 in the reward.
     k3: E[(1 - ref / π) ∇ log π] = ∇ KL(ref ‖ π): to first order the same, weak where π left the reference's support.
 
-With the ratio ρ = π / behaviour, gradient included (k3: DeepSeek-V3.2, arXiv 2512.02556, section 3.1), all of the
+With the ratio ρ = π / behavior, gradient included (k3: DeepSeek-V3.2, arXiv 2512.02556, section 3.1), all of the
 objective E_behaviour[ρ k] is differentiated, and k1 and k3 give ∇ KL(π ‖ ref) exactly, on stale tokens too. k2, whose
 value is biased, takes ρ as a constant and then does as well.
 """
@@ -37,7 +37,7 @@ def estimate(name: str, log_ratio: Tensor) -> Tensor:
 def kl_losses(name: str, log_reference: Tensor, log_behaviour: Tensor | None) -> Tensor:
     """What is added to each token's loss, before its coefficient. [tokens]
 
-    `log_reference` is log(reference / current), `log_behaviour` log(current / behaviour) where the term is weighed by
+    `log_reference` is log(reference / current), `log_behaviour` log(current / behavior) where the term is weighed by
     it, both carrying the gradient of `current`.
     """
     values = estimate(name, log_reference)

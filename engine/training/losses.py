@@ -25,7 +25,7 @@ class TokenTerms(NamedTuple):
 
     current: Tensor
     """Log-probs under the weights being trained; carries the gradient."""
-    behaviour: Tensor
+    behavior: Tensor
     """Log-probs under the distribution each token was drawn from."""
     proximal: Tensor
     """Log-probs under the weights before the train step; `current` without gradient where nothing else was computed."""
@@ -60,7 +60,7 @@ class TokenLosses(NamedTuple):
     log_ratio: Tensor
     """Log of current / old, token by token."""
     weights: Weights
-    """Importance weights after correction and masks: of current / behaviour or of proximal / behaviour, as the loss
+    """Importance weights after correction and masks: of current / behavior or of proximal / behavior, as the loss
     uses them."""
     clipped_low: Tensor
     clipped_high: Tensor
@@ -76,11 +76,11 @@ LossFunction: TypeAlias = Callable[[Tensor, TokenTerms, TrainerSettings], Surrog
 def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     """The whole loss of each token.
 
-    Old policy `behaviour`: one ratio, current / behaviour, is both what is clipped and the importance weight, so a
+    Old policy `behaviour`: one ratio, current / behavior, is both what is clipped and the importance weight, so a
     truncated weight w replaces r: the surrogate is scaled by w / r, and the gradient r A ∇ log π becomes w A ∇ log π.
     With `token_tis` that bounds the one side that the clip leaves open, r far above 1 with a negative advantage.
 
-    Old policy `proximal`: w · surrogate(current / proximal), w = proximal / behaviour. Hilton et al., "Batch
+    Old policy `proximal`: w · surrogate(current / proximal), w = proximal / behavior. Hilton et al., "Batch
     size-invariance for policy optimization", arXiv 2110.00641; in asynchronous training of language models AReaL,
     arXiv 2505.24298. The clip range bounds this step's move alone, however stale the trajectories are; w carries the
     rest, truncated by the correction.
@@ -89,7 +89,7 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     log_ratio = bounded_log_ratio(terms.current, old)
     surrogate = LOSSES[settings.loss](log_ratio, terms, settings)
     log_ratio = log_ratio.detach()
-    importance = bounded_log_ratio(terms.proximal, terms.behaviour) if settings.needs_proximal else log_ratio
+    importance = bounded_log_ratio(terms.proximal, terms.behavior) if settings.needs_proximal else log_ratio
     raw = importance.exp() if settings.needs_proximal else surrogate.weights
     weights = corrected(raw, importance, terms.rows, settings.correction, settings.correction_cap, settings.masks)
     losses = surrogate.losses * (weights.used if settings.needs_proximal else weights.used / raw)
@@ -103,7 +103,7 @@ def _kl_term(terms: TokenTerms, weights: Weights, settings: TrainerSettings) -> 
     """KL(current ‖ reference) of each token that no mask drops."""
     assert terms.reference is not None  # `TrainerSettings.needs_reference` has had it computed
     log_reference = bounded_log_ratio(terms.reference, terms.current)
-    log_behaviour = bounded_log_ratio(terms.current, terms.behaviour) if settings.kl_loss_ratio else None
+    log_behaviour = bounded_log_ratio(terms.current, terms.behavior) if settings.kl_loss_ratio else None
     values = kl_losses(settings.kl_loss, log_reference, log_behaviour)
     return values if weights.kept is None else torch.where(weights.kept, values, 0.0)
 

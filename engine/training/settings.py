@@ -3,8 +3,8 @@
 The configuration layer maps its `trainer`, `scheduler` and `rollout` sections onto `TrainerSettings`; a user who embeds
 `ModelTrainer` makes one directly. It must stay free of torch, so that a configuration is checked without loading it.
 
-**The default formulas for asynchronous training** are `loss="ppo_clip"` with the behaviour log-probs as the old
-policy and `correction="none"`: one ratio, current / behaviour, carries the whole off-policy correction, each token is
+**The default formulas for asynchronous training** are `loss="ppo_clip"` with the behavior log-probs as the old
+policy and `correction="none"`: one ratio, current / behavior, carries the whole off-policy correction, each token is
 weighed by the policy that really drew it (whichever of several weights versions that was), and no forward pass is
 spent on recomputing log-probs. Its clip range then has to hold the staleness too: with S above about 2,
 `clip_share_low` and `clip_share_high` rise and learning slows. Then take `decoupled_ppo` (one more forward pass) with
@@ -99,7 +99,7 @@ class TrainerSettings:
     see `losses.py`."""
     old_policy: str = "behaviour"
     """Whom the loss's ratio is measured against: `behaviour` (who sampled), or `proximal`, the weights before the
-    step; then the loss is weighed by proximal / behaviour, at the price of a forward pass."""
+    step; then the loss is weighed by proximal / behavior, at the price of a forward pass."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28
@@ -118,9 +118,9 @@ class TrainerSettings:
     kl_loss: str = "k3"
     """Its estimator, `k1`, `k2` or `k3`: see `kl.py`."""
     kl_loss_ratio: bool = False
-    """Weigh it by current / behaviour, which makes every estimator's gradient that of the KL; `k1` needs it."""
+    """Weigh it by current / behavior, which makes every estimator's gradient that of the KL; `k1` needs it."""
     kl_reward_coef: float = 0.0
-    """Times KL(behaviour ‖ reference), taken off the rewards before advantages; 0: none."""
+    """Times KL(behavior ‖ reference), taken off the rewards before advantages; 0: none."""
     kl_reward: str = "k1"
     """Its estimator."""
     reference_path: str | None = None
@@ -147,7 +147,7 @@ class TrainerSettings:
     only: small models on a CPU are fastest at 2048 to 4096, whose activations stay in its caches."""
 
     temperature: float = 1.0
-    """The rollout's sampling temperature: the logits are divided by it, since the behaviour log-probs are after it."""
+    """The rollout's sampling temperature: the logits are divided by it, since the behavior log-probs are after it."""
     bf16: str = "auto"
     """bfloat16 autocast: `on`, `off`, or `auto` = on where a CUDA device has it. Weights and moments stay float32,
     since an update of 1e-6 is lost in bfloat16."""

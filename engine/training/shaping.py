@@ -60,11 +60,11 @@ def overlong_share(tokens: int, settings: TrainerSettings) -> float:
 
 
 def token_kl(sample: Sample, settings: TrainerSettings) -> Tensor:
-    """KL(behaviour ‖ reference) estimated at each token: the policy that acted is the one whose reward it is. The sum
-    of k1 over a trajectory is log(behaviour / reference) of it, RLOO's term (arXiv 2402.14740 eq. 3).
+    """KL(behavior ‖ reference) estimated at each token: the policy that acted is the one whose reward it is. The sum
+    of k1 over a trajectory is log(behavior / reference) of it, RLOO's term (arXiv 2402.14740 eq. 3).
     [tokens] float64"""
     assert sample.reference is not None  # the trainer has scored it
-    return estimate(settings.kl_reward, sample.reference.double() - sample.behaviour.double())
+    return estimate(settings.kl_reward, sample.reference.double() - sample.behavior.double())
 
 
 def _subtract_kl_to_go(rollout: Rollout, settings: TrainerSettings) -> None:

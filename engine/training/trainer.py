@@ -74,7 +74,7 @@ RIGHT = 1.0
 class ModelTrainer:
     """Trains the causal language model at `model_path` (a directory, or a name that transformers resolves).
 
-    The model stays in evaluation mode, gradients on: dropout would make current / behaviour differ from 1 on the very
+    The model stays in evaluation mode, gradients on: dropout would make current / behavior differ from 1 on the very
     weights that sampled. Tasks `scored_apart` come with the batch: no model is loaded for them, and a batch without
     them is not trained. Raises `ConfigError` for settings that this machine cannot serve.
     """

@@ -29,7 +29,7 @@ sys.stdin.read()
 
 
 def test_of_a_run_whose_scheduler_died_at_its_end_no_word_is_left(tmp_path: Path) -> None:
-    """Else it is scraped, and missed, for ever."""
+    """Else it is scraped, and missed, forever."""
     folder = tmp_path / ".endpoints"
     ended, other = (replace(plan(tmp_path / name), endpoints=folder) for name in ("ended", "other"))
     for made in (ended, other):

@@ -1,4 +1,4 @@
-"""Signs of life, without Ray: an actor that says that it cannot go on, one that dies, one that is silent."""
+"""Signs of life, without Ray: an actor that says that it cannot continue, one that dies, one that is silent."""
 
 import asyncio
 from types import SimpleNamespace

@@ -9,7 +9,7 @@ from engine.actors.lasting import LAUNCH, note_launch, noted_launch
 
 
 def test_a_copy_of_a_run_does_not_claim_the_actors_of_the_run_it_was_made_of(tmp_path: Path) -> None:
-    """That one may be going on: whoever resumes the copy must not end it."""
+    """That one may be continuing: whoever resumes the copy must not end it."""
     run, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
     run.mkdir()
     assert noted_launch(run) is None

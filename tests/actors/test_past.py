@@ -1,4 +1,4 @@
-"""What a resumed run goes on from: its record, its newest checkpoint, and what the trajectory store holds."""
+"""What a resumed run continues from: its record, its newest checkpoint, and what the trajectory store holds."""
 
 import json
 from collections.abc import Callable, Collection

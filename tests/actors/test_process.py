@@ -54,5 +54,5 @@ def test_a_log_whose_directory_was_deleted_is_written_to_stderr(
         monkeypatch.setattr(logger, name, value)
     prepare_process("scheduler", tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    logging.getLogger("engine.driver").warning("the run cannot go on")
-    assert "the run cannot go on" in capsys.readouterr().err
+    logging.getLogger("engine.driver").warning("the run cannot continue")
+    assert "the run cannot continue" in capsys.readouterr().err

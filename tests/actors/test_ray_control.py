@@ -1,4 +1,4 @@
-"""A real run that is told what to do while it goes on, and one that waits for what never comes."""
+"""A real run that is told what to do while it continues, and one that waits for what never comes."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Processes of a run that are killed while it goes on: the scheduler's, the stores', several together."""
+"""Processes of a run that are killed while it continues: the scheduler's, the stores', several together."""
 
 import json
 import os

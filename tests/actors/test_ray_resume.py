@@ -1,4 +1,4 @@
-"""Runs over Ray that are cut off and go on: from a checkpoint, from nothing, after a kill of every process."""
+"""Runs over Ray that are cut off and continue: from a checkpoint, from nothing, after a kill of every process."""
 
 import contextlib
 import json

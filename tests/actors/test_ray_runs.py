@@ -95,7 +95,7 @@ def test_weights_are_swapped_under_running_groups(tmp_path: Path, mode: str) -> 
     assert events_of(tmp_path, WeightsInstalled)
     generated = events_of(tmp_path, GroupGenerated)
     assert all(e.tokens == 2 * paced(0).length_of(e.group) for e in generated), (
-        "whatever was cut went on to its full length"
+        "whatever was cut continued to its full length"
     )
     mixed = {e.group for e in generated if e.oldest_version < e.newest_version}
     aborted = {e.group for e in events_of(tmp_path, GroupAborted) if e.tokens}

@@ -1,4 +1,4 @@
-"""The work of added states in an actor of its own: it dies and goes on, and rewards can be given there."""
+"""The work of added states in an actor of its own: it dies and continues, and rewards can be given there."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A resume that finds something missing names it and changes nothing; only `--force-from` goes on with less, and it
+"""A resume that finds something missing names it and changes nothing; only `--force-from` continues with less, and it
 puts aside what it gives up."""
 
 import json

@@ -184,7 +184,7 @@ def test_a_scheduler_that_answers_while_its_stacks_are_written_is_not_killed(tmp
             assert process.stdout is not None and process.stdin is not None
             assert process.stdout.readline() == "asked\n"
             handle.last.set_result(process.pid)
-            process.stdin.write("go on\n")
+            process.stdin.write("continue\n")
             process.stdin.flush()
 
         answering = threading.Thread(target=answer)

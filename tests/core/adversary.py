@@ -87,7 +87,7 @@ class Adversary:
         self.due: dict[int, float] = {}
         """When each timer is to fire."""
         self.judged: list[EnterState] = []
-        """Work of added states under way; it may end in any order."""
+        """Work of added states in progress; it may end in any order."""
         self.probes: list[ProbeProcess] = []
         """Whoever is probed may say that it waits for any process, or say nothing."""
         self.done: list[int] = []
@@ -298,7 +298,7 @@ class Adversary:
         return read(self.recorder)
 
     def go_on(self, recovered: Recovered) -> None:
-        """The record goes on where it ends."""
+        """The record continues where it ends."""
 
     def restore_twin(self) -> None:
         """From here on, a scheduler that was restored from a snapshot handles every event, too."""

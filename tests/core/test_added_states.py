@@ -127,7 +127,7 @@ def test_a_state_in_which_every_group_fails_ends_the_run() -> None:
         run.finish(group)
         fail(run, group)
     assert run.ordered(FinishRun)[0].outcome == "failed"
-    assert "64 prompt groups in a row have failed, at last: no judge" in run.ordered(FinishRun)[0].reason
+    assert "64 prompt groups in a row have failed; last error: no judge" in run.ordered(FinishRun)[0].reason
 
 
 def test_an_answer_to_an_order_already_over_changes_nothing() -> None:

@@ -377,7 +377,7 @@ def test_the_room_is_checked_whatever_chose_the_batch(monkeypatch):
         run.finish(4, 5)
 
 
-# what cannot go on
+# what cannot continue
 
 
 def test_a_replica_on_which_group_after_group_fails_is_replaced() -> None:
@@ -431,7 +431,7 @@ def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
             run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     (end,) = run.ordered(FinishRun)
     assert end.outcome == "failed"
-    assert "version 1 could not be installed, at last: wrong shape; 2 replicas were given up for it" in end.reason
+    assert "version 1 could not be installed; last error: wrong shape; 2 replicas were given up for it" in end.reason
 
 
 def test_a_run_in_which_no_group_could_be_trained_on_has_failed() -> None:
@@ -462,7 +462,7 @@ def test_a_last_checkpoint_that_fails_is_no_success() -> None:
 
 
 def test_policies_that_start_nothing_are_named_when_nothing_else_can_happen() -> None:
-    with pytest.raises(PolicyError, match="nothing is under way and the policies start nothing"):
+    with pytest.raises(PolicyError, match="nothing is running and the policies start nothing"):
         held = with_policy("admission", "admit", lambda self, view, legal: 0, slots=2)
         held.finish(*held.running())
         held.train()
@@ -548,7 +548,7 @@ def test_a_run_whose_groups_all_fail_ends_before_its_prompts_do():
     assert run.state.outcome is None
     fail_for_good(run, 1)
     assert run.ordered(FinishRun)[-1].outcome == "failed"
-    assert run.ordered(FinishRun)[-1].reason == "64 prompt groups in a row have failed, at last: burnt"
+    assert run.ordered(FinishRun)[-1].reason == "64 prompt groups in a row have failed; last error: burnt"
 
 
 def test_one_group_that_is_generated_shows_that_going_on_has_a_point():

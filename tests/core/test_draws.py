@@ -62,7 +62,7 @@ def test_draws_that_fail_five_times_in_a_row_end_the_run_and_name_the_data_sourc
         new = run.tell(DrawFailed(number=last_draw(run).number, reason="OSError: no such file"))
     (end,) = [command for command in new if isinstance(command, FinishRun)]
     assert end.outcome == "failed"
-    assert end.reason == "the data source failed 5 times in a row, at last: OSError: no such file"
+    assert end.reason == "the data source failed 5 times in a row; last error: OSError: no such file"
     run.tell(RunResumed(steps=0, replicas=1, consumed=(), released=()))
     assert run.state.outcome is None and run.state.failed_draws == 0
     run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))

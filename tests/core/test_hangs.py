@@ -130,7 +130,7 @@ HUNG = [
 
 
 class HangsOnce(Seen):
-    """The process that executes the second order of a subject hangs over it, for ever."""
+    """The process that executes the second order of a subject hangs over it, forever."""
 
     def __init__(self, setting: Setting, subject: str) -> None:
         self.subject, self.left, self.hung = subject, 1 if subject in ("start", "stop") else 2, ""

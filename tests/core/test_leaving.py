@@ -70,7 +70,7 @@ def test_a_run_that_drains_parks_its_groups_trains_its_batch_and_saves_a_checkpo
     assert [(order.replica, order.mode) for order in run.ordered(PauseReplica)] == [(0, "abort"), (1, "abort")]
     paused(run, 0)
     paused(run, 1)
-    assert not run.ordered(SaveCheckpoint) and not run.ordered(FinishRun), "the batch under way is trained"
+    assert not run.ordered(SaveCheckpoint) and not run.ordered(FinishRun), "the batch being trained is trained"
     run.train()
     run.publish()
     assert run.ordered(SaveCheckpoint)[-1].steps == 1
@@ -367,7 +367,7 @@ def test_who_is_taken_away_does_not_come_back_where_fewer_are_wanted() -> None:
 
 
 def test_who_shares_a_pool_and_stays_after_all_sleeps_where_the_run_drains() -> None:
-    """The batch under way needs the pool; who is drained would keep it."""
+    """The batch in progress needs the pool; who is drained would keep it."""
     pools = (Pool(tasks=("rollout", "train"), replicas=(0, 1)),)
     run = small(pools=pools)
     run.finish(0, 1)
@@ -474,7 +474,7 @@ def test_an_attempt_that_takes_too_long_is_parked_and_costs_one() -> None:
     run.finish(0)
     run.fire()
     parked = run.ordered(ParkGroup)
-    assert [order.group for order in parked] == [1, 2, 3], "none was started in the place of 0"
+    assert [order.group for order in parked] == [1, 2, 3], "none was started instead of 0"
     assert run.clock <= started + 101.0
     run.abort(1)
     group = run.state.groups[1]

@@ -193,7 +193,7 @@ def test_the_idle_trainer_lends_its_pool_to_a_replica() -> None:
     sleep(run, 1)
     assert len(run.ordered(TrainStep)) == 1 and states(run) == ["ready", "asleep"]
     resumed = [order for order in run.ordered(ResumeGroup) if order.group in lent]
-    assert resumed and all(order.replica == 0 for order in resumed), "they go on elsewhere, from their prefixes"
+    assert resumed and all(order.replica == 0 for order in resumed), "they continue elsewhere, from their prefixes"
 
 
 def test_a_replica_that_joins_while_its_pool_trains_sleeps() -> None:

@@ -402,7 +402,7 @@ def test_a_publication_that_failed_is_ordered_again_from_weights_that_can_be_mad
 
 
 def test_checkpoints_that_the_trainer_was_to_write_or_delete() -> None:
-    """One that was being written is not there: the run goes on without it. A deletion is ordered again."""
+    """One that was being written is not there: the run continues without it. A deletion is ordered again."""
     run = trains(checkpoint_every=1, keep_checkpoints=1, keeps_batches=True)
     for _ in range(2):
         step(run)
@@ -521,7 +521,7 @@ def test_a_damaged_checkpoint_that_nothing_replaces_ends_the_run() -> None:
     assert "the weights after 3 train steps are lost" in run.ordered(FinishRun)[-1].reason
 
 
-# what cannot be replaced while the run goes on
+# what cannot be replaced while the run continues
 
 
 @pytest.mark.parametrize("kind", ["trajectory store", "weights store", "gateway"])

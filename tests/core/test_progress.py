@@ -1,4 +1,4 @@
-"""Law 7 by hand: whatever the policies answer and whatever fails, a run goes on or ends with a named cause."""
+"""Law 7 by hand: whatever the policies answer and whatever fails, a run continues or ends with a named cause."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_the_last_checkpoint_is_written_where_the_one_after_the_same_step_failed
     run = small(checkpoint_every=2, keeps_batches=True, prompts=5, policies={"filter": "zero-variance"})
     train_two_steps(run)
     run.tell(CheckpointFailed(steps=2, reason="the disk is full"))
-    assert not run.ordered(FinishRun), "group 4 is under way"
+    assert not run.ordered(FinishRun), "group 4 is in progress"
     run.finish(4, spread=0.0)
     assert [order.steps for order in run.ordered(SaveCheckpoint)] == [2, 2]
     run.tell(CheckpointSaved(steps=2))
@@ -212,7 +212,7 @@ def test_a_run_under_a_retry_policy_that_never_gives_up_ends() -> None:
     for _ in range(64 * 20):
         run.fail(run.running()[0], cause="data")
     (end,) = run.ordered(FinishRun)
-    assert end.outcome == "failed" and end.reason == "64 prompt groups in a row have failed, at last: no number"
+    assert end.outcome == "failed" and end.reason == "64 prompt groups in a row have failed; last error: no number"
 
 
 class Picky:

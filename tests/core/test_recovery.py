@@ -1,4 +1,4 @@
-"""Runs whose every process ends at once and that go on from their record and their checkpoints."""
+"""Runs whose every process ends at once and that continue from their record and their checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -223,7 +223,7 @@ def test_a_failed_step_is_done_again_with_the_same_batch_until_its_budget_is_spe
     assert not run.ordered(FinishRun)
     run.tell(StepFailed(step=0, attempt=3, reason="out of memory"))
     assert run.ordered(FinishRun)[0].outcome == "failed"
-    assert "train step 0 failed 3 times, at last: out of memory" in run.ordered(FinishRun)[0].reason
+    assert "train step 0 failed 3 times; last error: out of memory" in run.ordered(FinishRun)[0].reason
 
 
 def test_a_version_comes_every_k_steps_and_after_the_last() -> None:

@@ -317,7 +317,7 @@ def test_rows_that_use_up_their_attempts_fail_the_validation_and_not_the_run() -
         assert world.ends() == []
         world.fail_rows(next(order for order in world.out() if order.first == 0))
     assert world.ends() == [("failed", 0)]
-    assert "3 attempts at the same rows failed, at last: no power" in world.ended[0].reason
+    assert "3 attempts at the same rows failed; last error: no power" in world.ended[0].reason
     assert world.state.outcome is None
     assert len(world.ordered(StopMeasuring)) == 1
 
@@ -375,7 +375,7 @@ def test_a_stopped_run_cancels_what_is_being_measured() -> None:
 
 def resumed_at(steps: int, *, kept: bool) -> Measured:
     """Version 2, the first to contain two steps, is being measured as the third step is trained; then every process
-    ends, and the run goes on after `steps`."""
+    ends, and the run continues after `steps`."""
     world = Measured(replace(ON_THE_WAY, every=2), checkpoint_every=1, keep_checkpoints=3)
     for step in range(3):
         world.next_version()

@@ -95,7 +95,7 @@ def test_worlds_in_which_every_kind_of_process_dies_keep_every_law_and_end() -> 
         world = dying_world(seed, recorder)
         outcome = world.run()
         seen[outcome.outcome] += 1
-        spent = ("without progress", "failed 8 times", "at last", "could not be written")
+        spent = ("without progress", "failed 8 times", "last error", "could not be written")
         causes = (*spent, "are lost", "no replica is left")
         assert outcome.outcome == "finished" or any(cause in outcome.reason for cause in causes), outcome
         for process in world.scheduler.state.processes.values():
@@ -159,7 +159,7 @@ def short_steps_not_charged_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a group go on wherever a slot is free, and have the replicas not refuse it."""
+    """Let a group continue wherever a slot is free, and have the replicas not refuse it."""
     monkeypatch.setattr(Group, "resumes_from", property(lambda self: 0))
     monkeypatch.setattr(ReplicaHost, "_is_behind", lambda self, kept: False)
     monkeypatch.setattr("engine.hosts.replica.check_generated", lambda *args, **others: None)

@@ -24,6 +24,6 @@ def hanging(pipe: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        freed = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # whoever waits to read goes on, and meets the end
+        freed = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # whoever waits to read continues, and meets the end
         os.close(freed)
         pipe.unlink()

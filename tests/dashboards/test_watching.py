@@ -32,7 +32,7 @@ RUN = "20260101-000000-watched"
 
 @dataclass
 class Watched:
-    """A run that goes on until it is stopped."""
+    """A run that continues until it is stopped."""
 
     handle: RunHandle
     directory: Path

@@ -111,7 +111,7 @@ def test_an_agent_that_edits_its_own_answer_is_not_trained_on_the_edit() -> None
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         await ask(client, messages)
         messages[-1]["content"] = "better"
-        messages.append({"role": "user", "content": "go on"})
+        messages.append({"role": "user", "content": "continue"})
         await ask(client, messages)
 
     first, second = run(one_group(editor, Scripted("one<end>", "two<end>")))
@@ -197,7 +197,7 @@ def asking(prompt: str) -> Asked:
 def test_of_two_segments_that_a_history_continues_it_goes_on_from_the_longer_one() -> None:
     conversation = Conversation()
     left, right = conversation.begin(asking("x")), conversation.begin(asking("x"))
-    assert left.segment is not right.segment, "a segment with a call under way is nothing to go on from"
+    assert left.segment is not right.segment, "a segment with a call in progress is nothing to continue from"
     answered(conversation, right, "one")
     answered(conversation, left, "one two")
     assert conversation.begin(asking("xone two three")).segment is left.segment

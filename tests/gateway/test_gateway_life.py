@@ -21,7 +21,7 @@ async def hello(client: AsyncOpenAI, prompt: Prompt) -> None:
 
 
 async def refused(client: AsyncOpenAI, prompt: Prompt) -> float:
-    """Everything that a gateway must refuse, in one conversation that goes on afterwards."""
+    """Everything that a gateway must refuse, in one conversation that continues afterwards."""
     create = client.chat.completions.create
     with pytest.raises(openai.AuthenticationError, match="does not belong to a running agent"):
         await client.with_options(api_key="sk-wrong").models.list()

@@ -229,5 +229,5 @@ def test_the_text_says_who_has_a_pool() -> None:
     scripted.finish(0)
     lines = summary_lines(summarize(scripted.state))
     assert "pool      ref_logprobs: ref_logprobs of step 0" in lines
-    assert "  step 0: scoring, attempt 1, ref_logprobs under way, groups 0" in lines
+    assert "  step 0: scoring, attempt 1, ref_logprobs in progress, groups 0" in lines
     assert [(pool.task, pool.step) for pool in scripted.view.pools()] == [("rollout", -1), ("ref_logprobs", 0)]

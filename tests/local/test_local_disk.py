@@ -1,4 +1,4 @@
-"""A disk that is full: the run says so and stops, nothing is lost, and with more room it goes on."""
+"""A disk that is full: the run says so and stops, nothing is lost, and with more room it continues."""
 
 import sys
 from collections.abc import Iterator

@@ -241,7 +241,7 @@ def test_a_run_whose_trainer_always_fails_says_so() -> None:
         def train(self, batch: Batch) -> dict[str, float]:
             raise RuntimeError("the GPU fell off")
 
-    with pytest.raises(RunFailed, match=r"train step 0 failed 5 times, at last: RuntimeError: the GPU fell off"):
+    with pytest.raises(RunFailed, match=r"train step 0 failed 5 times; last error: RuntimeError: the GPU fell off"):
         run(trainer=Broken())
 
 
@@ -278,7 +278,9 @@ def test_a_data_source_that_always_fails_ends_the_run_by_name(odd: Any) -> None:
                 raise odd
             return odd  # type: ignore[no-any-return]
 
-    with pytest.raises(RunFailed, match=r"the data source failed 5 times in a row, at last: .*(Broken\.draw|no such)"):
+    with pytest.raises(
+        RunFailed, match=r"the data source failed 5 times in a row; last error: .*(Broken\.draw|no such)"
+    ):
         run(prompts=Broken(odd))
 
 

@@ -217,7 +217,7 @@ def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
 
 @pytest.mark.parametrize(("how", "age_s"), [("resumed", 3.0), ("by another scheduler", 5.0)])
 def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how: str, age_s: float) -> None:
-    """Its process knows nothing of earlier steps and checkpoints: their ages count from where it went on."""
+    """Its process knows nothing of earlier steps and checkpoints: their ages count from where it continued."""
     limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2)
     recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
     world = Clockwork(limits, recorder=recorder)

@@ -83,7 +83,7 @@ class Course:
         self.cut: list[Cut] = []
         self.resumed: list[tuple[int, GroupId]] = []
         self.preferred: list[tuple[Key, Key]] = []
-        """Of every group that goes on: unfinished trajectories, tokens (negative), oldest version; and the least that
+        """Of every group that continues: unfinished trajectories, tokens (negative), oldest version; and the least that
         any parked group had then."""
         self._parked: dict[GroupId, Key] = {}
         self.failed: set[GroupId] = set()

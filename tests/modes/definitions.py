@@ -44,14 +44,14 @@ def steps_early(course: Course) -> list[int]:
 
 
 def is_fully_async(course: Course, staleness: int) -> None:
-    """No group is older than the bound, rollout goes on beside training, and what is ready first is trained first."""
+    """No group is older than the bound, rollout continues beside training, and what is ready first is trained first."""
     assert max(course.every_staleness()) <= staleness
     assert any(trained.beside for trained in course.steps.values()), "nothing ran beside training"
     takes_ready_first(course)
 
 
 def is_partial_rollout(course: Course, staleness: int) -> None:
-    """What runs when a batch is full is interrupted, sleeps through training, and goes on from what it has."""
+    """What runs when a batch is full is interrupted, sleeps through training, and continues from what it has."""
     assert max(course.every_staleness()) <= staleness
     for step, trained in course.steps.items():
         assert not trained.beside, f"groups {sorted(trained.beside)} ran beside step {step}"
@@ -66,7 +66,7 @@ def is_partial_rollout(course: Course, staleness: int) -> None:
 
 
 def interrupted(course: Course) -> set[GroupId]:
-    """Groups that were cut short with tokens, went on, and were trained on with tokens from before and after."""
+    """Groups that were cut short with tokens, continued, and were trained on with tokens from before and after."""
     mixed = {group for group, end in course.generated.items() if end.oldest_version < end.newest_version}
     trained_groups = {group for batch in course.batches for group in batch}
     return (

@@ -58,7 +58,7 @@ def test_a_partial_group_is_as_old_as_its_oldest_token_whatever_it_went_on_under
     run = Interrupted(staleness=3)
     run.step()
     run.step()
-    assert run.state.groups[0].resumes_from == 1, "it has tokens of versions 0 and 1, and goes on under 2"
+    assert run.state.groups[0].resumes_from == 1, "it has tokens of versions 0 and 1, and continues under 2"
     run.finish(0)
     assert run.ordered(TrainStep)[-1].groups == (0,)
     assert run.ordered(TrainStep)[-1].staleness == (2,)

@@ -1,7 +1,6 @@
 """Checks that this code makes the same decisions as the code that ran `export.py`.
 
     python -m tests.oracle.compare DIRECTORY     feed the recorded events to this scheduler; compare every command
-    python -m tests.oracle.compare --anew        run every world again; compare the summaries with the stored ones
 
 The comparison matches classes and fields by name, and covers only fields that both sides have. The hooks below list the
 intended differences. For each world it reports only the first difference, because the two runs diverge after it. It
@@ -236,59 +235,18 @@ def replay_all(directory: Path, prefix: str, only: set[str], any_order: bool) ->
         yield (path.stem, *replay(msgpack.unpackb(path.read_bytes()), only, any_order))
 
 
-# -- running again -----------------------------------------------------------------------------------------------------
-
-SEMANTIC = ("steps", "versions", "prompts", "outcome")
-"""The parts of a summary that must be equal when a world runs again. In all families but `calm`, one extra or missing
-order changes all later random draws; compare the totals there."""
-
-
-def anew_all(prefix: str) -> Iterator[tuple[str, str, str]]:
-    """As `replay_all`. It also prints the totals of each family to standard error at the end."""
-    from tests.oracle.export import chosen, play, read_corpus  # only this function needs the simulation
-
-    was_all, totals = read_corpus(), defaultdict(lambda: (Counter(), Counter()))
-    for family, number in chosen(prefix):
-        name = f"{family}-{number:03}"
-        try:
-            _, now = play(family, number)
-        except Exception as error:
-            yield name, f"{family}: {type(error).__name__}", f"{name} raised {error}"
-            continue
-        was = was_all[name]
-        for total, line in zip(totals[family], (was, now), strict=True):
-            total.update(worlds=1, steps=len(line["steps"]), versions=len(line["versions"]), found=bool(line["found"]))
-            total.update({line["outcome"]: 1, "trained": line["prompts"]["trained"]})
-            total.update(groups=sum(len(s[1]) for s in line["steps"]), staleness=sum(sum(s[2]) for s in line["steps"]))
-        wrong = [k for k in SEMANTIC if _listed(was[k]) != _listed(now[k])]
-        if was["found"] != now["found"]:
-            wrong.append("found")
-        story = "".join(f"\n    {k}: was {was[k]}\n    {k}: now {now[k]}" for k in wrong)
-        yield name, f"{family}: {', '.join(wrong)}" if wrong else "", name + story
-    for family, (was, now) in totals.items():
-        print(f"totals of {family}: {dict(was)}", "the same" if was == now else f"now {dict(now)}", file=sys.stderr)
-
-
-def _listed(value: Any) -> Any:
-    """A value as JSON returns it."""
-    return [_listed(v) for v in value] if isinstance(value, list | tuple) else value
-
-
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("directory", type=Path, nargs="?", help="what export.py wrote")
-    asked.add_argument("--anew", action="store_true", help="run the worlds anew, and compare summaries")
+    asked.add_argument("directory", type=Path, help="what export.py wrote")
     asked.add_argument("--prefix", default="", help="worlds whose names begin so")
     asked.add_argument("--only", default="", metavar="CLASSES", help="compare these commands alone: TrainStep,...")
     asked.add_argument("--ignore", default="", metavar="FIELDS", help="fields of any command: reason,...")
     asked.add_argument("--any-order", action="store_true", help="an event's commands may come in another order")
     asked.add_argument("--stories", type=int, default=1, help="how many differences of a kind are told")
     said = asked.parse_args()
-    if said.anew == bool(said.directory):
-        asked.error("give either the DIRECTORY that export.py wrote, or --anew")
     IGNORED_FIELDS.update(("*", field) for field in said.ignore.split(","))
     only = set(filter(None, said.only.split(",")))
-    found = anew_all(said.prefix) if said.anew else replay_all(said.directory, said.prefix, only, said.any_order)
+    found = replay_all(said.directory, said.prefix, only, said.any_order)
     kinds: dict[str, list[tuple[str, str]]] = defaultdict(list)
     count = 0
     for name, kind, story in found:

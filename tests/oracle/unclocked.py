@@ -101,7 +101,7 @@ def moves(world: Seen, random: Random, least: int) -> list[Move]:
         world.time += random.choice([0.0, 10.0, 200.0])
         world.fire()
 
-    going = world.driver.outcome is None
+    going, rare_loss = world.driver.outcome is None, random.random() < 0.2
     may(6, world.arrive_up, world.sources())
     may(6, world.arrive_down, world.addressees())
     may(2, lambda one: one[0].sample(one[1], random.randint(1, 3)), world.running())
@@ -116,7 +116,9 @@ def moves(world: Seen, random: Random, least: int) -> list[Move]:
     may(5, lambda one: world.draw(), world.draws if going else [])
     may(2, late, world.timers)
     may(1, lambda one: world.kill(one, random.random() < 0.7), list(world.replicas))
-    may(2, world.join, world.dead)
+    may(3, world.come_up, list(world.starting))
+    may(1, world.fail_start, list(world.starting))
+    may(1, lambda one: world.kill_worker(*one), world.killable() if going and rare_loss else [])
     may(1, world.join, [len(world.incarnations)] if len(world.incarnations) < 4 and not least else [])
     may(1, ask, [None])
     may(1, world.repeat, list(range(len(world.past))))

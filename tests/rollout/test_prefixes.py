@@ -1,4 +1,4 @@
-"""What becomes known of a request while it goes on: backends tell it, the generator makes groups of it."""
+"""What becomes known of a request while it continues: backends tell it, the generator makes groups of it."""
 
 import asyncio
 from typing import Any

@@ -106,7 +106,7 @@ class Halting(TorchBackend):
 
 
 class Counting(TorchBackend):
-    """Counts what it is asked to go on from."""
+    """Counts what it is asked to continue from."""
 
     prefixes = 0
 

@@ -107,7 +107,7 @@ def test_tokens_do_not_depend_on_who_else_is_in_the_batch() -> None:
     async def joined(backend: Any) -> SampleResult:
         first = asyncio.create_task(backend.sample(ask(0, params)))
         await until_sampled(backend, 20)
-        short = SamplingParams(max_tokens=30)  # they leave again while the first goes on
+        short = SamplingParams(max_tokens=30)  # they leave again while the first continues
         others = [asyncio.create_task(backend.sample(ask(row, short))) for row in range(1, 8)]
         result = await first
         await asyncio.gather(*others)

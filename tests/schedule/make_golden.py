@@ -3,7 +3,7 @@
     python tests/schedule/make_golden.py
 
 Writes the records of a format version that is not released over the old ones, and says so; never those of one that was
-released, since its records must stay readable for ever. Writes golden/v<version>/: a few simulated runs with snapshots
+released, since its records must stay readable forever. Writes golden/v<version>/: a few simulated runs with snapshots
 on the way, and `every_type.json` with the bytes of one event and one command of each class.
 """
 

@@ -1,4 +1,4 @@
-"""A house rule: whatever the state holds has a plain form, so that no run goes on without snapshots of it.
+"""A house rule: whatever the state holds has a plain form, so that no run continues without snapshots of it.
 
 Said by the driver, where a state of somebody's own breaks it.
 """

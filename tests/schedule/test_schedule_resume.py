@@ -1,4 +1,4 @@
-"""A record that goes on after its writer has died: the torn end is cut, the rest stays, one writer at a time."""
+"""A record that continues after its writer has died: the torn end is cut, the rest stays, one writer at a time."""
 
 import os
 import subprocess

@@ -154,7 +154,7 @@ def test_a_missing_or_swapped_segment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"00000001.seg is missing"):
         read(tmp_path)
     second.write_bytes(third.read_bytes())
-    expect(tmp_path, 12, "this is segment 2 of a record, in the place of 1", "00000001.seg")
+    expect(tmp_path, 12, "this is segment 2 of a record, but segment 1 was expected", "00000001.seg")
     first.rename(tmp_path / "gone")
     with pytest.raises(RecordError, match=r"00000000.seg is missing"):
         read(tmp_path)

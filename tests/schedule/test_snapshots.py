@@ -297,7 +297,7 @@ def test_a_snapshot_that_does_not_fit_is_passed_over(change: Callable[[list[Any]
     assert one.began_at is not None and one.began_at.position == places[1].position
     assert all_of_them.began_at is None and len(all_of_them.passed_over) == len(places)
     told = str(one.passed_over[0])
-    assert "at byte" in told and "no snapshot that this engine can go on from" in told
+    assert "at byte" in told and "this engine cannot continue from this snapshot" in told
     straight = recover(read(recorder))
     assert structure(one.scheduler) == structure(all_of_them.scheduler) == structure(straight.scheduler)
 

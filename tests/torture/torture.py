@@ -111,7 +111,7 @@ def _live(run_dir: Path, point: Point, mode: str, life: int, mark: str) -> str:
         try:
             said = process.communicate(timeout=LIFE_S)[0]
         except subprocess.TimeoutExpired:
-            raise Failure("liveness", f"life {life} goes on for more than {LIFE_S:.0f} s") from None
+            raise Failure("liveness", f"life {life} continues for more than {LIFE_S:.0f} s") from None
         finally:
             if process.poll() is None:
                 process.kill()
@@ -143,7 +143,7 @@ def _require_gone(mark: str) -> None:
 
 
 def _events(run_dir: Path) -> int:
-    """Of its record; where it died before that began there is nothing to go on with, and another run begins."""
+    """Of its record; where it died before that began there is nothing to continue with, and another run begins."""
     try:
         return sum(isinstance(frame, Handled) for frame in read(run_dir / "schedule").frames(answers=False))
     except RecordError as error:

@@ -55,9 +55,9 @@ def make_group(
     *,
     prompt: Sequence[int] = (2, 3, 4),
     responses: Sequence[Sequence[int]] | None = None,
-    behaviour: float = -2.5,
+    behavior: float = -2.5,
 ) -> TrajectoryGroup:
-    """A finished group. Responses differ in length and content unless given; behaviour log-probs are all equal."""
+    """A finished group. Responses differ in length and content unless given; behavior log-probs are all equal."""
     trajectories = []
     for index, reward in enumerate(rewards):
         if responses is None:

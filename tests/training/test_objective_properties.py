@@ -45,7 +45,7 @@ def masks(draw: Draw) -> Mask:
 
 
 def log_ratios(terms: TokenTerms) -> torch.Tensor:
-    return (terms.proximal - terms.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (terms.proximal - terms.behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @given(token_terms(), st.lists(masks(), max_size=3), masks(), st.sampled_from(["none", "token_tis"]))
@@ -71,7 +71,7 @@ def test_truncated_weights_stay_under_the_cap(terms: TokenTerms, correction: str
 def test_what_both_policies_agree_on_is_left_alone(
     terms: TokenTerms, correction: str, cap: float, some: list[Mask]
 ) -> None:
-    log_ratio = torch.zeros_like(terms.behaviour)
+    log_ratio = torch.zeros_like(terms.behavior)
     weights = corrected(log_ratio.exp(), log_ratio, terms.rows, correction, cap, some)
     assert bool((weights.used == 1.0).all()) and not weights.truncated.any()
 
@@ -128,9 +128,9 @@ def test_gspo_s_ratio_is_the_same_for_every_token_and_one_on_policy(current: lis
     rows = Rows(torch.zeros(tokens, dtype=torch.int64), 1)
     logs = torch.tensor(current, dtype=torch.float64)
     advantages = torch.ones(tokens, dtype=torch.float64)
-    behaviour = torch.tensor(other[:tokens], dtype=torch.float64)
+    behavior = torch.tensor(other[:tokens], dtype=torch.float64)
     chosen = TrainerSettings(loss="gspo", **BOUNDS)
-    stale, _ = evaluate(chosen, TokenTerms(logs.clone().requires_grad_(), behaviour, logs, advantages, rows))
+    stale, _ = evaluate(chosen, TokenTerms(logs.clone().requires_grad_(), behavior, logs, advantages, rows))
     fresh, gradient = evaluate(chosen, TokenTerms(logs.clone().requires_grad_(), logs, logs, advantages, rows))
     assert len(set(stale.weights.used.tolist())) == 1
     assert fresh.losses.tolist() == gradient == [-1.0] * tokens

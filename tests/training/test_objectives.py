@@ -69,7 +69,7 @@ def test_equal_advantages_normalise_to_exact_zeros_and_a_bad_reward_stays_with_i
 
 
 def test_the_kl_of_a_token_is_taken_off_from_there_on(group: Make) -> None:
-    # behaviour log-prob -2.5, reference -1: k1 = -2.5 + 1 = -1.5 a token. β = 0.1, reward 1, 3 tokens:
+    # behavior log-prob -2.5, reference -1: k1 = -2.5 + 1 = -1.5 a token. β = 0.1, reward 1, 3 tokens:
     # 1 - 0.1 · (-1.5) · 3 = 1.45, then 1.30 and 1.15; the single token of reward 0 has 0.15.
     # Four values of mean 4.05 / 4 = 1.0125.
     groups = [group(0, [1.0, 0.0], responses=[[5, 6, 7], [8]])]
@@ -96,7 +96,7 @@ def test_the_kl_to_go_runs_on_over_segments(group: Make) -> None:
 
 @pytest.mark.parametrize(("name", "each"), [("k1", -1.5), ("k2", 1.125), ("k3", math.exp(1.5) - 1 - 1.5)])
 def test_the_kl_of_a_whole_trajectory_is_taken_off_its_reward(group: Make, name: str, each: float) -> None:
-    # log(reference / behaviour) = -1 + 2.5 = 1.5; 3 tokens and 1 token; rewards 1 and 0. dr_grpo only centres.
+    # log(reference / behavior) = -1 + 2.5 = 1.5; 3 tokens and 1 token; rewards 1 and 0. dr_grpo only centres.
     groups = [group(0, [1.0, 0.0], responses=[[5, 6, 7], [8]])]
     settings = TrainerSettings(advantage="dr_grpo", kl_reward_coef=0.1, kl_reward=name)
     first, second = shaped(groups, settings)
@@ -149,7 +149,7 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
 
 def test_gspo_has_the_gradient_of_its_first_form() -> None:
     """Eq. 5, differentiated numerically in plain Python: (1/n) Σ_i s_i A_i, s_i = (Π r)^(1/|y|), inside the bounds."""
-    current, behaviour, lengths, advantages = [0.21, 0.19, 0.2, 0.3], [0.2, 0.2, 0.21, 0.3], [3, 1], [0.5, -2.0]
+    current, behavior, lengths, advantages = [0.21, 0.19, 0.2, 0.3], [0.2, 0.2, 0.21, 0.3], [3, 1], [0.5, -2.0]
 
     def objective(logs: list[float]) -> float:
         total, start = 0.0, 0
@@ -160,7 +160,7 @@ def test_gspo_has_the_gradient_of_its_first_form() -> None:
         return -total
 
     each = [1 / (2 * length) for length in lengths for _ in range(length)]
-    given = terms(current, behaviour, [0.5] * 3 + [-2.0], lengths=lengths)
+    given = terms(current, behavior, [0.5] * 3 + [-2.0], lengths=lengths)
     losses = policy_loss(given, TrainerSettings(loss="gspo", clip_low=0.1, clip_high=0.1)).losses
     total = (losses * torch.tensor(each)).sum()
     (gradient,) = torch.autograd.grad(total, given.current)
@@ -182,7 +182,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "cispo"])
 def test_a_proximal_old_policy_weighs_any_loss(loss: str) -> None:
-    # current / proximal = 1.1 inside every bound, proximal / behaviour = 0.2 / 0.1 = 2; gradient -2 · 1.1 · A.
+    # current / proximal = 1.1 inside every bound, proximal / behavior = 0.2 / 0.1 = 2; gradient -2 · 1.1 · A.
     given = terms([0.22], [0.1], [1.0], proximal=[0.2])
     _, gradient = evaluate(TrainerSettings(loss=loss, old_policy="proximal"), given)
     assert gradient == pytest.approx([-2.2])
@@ -192,7 +192,7 @@ def test_a_proximal_old_policy_weighs_any_loss(loss: str) -> None:
 
 
 def test_sequence_tis_weighs_a_whole_trajectory() -> None:
-    # proximal / behaviour: 2 and 3 -> 6, capped at 4; 0.5 alone. current = proximal, so the gradient is -w A.
+    # proximal / behavior: 2 and 3 -> 6, capped at 4; 0.5 alone. current = proximal, so the gradient is -w A.
     given = terms([0.2, 0.3, 0.1], [0.1, 0.1, 0.2], [1.0] * 3, lengths=[2, 1])
     settings = TrainerSettings(old_policy="proximal", correction="sequence_tis", correction_cap=4.0)
     result, gradient = evaluate(settings, given)
@@ -233,9 +233,9 @@ def test_masks_keep_what_lies_between_their_bounds(measure: str, old_policy: str
     mask = Mask(measure=measure, high=middle) if middle >= agreed else Mask(measure=measure, low=middle)
     keep = [value <= middle if middle >= agreed else value >= middle for value in expected]
     assert len(set(keep)) == 2
-    behaviour = [0.4 / ratio for ratio in RHO]
+    behavior = [0.4 / ratio for ratio in RHO]
     settings = TrainerSettings(old_policy=old_policy, masks=(mask,), clip_low=1.0, clip_high=100.0)
-    result, gradient = evaluate(settings, terms([0.4] * 5, behaviour, [1.0] * 5, lengths=[3, 2]))
+    result, gradient = evaluate(settings, terms([0.4] * 5, behavior, [1.0] * 5, lengths=[3, 2]))
     assert result.weights.kept is not None
     assert result.weights.kept.tolist() == keep
     assert gradient == pytest.approx([-ratio * kept for ratio, kept in zip(RHO, keep, strict=True)])

@@ -1,4 +1,4 @@
-"""Checkpoints: transformers loads them, a run goes on from them to the bit, and half of one is never seen."""
+"""Checkpoints: transformers loads them, a run continues from them to the bit, and half of one is never seen."""
 
 import json
 from collections.abc import Callable

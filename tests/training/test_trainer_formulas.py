@@ -19,19 +19,19 @@ from engine.training.settings import (
     TrainerSettings,
 )
 
-# Four tokens whose ratio current / behaviour is 2, 2, 0.5, 0.5 with advantages +1, -1, +1, -1. Clip range [0.8, 1.28].
+# Four tokens whose ratio current / behavior is 2, 2, 0.5, 0.5 with advantages +1, -1, +1, -1. Clip range [0.8, 1.28].
 RATIOS = [2.0, 2.0, 0.5, 0.5]
 SIGNS = [1.0, -1.0, 1.0, -1.0]
 
 
 def terms(
-    current: list[float], behaviour: list[float], advantages: list[float], proximal: list[float] | None = None
+    current: list[float], behavior: list[float], advantages: list[float], proximal: list[float] | None = None
 ) -> TokenTerms:
     """Terms from probabilities (not logs), all of one trajectory."""
     log_current = torch.tensor(current).log().requires_grad_()
     log_proximal = log_current.detach() if proximal is None else torch.tensor(proximal).log()
     rows = Rows(torch.zeros(len(current), dtype=torch.int64), 1)
-    return TokenTerms(log_current, torch.tensor(behaviour).log(), log_proximal, torch.tensor(advantages), rows)
+    return TokenTerms(log_current, torch.tensor(behavior).log(), log_proximal, torch.tensor(advantages), rows)
 
 
 def evaluate(settings: TrainerSettings, given: TokenTerms) -> tuple[TokenLosses, list[float]]:
@@ -116,10 +116,10 @@ def test_ppo_clip_with_truncated_weights_caps_the_gradient() -> None:
 
 
 def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
-    # current / proximal = 0.30 / 0.20 = 1.5, proximal / behaviour = 0.20 / 0.05 = 4.
+    # current / proximal = 0.30 / 0.20 = 1.5, proximal / behavior = 0.20 / 0.05 = 4.
     #   A = +1: -min(1.5, 1.28) = -1.28, times 4 = -5.12, clipped above, gradient 0
     #   A = -1: -min(-1.5, -1.28) = 1.5, times 4 =  6,    gradient 1.5 · 4 = 6
-    # Around the behaviour policy (ratio 6) the same tokens would give -1.28 and 6.
+    # Around the behavior policy (ratio 6) the same tokens would give -1.28 and 6.
     given = terms([0.3, 0.3], [0.05, 0.05], [1.0, -1.0], proximal=[0.2, 0.2])
     result, gradient = evaluate(TrainerSettings(loss="decoupled_ppo"), given)
     assert close(result.losses, [-5.12, 6.0])

@@ -29,7 +29,7 @@ def test_the_row_ends_before_its_last_trainable_token(group: Make) -> None:
     assert sample.input_ids.tolist() == [2, 3, 4, 5, 6]
     assert sample.positions.tolist() == [2, 4]
     assert sample.targets.tolist() == [5, 7]
-    assert sample.behaviour.tolist() == pytest.approx([-0.1, -0.3])
+    assert sample.behavior.tolist() == pytest.approx([-0.1, -0.3])
 
 
 def test_trajectories_without_trainable_tokens_are_left_out(group: Make) -> None:

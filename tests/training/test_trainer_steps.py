@@ -145,7 +145,7 @@ def test_a_first_step_that_fails_leaves_no_moments(model_path: str, batch: MakeB
     assert not trainer.optimizer.state
 
 
-@pytest.mark.parametrize("where", ["reward", "behaviour nan", "behaviour -inf", "gradient"])
+@pytest.mark.parametrize("where", ["reward", "behavior nan", "behavior -inf", "gradient"])
 def test_what_is_not_finite_is_skipped_and_counted(
     model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_what_is_not_finite_is_skipped_and_counted(
 
         handles.append(next(trainer.model.parameters()).register_hook(spoil))
     else:
-        victim.logprobs[1] = math.nan if where == "behaviour nan" else -math.inf
+        victim.logprobs[1] = math.nan if where == "behavior nan" else -math.inf
     metrics = trainer.train(spoiled)
     expected = reference.train(sound)
     assert (metrics["nonfinite_minibatches"], metrics["optimizer_steps"]) == (1, 1)
@@ -218,7 +218,7 @@ def test_decoupled_ppo_of_one_minibatch_needs_no_scoring(model_path: str, batch:
 
 
 def test_on_policy_ratios_are_one(model_path: str, batch: MakeBatch) -> None:
-    """Behaviour log-probs from the very weights and temperature: ratio 1, KL 0, all tokens count, none is clipped."""
+    """Behavior log-probs from the very weights and temperature: ratio 1, KL 0, all tokens count, none is clipped."""
     trainer = ModelTrainer(model_path, TrainerSettings(temperature=0.8, loss="decoupled_ppo"))
     made = batch(0)
     trainer.score(made, "old_logprobs")
@@ -274,7 +274,7 @@ def test_it_learns_a_two_token_task(model_path: str, group: Make, as_batch: Make
 
 
 def play(trainer: ModelTrainer, group: Make, number: int, target: int, draws: torch.Generator) -> TrajectoryGroup:
-    """Sample 16 two-token answers to one prompt from the trainer's own model, with behaviour log-probs and rewards."""
+    """Sample 16 two-token answers to one prompt from the trainer's own model, with behavior log-probs and rewards."""
     samples = 16
     ids = torch.tensor([[target, 4]] * samples)
     logprobs = []

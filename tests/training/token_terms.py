@@ -11,7 +11,7 @@ from engine.training.settings import TrainerSettings
 
 def terms(
     current: Sequence[float],
-    behaviour: Sequence[float],
+    behavior: Sequence[float],
     advantages: Sequence[float],
     *,
     proximal: Sequence[float] | None = None,
@@ -24,7 +24,7 @@ def terms(
     log_proximal = log_current.detach() if proximal is None else torch.tensor(proximal, dtype=torch.float64).log()
     return TokenTerms(
         log_current,
-        torch.tensor(behaviour, dtype=torch.float64).log(),
+        torch.tensor(behavior, dtype=torch.float64).log(),
         log_proximal,
         torch.tensor(advantages, dtype=torch.float64),
         Rows(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)),
