@@ -40,7 +40,7 @@ class TrainerSection(Section):
         "ppo_clip", description="ppo_clip, dual_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
     )
     old_policy: str = Field(
-        "behaviour", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
+        "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")

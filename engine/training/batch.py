@@ -130,7 +130,7 @@ def _sample(trajectory: Trajectory, continues: bool) -> Sample:
         input_ids=ids[: int(indices[-1])],
         positions=indices - 1,
         targets=ids[indices],
-        behaviour=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
+        behavior=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
         reward=trajectory.reward,
         continues=continues,
     )
@@ -179,7 +179,7 @@ def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         rows=torch.arange(len(samples)).repeat_interleave(counts),
         columns=positions - first,
         targets=torch.cat([sample.targets for sample in samples]),
-        behaviour=torch.cat([sample.behavior for sample in samples]),
+        behavior=torch.cat([sample.behavior for sample in samples]),
         proximal=_joined([sample.proximal for sample in samples]),
         reference=_joined([sample.reference for sample in samples]),
         advantages=_advantages(samples, counts),

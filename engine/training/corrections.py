@@ -4,7 +4,7 @@ Called by `losses.py`. One correction truncates weights, then any number of mask
 them read the same log importance ratio of each token, log ρ:
 
     old policy `proximal`:   ρ = proximal / behavior, the part that the clip around the proximal policy leaves out
-    old policy `behaviour`:  ρ = current / behavior, the ratio inside the loss itself
+    old policy `behavior`:  ρ = current / behavior, the ratio inside the loss itself
 
 Ratios of 1 mean on-policy; they leave 1 as the weights move on (staleness) and because the sampler and the trainer
 round differently. A mask takes a token's gradient away and leaves it in the denominator of the mean, as IcePop does:

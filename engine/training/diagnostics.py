@@ -31,7 +31,7 @@ class Diagnostics:
         self._names = (
             "loss", "tokens", "nonfinite", "clip_low", "clip_high", "kl", "entropy", "ratio", "truncated", "weights",
             "squares",
-            *(f"behaviour_{name}" for name in KL_NAMES),
+            *(f"behavior_{name}" for name in KL_NAMES),
             *(("clip_dual",) if settings.loss == "dual_clip" else ()),
             *((f"reference_{name}" for name in KL_NAMES) if settings.needs_reference else ()),
             *(("masked", "trajectories", *masks) if masks else ()),
@@ -69,7 +69,7 @@ class Diagnostics:
             row += [estimate(name, log_ratio).sum() for name in KL_NAMES]
         row += _masked(weights, terms.rows.trajectories)
         scalars = torch.stack([value.double() for value in row])
-        self._parts.append(torch.cat([scalars, *_by_staleness(terms, result.importance, behaviour[2])]))
+        self._parts.append(torch.cat([scalars, *_by_staleness(terms, result.importance, behavior[2])]))
 
     def merge(self, other: "Diagnostics") -> None:
         self._parts.extend(other._parts)
@@ -85,11 +85,11 @@ class Diagnostics:
         """Means over the tokens taken in; all 0 where there were none.
 
         `clip_share_*`; `approx_kl`, Schulman's k3 estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
-        `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behaviour_kl_*` of KL(behavior ‖
+        `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behavior_kl_*` of KL(behavior ‖
         proximal), or ‖ current where the old policy is the behavior policy. With a reference `reference_kl_*` of
         KL(current ‖ reference). With masks `masked_share` of the tokens, by any of them, and `masked_share_<measure>`
         by one; `rejected_share_<measure>` of the trajectories. For each staleness that occurs, its `token_share_`, and
-        over its tokens `ratio_mean_` and `behaviour_kl_k3` of log ρ.
+        over its tokens `ratio_mean_` and `behavior_kl_k3` of log ρ.
         """
         sums = self.sums()
         tokens = max(1.0, sums["tokens"])
@@ -102,7 +102,7 @@ class Diagnostics:
             "tis_truncated_share": sums["truncated"] / tokens,
             "ess": effective_sample_share(sums["weights"], sums["squares"], tokens),
         }
-        for policy in ("behaviour", "reference") if self._settings.needs_reference else ("behaviour",):
+        for policy in ("behavior", "reference") if self._settings.needs_reference else ("behavior",):
             metrics |= {f"{policy}_kl_{name}": sums[f"{policy}_{name}"] / tokens for name in KL_NAMES}
         if "clip_dual" in sums:
             metrics["clip_share_dual"] = sums["clip_dual"] / tokens
@@ -122,7 +122,7 @@ class Diagnostics:
             if count:
                 metrics[f"token_share_stale_{bucket}"] = count / tokens
                 metrics[f"ratio_mean_stale_{bucket}"] = ratio / count
-                metrics[f"behaviour_kl_k3_stale_{bucket}"] = kl / count
+                metrics[f"behavior_kl_k3_stale_{bucket}"] = kl / count
         return metrics
 
 

@@ -17,7 +17,7 @@ tokens drawn from the current policy π, q the reference:
     k3: E[(1 - ref / π) ∇ log π] = ∇ KL(ref ‖ π): to first order the same, weak where π left the reference's support.
 
 With the ratio ρ = π / behavior, gradient included (k3: DeepSeek-V3.2, arXiv 2512.02556, section 3.1), all of the
-objective E_behaviour[ρ k] is differentiated, and k1 and k3 give ∇ KL(π ‖ ref) exactly, on stale tokens too. k2, whose
+objective E_behavior[ρ k] is differentiated, and k1 and k3 give ∇ KL(π ‖ ref) exactly, on stale tokens too. k2, whose
 value is biased, takes ρ as a constant and then does as well.
 """
 
@@ -34,14 +34,14 @@ def estimate(name: str, log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def kl_losses(name: str, log_reference: Tensor, log_behaviour: Tensor | None) -> Tensor:
+def kl_losses(name: str, log_reference: Tensor, log_behavior: Tensor | None) -> Tensor:
     """What is added to each token's loss, before its coefficient. [tokens]
 
-    `log_reference` is log(reference / current), `log_behaviour` log(current / behavior) where the term is weighed by
+    `log_reference` is log(reference / current), `log_behavior` log(current / behavior) where the term is weighed by
     it, both carrying the gradient of `current`.
     """
     values = estimate(name, log_reference)
-    if log_behaviour is None:
+    if log_behavior is None:
         return values
-    ratio = log_behaviour.exp()
+    ratio = log_behavior.exp()
     return values * (ratio.detach() if name == "k2" else ratio)

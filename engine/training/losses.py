@@ -76,7 +76,7 @@ LossFunction: TypeAlias = Callable[[Tensor, TokenTerms, TrainerSettings], Surrog
 def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     """The whole loss of each token.
 
-    Old policy `behaviour`: one ratio, current / behavior, is both what is clipped and the importance weight, so a
+    Old policy `behavior`: one ratio, current / behavior, is both what is clipped and the importance weight, so a
     truncated weight w replaces r: the surrogate is scaled by w / r, and the gradient r A ∇ log π becomes w A ∇ log π.
     With `token_tis` that bounds the one side that the clip leaves open, r far above 1 with a negative advantage.
 
@@ -85,7 +85,7 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     arXiv 2505.24298. The clip range bounds this step's move alone, however stale the trajectories are; w carries the
     rest, truncated by the correction.
     """
-    old = terms.proximal if settings.needs_proximal else terms.behaviour
+    old = terms.proximal if settings.needs_proximal else terms.behavior
     log_ratio = bounded_log_ratio(terms.current, old)
     surrogate = LOSSES[settings.loss](log_ratio, terms, settings)
     log_ratio = log_ratio.detach()
@@ -103,8 +103,8 @@ def _kl_term(terms: TokenTerms, weights: Weights, settings: TrainerSettings) -> 
     """KL(current ‖ reference) of each token that no mask drops."""
     assert terms.reference is not None  # `TrainerSettings.needs_reference` has had it computed
     log_reference = bounded_log_ratio(terms.reference, terms.current)
-    log_behaviour = bounded_log_ratio(terms.current, terms.behavior) if settings.kl_loss_ratio else None
-    values = kl_losses(settings.kl_loss, log_reference, log_behaviour)
+    log_behavior = bounded_log_ratio(terms.current, terms.behavior) if settings.kl_loss_ratio else None
+    values = kl_losses(settings.kl_loss, log_reference, log_behavior)
     return values if weights.kept is None else torch.where(weights.kept, values, 0.0)
 
 

@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "dual_clip", "gspo", "cispo")
-OLD_POLICY_NAMES = ("behaviour", "proximal")
+OLD_POLICY_NAMES = ("behavior", "proximal")
 CORRECTION_NAMES = ("none", "token_tis", "sequence_tis")
 KL_NAMES = ("k1", "k2", "k3")
 MASK_NAMES = (
@@ -97,8 +97,8 @@ class TrainerSettings:
     loss: str = "ppo_clip"
     """`ppo_clip`, `dual_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
     see `losses.py`."""
-    old_policy: str = "behaviour"
-    """Whom the loss's ratio is measured against: `behaviour` (who sampled), or `proximal`, the weights before the
+    old_policy: str = "behavior"
+    """Whom the loss's ratio is measured against: `behavior` (who sampled), or `proximal`, the weights before the
     step; then the loss is weighed by proximal / behavior, at the price of a forward pass."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""

@@ -65,7 +65,7 @@ def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(
     lines = [row for row in rows if "step" in row]
     assert len(lines) == STEPS
     told = {
-        "ess", "clip_share_dual", "behaviour_kl_k1", "reference_kl_k3", "kl_reward_mean", "overlong_penalty_mean",
+        "ess", "clip_share_dual", "behavior_kl_k1", "reference_kl_k3", "kl_reward_mean", "overlong_penalty_mean",
         "masked_share", "masked_share_token_ratio", "rejected_share_mean_k3", "advantage_std",
     }  # fmt: skip
     assert all(isinstance(line[name], float) for line in lines for name in told)

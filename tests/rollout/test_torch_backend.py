@@ -30,7 +30,7 @@ def sample_all(backend: TorchBackend, requests: Sequence[SampleRequest]) -> list
     return results
 
 
-def behaviour_logprobs(model: Any, prompt: list[int], result: SampleResult, params: SamplingParams) -> list[float]:
+def behavior_logprobs(model: Any, prompt: list[int], result: SampleResult, params: SamplingParams) -> list[float]:
     """From one full forward without a cache: log-softmax after temperature, renormalised over the nucleus."""
     ids = torch.tensor([prompt + result.token_ids])
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_logprobs_equal_a_full_forwards(family: str, params: tuple[float, float]
     results = sample_all(backend, [ask(row, settings) for row in range(8)])
     model = build(family)
     for prompt, result in zip(PROMPTS, results, strict=True):
-        assert result.logprobs == pytest.approx(behaviour_logprobs(model, prompt, result, settings), abs=1e-4)
+        assert result.logprobs == pytest.approx(behavior_logprobs(model, prompt, result, settings), abs=1e-4)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
@@ -95,7 +95,7 @@ def test_recomputed_kv_is_the_new_weights_own(kv: str) -> None:
 
     result, seam = run_over(build_torch("qwen2", kv=kv), scenario)
     assert 10 <= seam < 80
-    expected = behaviour_logprobs(new, PROMPTS[4], result, params)
+    expected = behavior_logprobs(new, PROMPTS[4], result, params)
     error = max(abs(a - b) for a, b in zip(result.logprobs[seam:], expected[seam:], strict=True))
     assert (error < 1e-4) == (kv == "recompute")
 
@@ -220,7 +220,7 @@ def test_a_group_of_one_prompt_has_different_samples_and_shares_its_prefill() ->
     assert len({tuple(result.token_ids) for result in results}) == 10
     model = build("qwen2")
     for result in results:
-        expected = behaviour_logprobs(model, [1, 2, 3, 4, 5], result, params)
+        expected = behavior_logprobs(model, [1, 2, 3, 4, 5], result, params)
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
     assert sum(prefilled) <= 3, "ten samples of one prompt, four at a time, need one prefill per turnover"
 

@@ -65,7 +65,7 @@ def make_group(
         else:
             tokens = list(responses[index])
         trajectory = Trajectory(prompt_ids=list(prompt), reward=reward, finish_reason="stop")
-        trajectory.extend(tokens, [behaviour] * len(tokens), [Span(0, len(tokens), 0)])
+        trajectory.extend(tokens, [behavior] * len(tokens), [Span(0, len(tokens), 0)])
         trajectories.append(trajectory)
     return TrajectoryGroup(group=number, prompt=Prompt(row=number, text=""), trajectories=trajectories)
 

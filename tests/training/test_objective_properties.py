@@ -87,7 +87,7 @@ def test_what_both_policies_agree_on_is_left_alone(
 def test_gradients_are_finite_whatever_the_log_probs(
     terms: TokenTerms, loss: str, correction: str, some: list[Mask], kl: str, ratio: bool
 ) -> None:
-    old = "proximal" if correction == "sequence_tis" else "behaviour"
+    old = "proximal" if correction == "sequence_tis" else "behavior"
     chosen = TrainerSettings(
         loss=loss, old_policy=old, correction=correction, masks=tuple(some), kl_loss_coef=0.1, kl_loss=kl,
         kl_loss_ratio=ratio, **BOUNDS,

@@ -155,7 +155,7 @@ def test_gspo_has_the_gradient_of_its_first_form() -> None:
         total, start = 0.0, 0
         for length, advantage in zip(lengths, advantages, strict=True):
             part = range(start, start + length)
-            total += math.exp(sum(logs[t] - math.log(behaviour[t]) for t in part) / length) * advantage / len(lengths)
+            total += math.exp(sum(logs[t] - math.log(behavior[t]) for t in part) / length) * advantage / len(lengths)
             start += length
         return -total
 
@@ -283,10 +283,10 @@ def test_ratios_by_staleness() -> None:
         {
             "token_share_stale_0": 1 / 3,
             "ratio_mean_stale_0": 2.0,
-            "behaviour_kl_k3_stale_0": 1 - math.log(2),
+            "behavior_kl_k3_stale_0": 1 - math.log(2),
             "token_share_stale_4_7": 2 / 3,
             "ratio_mean_stale_4_7": 2.5,
-            "behaviour_kl_k3_stale_4_7": (3 - math.log(4)) / 2,
+            "behavior_kl_k3_stale_4_7": (3 - math.log(4)) / 2,
         }
     )
 
@@ -398,7 +398,7 @@ def test_log_probs_from_another_world_leave_gradients_finite(loss: str) -> None:
     given = terms([0.5] * 4, [0.5] * 4, [1.0, -1.0, 1.0, -1.0], reference=[0.5] * 4, lengths=[2, 2])
     logs = torch.tensor([-900.0, -900.0, 0.0, 0.0], dtype=torch.float64)
     given = given._replace(
-        current=logs.clone().requires_grad_(), behaviour=logs.flip(0), proximal=logs, reference=logs.flip(0)
+        current=logs.clone().requires_grad_(), behavior=logs.flip(0), proximal=logs, reference=logs.flip(0)
     )
     result, gradient = evaluate(settings, given)
     assert all(map(math.isfinite, gradient)) and result.losses.isfinite().all()

@@ -133,7 +133,7 @@ def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
     assert capped.weights.truncated.tolist() == [True, True]
 
 
-def test_decoupled_ppo_of_the_first_minibatch_weighs_by_current_over_behaviour() -> None:
+def test_decoupled_ppo_of_the_first_minibatch_weighs_by_current_over_behavior() -> None:
     # proximal = current: ratio 1, w = 0.1 / 0.2 = 0.5. Loss -0.5 · 1 · A, gradient the same.
     result, gradient = evaluate(TrainerSettings(loss="decoupled_ppo"), terms([0.1], [0.2], [3.0]))
     assert close(result.losses, [-1.5])
@@ -192,12 +192,12 @@ def test_diagnostics_by_hand() -> None:
             "ratio_mean": 1.25,
             "tis_truncated_share": 0.0,
             "ess": 25 / 34,
-            "behaviour_kl_k1": 0.0,
-            "behaviour_kl_k2": 0.2402265,
-            "behaviour_kl_k3": 0.25,
+            "behavior_kl_k1": 0.0,
+            "behavior_kl_k2": 0.2402265,
+            "behavior_kl_k3": 0.25,
             "token_share_stale_0": 1.0,
             "ratio_mean_stale_0": 1.25,
-            "behaviour_kl_k3_stale_0": 0.25,
+            "behavior_kl_k3_stale_0": 0.25,
         },
         rel=1e-5,
         abs=1e-7,

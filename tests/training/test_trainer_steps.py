@@ -19,8 +19,8 @@ Make = Callable[..., TrajectoryGroup]
 METRICS = {
     "loss", "grad_norm", "lr", "clip_share_low", "clip_share_high", "approx_kl", "entropy", "ratio_mean",
     "tis_truncated_share", "ess", "reward_mean", "reward_std", "accuracy", "response_tokens", "zero_advantage_groups",
-    "behaviour_kl_k1", "behaviour_kl_k2", "behaviour_kl_k3", "token_share_stale_0", "ratio_mean_stale_0",
-    "behaviour_kl_k3_stale_0", "advantage_std", "advantage_abs_max",
+    "behavior_kl_k1", "behavior_kl_k2", "behavior_kl_k3", "token_share_stale_0", "ratio_mean_stale_0",
+    "behavior_kl_k3_stale_0", "advantage_std", "advantage_abs_max",
     "segments", "optimizer_steps", "nonfinite_minibatches", "seconds_train", "seconds_pack", "seconds_score",
     "seconds_snapshot", "seconds_forward_backward", "seconds_optimizer",
 }  # fmt: skip
