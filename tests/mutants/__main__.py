@@ -1,0 +1,200 @@
+"""Draws mutants of the scheduler, the record and the workers, and reports which of them no test notices.
+
+    make mutants ARGS="--count 50 --only engine/states/ledger.py"
+    make mutants ARGS=--survivors      # again, the mutants that survived
+
+One traced run of the tests shows which lines each test reaches; it is kept beside the results, and only changed test
+files are traced again. Then each mutant runs the tests that reach its lines, the fastest first, until one fails. All of
+it happens in copies of the repository. Results are appended as they come: an interrupted run goes on where it was.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from tests.mutants.draw import Mutant, draw
+from tests.mutants.tracing import TIMED_OUT
+
+ROOT = Path(__file__).resolve().parents[2]
+ONLY = [f"engine/{name}" for name in ("states", "scheduling", "policies", "scheduler.py", "schedule", "hosts")]
+TESTS = ["core", "modes", "schedule", "hosts", "local", "oracle", "inspect", "control"]
+ARGUMENTS = ["-m", "not ray and not gpu"]
+TRACING_LIMIT_S = 3600
+
+
+def limit_s(measured_s: float) -> float:
+    """How long a test may take on a mutant: far longer than it took, traced, on the original."""
+    return 20 + 8 * measured_s
+
+
+class Copy:
+    """A copy of the repository, and a process there that runs tests."""
+
+    def __init__(self, folder: Path) -> None:
+        ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".mutants", ".*_cache", ".hypothesis")
+        self.root = Path(shutil.copytree(ROOT, folder / "repository", ignore=ignored))
+        self.output = folder / "output"
+        self.log = folder / "log"
+        environment = {**os.environ, "PYTHONPATH": f"{self.root}:{os.environ.get('PYTHONPATH', '')}"}
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.runner"],
+            cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, arguments: list[str], limit: float, **plugin: Any) -> tuple[int, str]:
+        """The exit status of pytest, and what its plugin wrote."""
+        self.output.unlink(missing_ok=True)
+        request = {"arguments": [*ARGUMENTS, *arguments], "output": str(self.output), "log": str(self.log), **plugin}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({**request, "limit_s": limit}) + "\n")
+        self.process.stdin.flush()
+        status = int(self.process.stdout.readline())
+        return status, self.output.read_text() if self.output.exists() else ""
+
+    def try_mutant(self, mutant: Mutant, tests: dict[str, float]) -> dict[str, Any]:
+        if not tests:
+            return {"outcome": "survived", "by": "no test reaches it"}
+        file = self.root / mutant.file
+        source = file.read_bytes()
+        file.write_bytes(mutant.apply(source))
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        limits = {test: limit_s(seconds) for test, seconds in tests.items()}
+        try:
+            status, test = self.run(["-x", *files], 120 + 5 * sum(tests.values()), limits=limits)
+        finally:
+            file.write_bytes(source)
+        outcome = "survived" if status == 0 else "timed out" if status == TIMED_OUT else "killed"
+        return {"outcome": outcome, "by": test or f"status {status}" if status else f"{len(tests)} tests pass"}
+
+
+class Reach:
+    """Which lines each test reaches, kept in a file. Each test file is traced anew when it changed."""
+
+    def __init__(self, path: Path, tests: list[str]) -> None:
+        self.path = path
+        self.test_files = sorted(file for test in tests for file in [ROOT / test, *(ROOT / test).rglob("test_*.py")])
+        self.test_files = [file for file in self.test_files if file.is_file()]
+        others = [file for folder in ("engine", "tests") for file in sorted((ROOT / folder).rglob("*.py"))]
+        others = [file for file in others if file.name[:5] != "test_" and file.parent.name != "mutants"]
+        self.base = digest(others)
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        self.files: dict[str, Any] = kept.get("files", {}) if kept.get("base") == self.base else {}
+
+    def trace(self, copy: Copy) -> None:
+        stale = [f for f in self.test_files if self.files.get(name(f), {}).get("digest") != digest([f])]
+        if stale:
+            print(f"Tracing {len(stale)} test files", flush=True)
+            status, text = copy.run([name(f) for f in stale], TRACING_LIMIT_S, folders=ONLY)
+            if not text:
+                sys.exit(f"The tests cannot be traced (status {status}):\n{copy.log.read_text()[-2000:]}")
+            traced = json.loads(text)
+            for file in stale:
+                of_file = {test: kept for test, kept in traced["tests"].items() if test.startswith(name(file) + "::")}
+                self.files[name(file)] = {"digest": digest([file]), "tests": of_file}
+            self.path.write_text(json.dumps({"base": self.base, "files": self.files}))
+            for test in traced["failed"]:
+                print(f"left out, as it fails or skips without a mutant: {test}", flush=True)
+        current = [self.files[name(file)] for file in self.test_files]
+        self.tests: dict[str, Any] = {test: kept for each in current for test, kept in each["tests"].items()}
+
+    def reaching(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
+        """The tests that reach a mutant, fastest first, with their seconds. At import: all of its file, or folder."""
+        first, last = mutant.lines
+        lines = -1 if mutant.at_import else (1 << last + 1) - (1 << first)
+        found = [test for test, kept in self.tests.items() if int(kept["lines"].get(mutant.file, "0"), 16) & lines]
+        if not found and mutant.at_import:
+            folder = os.path.dirname(mutant.file)
+            found = [t for t, kept in self.tests.items() if any(os.path.dirname(f) == folder for f in kept["lines"])]
+        chosen: dict[str, float] = {}
+        for test in sorted(found, key=lambda test: self.tests[test]["seconds"]):
+            budget_s -= self.tests[test]["seconds"]
+            if budget_s < 0 and chosen:
+                break
+            chosen[test] = self.tests[test]["seconds"]
+        return chosen
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def digest(files: list[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def report(results: dict[str, Any]) -> None:
+    outcomes = Counter(result["outcome"] for result in results.values())
+    for result in results.values():
+        if result["outcome"] == "survived":
+            print(f"\nsurvived: {result['file']}:{result['line']} {result['kind']} ({result['by']})\n{result['diff']}")
+    detected = outcomes["killed"] + outcomes["timed out"]
+    share = f", {detected / len(results):.1%} detected" if results else ""
+    print(f"\n{len(results)} mutants: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}{share}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=200, help="mutants to draw")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", metavar="PATH", help="file or folder; may be repeated")
+    parser.add_argument("--tests", action="append", metavar="PATH", help="test file or folder; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="of tests for each mutant")
+    parser.add_argument("--json", type=Path, default=ROOT / ".mutants" / "results.jsonl", metavar="FILE")
+    parser.add_argument("--survivors", action="store_true", help="again, the mutants that survived")
+    arguments = parser.parse_args()
+    only = [ROOT / path for path in arguments.only or ONLY]
+    files = sorted({file for path in only for file in ([path] if path.is_file() else path.rglob("*.py"))})
+    mutants = {m.diff((ROOT / m.file).read_bytes()): m for m in draw(ROOT, files, arguments.count, arguments.seed)}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    lines = arguments.json.read_text().splitlines() if arguments.json.exists() else []
+    before = {result["diff"]: result for result in map(json.loads, lines)}
+    results = {diff: before[diff] for diff in mutants if diff in before}
+    work: Queue[tuple[str, Mutant]] = Queue()
+    for diff, mutant in mutants.items():
+        if diff not in results or (arguments.survivors and results[diff]["outcome"] == "survived"):
+            work.put((diff, mutant))
+    reach = Reach(arguments.json.with_suffix(".reached"), arguments.tests or [f"tests/{folder}" for folder in TESTS])
+
+    def try_all(copy: Copy) -> None:
+        while True:
+            try:
+                diff, mutant = work.get_nowait()
+            except Empty:
+                return
+            outcome = copy.try_mutant(mutant, reach.reaching(mutant, arguments.budget))
+            result = {"file": mutant.file, "line": mutant.lines[0], "kind": mutant.kind, **outcome, "diff": diff}
+            results[diff] = result
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"{outcome['outcome']:9} {mutant.file}:{mutant.lines[0]} {mutant.kind} ({outcome['by']})", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = [Copy(Path(folder, str(job))) for job in range(arguments.jobs if not work.empty() else 0)]
+        try:
+            if copies:
+                reach.trace(copies[0])
+            threads = [threading.Thread(target=try_all, args=[copy], daemon=True) for copy in copies]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            for copy in copies:
+                copy.process.kill()
+    report(results)
+
+
+if __name__ == "__main__":
+    main()
