@@ -9,7 +9,15 @@ import pytest
 from engine import policies
 from engine.commands import ResumeGroup, StartGroup
 from engine.errors import ConfigError, PolicyError
-from engine.events import GroupAborted, GroupFailed, ProcessLost, ReplicaPaused, WeightsInstalled, WeightsStaged
+from engine.events import (
+    GroupAborted,
+    GroupFailed,
+    ProcessLost,
+    ReplicaPaused,
+    SettingChanged,
+    WeightsInstalled,
+    WeightsStaged,
+)
 from engine.ids import Version
 from engine.policies import registry
 from engine.schedule.frames import Header
@@ -122,6 +130,17 @@ def test_a_batch_begun_is_filled_as_slots_come_free_and_after_a_filter() -> None
     run = whole(policies={"filter": "zero-variance"})
     run.finish(1, spread=0.0)
     assert run.running() == [0, 2, 3, 4], "its place is filled at once: its batch is begun"
+
+
+def test_a_batch_begun_is_filled_also_where_only_a_part_of_the_rest_may_start() -> None:
+    run = Scripted(
+        train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8,
+        policies={"admission": "whole-batches", "filter": "zero-variance"},
+    )  # fmt: skip
+    run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="5"))
+    run.finish(0, 1, 2, spread=0.0)
+    run.finish(3)
+    assert run.running() == [4, 5, 6, 7, 8], "three are missing, and one may start"
 
 
 def test_the_last_batch_may_be_short() -> None:

@@ -435,6 +435,12 @@ def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
     assert run.ordered(FinishRun)
 
 
+def test_a_replica_with_a_version_that_was_never_published_is_a_defect() -> None:
+    run = small()
+    with pytest.raises(InvariantViolated, match="law 6: a replica joins with a version that was never published"):
+        run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=1, version=1))
+
+
 def test_tokens_of_an_impossible_version_are_a_defect() -> None:
     run = small()
     with pytest.raises(InvariantViolated, match="law 6"):

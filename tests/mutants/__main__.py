@@ -27,9 +27,14 @@ from tests.mutants.tracing import TIMED_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 ONLY = [f"engine/{name}" for name in ("states", "scheduling", "policies", "scheduler.py", "schedule", "hosts")]
-TESTS = ["core", "modes", "schedule", "hosts", "local", "oracle", "inspect", "control"]
+TESTS = [
+    *("core", "modes", "schedule", "hosts", "local", "oracle", "inspect", "control"),
+    *("test_config_bounds.py", "test_extensions.py", "test_live.py"),
+]
+"""Folders and files of tests that run in this process: no Ray, no vLLM."""
 ARGUMENTS = ["-m", "not ray and not gpu"]
 TRACING_LIMIT_S = 3600
+FIRST_FILES, QUICK_S = 3, 0.3
 
 
 def limit_s(measured_s: float) -> float:
@@ -63,19 +68,19 @@ class Copy:
         return status, self.output.read_text() if self.output.exists() else ""
 
     def try_mutant(self, mutant: Mutant, tests: dict[str, float]) -> dict[str, Any]:
-        if not tests:
-            return {"outcome": "survived", "by": "no test reaches it"}
         file = self.root / mutant.file
         source = file.read_bytes()
         file.write_bytes(mutant.apply(source))
-        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        limits = {test: limit_s(seconds) for test, seconds in tests.items()}
         try:
-            status, test = self.run(["-x", *files], 120 + 5 * sum(tests.values()), limits=limits)
+            for batch in batches(tests):
+                files = list(dict.fromkeys(file_of(test) for test in batch))
+                limits = {test: limit_s(seconds) for test, seconds in batch.items()}
+                status, by = self.run(["-x", *files], 120 + 5 * sum(batch.values()), limits=limits)
+                if status:
+                    return {"outcome": "timed out" if status == TIMED_OUT else "killed", "by": by or f"status {status}"}
         finally:
             file.write_bytes(source)
-        outcome = "survived" if status == 0 else "timed out" if status == TIMED_OUT else "killed"
-        return {"outcome": outcome, "by": test or f"status {status}" if status else f"{len(tests)} tests pass"}
+        return {"outcome": "survived", "by": f"{len(tests)} tests pass" if tests else "no test reaches it"}
 
 
 class Reach:
@@ -89,7 +94,9 @@ class Reach:
         others = [file for file in others if file.name[:5] != "test_" and file.parent.name != "mutants"]
         self.base = digest(others)
         kept = json.loads(path.read_text()) if path.exists() else {}
-        self.files: dict[str, Any] = kept.get("files", {}) if kept.get("base") == self.base else {}
+        kept = kept if kept.get("base") == self.base else {}
+        self.files: dict[str, Any] = kept.get("files", {})
+        self.imported: dict[str, str] = kept.get("imported", {})
 
     def trace(self, copy: Copy) -> None:
         stale = [f for f in self.test_files if self.files.get(name(f), {}).get("digest") != digest([f])]
@@ -102,20 +109,23 @@ class Reach:
             for file in stale:
                 of_file = {test: kept for test, kept in traced["tests"].items() if test.startswith(name(file) + "::")}
                 self.files[name(file)] = {"digest": digest([file]), "tests": of_file}
-            self.path.write_text(json.dumps({"base": self.base, "files": self.files}))
+            self.imported = {**traced["imported"], **self.imported}
+            self.path.write_text(json.dumps({"base": self.base, "imported": self.imported, "files": self.files}))
             for test in traced["failed"]:
                 print(f"left out, as it fails or skips without a mutant: {test}", flush=True)
         current = [self.files[name(file)] for file in self.test_files]
         self.tests: dict[str, Any] = {test: kept for each in current for test, kept in each["tests"].items()}
 
     def reaching(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
-        """The tests that reach a mutant, fastest first, with their seconds. At import: all of its file, or folder."""
+        """The tests that reach a mutant, fastest first, with their seconds. Of lines that run only as the file is
+        imported: the tests that reach the file, or its folder."""
         first, last = mutant.lines
-        lines = -1 if mutant.at_import else (1 << last + 1) - (1 << first)
+        lines = 0 if mutant.at_import else (1 << last + 1) - (1 << first)
         found = [test for test, kept in self.tests.items() if int(kept["lines"].get(mutant.file, "0"), 16) & lines]
-        if not found and mutant.at_import:
-            folder = os.path.dirname(mutant.file)
-            found = [t for t, kept in self.tests.items() if any(os.path.dirname(f) == folder for f in kept["lines"])]
+        if not found and (mutant.at_import or int(self.imported.get(mutant.file, "0"), 16) & lines):
+            near = mutant.file if any(mutant.file in kept["lines"] for kept in self.tests.values()) else ""
+            near = near or os.path.dirname(mutant.file)
+            found = [test for test, kept in self.tests.items() if any(file.startswith(near) for file in kept["lines"])]
         chosen: dict[str, float] = {}
         for test in sorted(found, key=lambda test: self.tests[test]["seconds"]):
             budget_s -= self.tests[test]["seconds"]
@@ -123,6 +133,18 @@ class Reach:
                 break
             chosen[test] = self.tests[test]["seconds"]
         return chosen
+
+
+def batches(tests: dict[str, float]) -> list[dict[str, float]]:
+    """The tests of the few files with most quick ones, then all others: importing every test file takes seconds."""
+    quick = Counter(file_of(test) for test, seconds in tests.items() if seconds < QUICK_S)
+    files = {file for file, _ in quick.most_common(FIRST_FILES)}
+    first = {test: seconds for test, seconds in tests.items() if file_of(test) in files and seconds < QUICK_S}
+    return [batch for batch in (first, {test: s for test, s in tests.items() if test not in first}) if batch]
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def name(file: Path) -> str:
@@ -165,7 +187,7 @@ def main() -> None:
     for diff, mutant in mutants.items():
         if diff not in results or (arguments.survivors and results[diff]["outcome"] == "survived"):
             work.put((diff, mutant))
-    reach = Reach(arguments.json.with_suffix(".reached"), arguments.tests or [f"tests/{folder}" for folder in TESTS])
+    reach = Reach(arguments.json.with_suffix(".reached"), arguments.tests or [f"tests/{each}" for each in TESTS])
 
     def try_all(copy: Copy) -> None:
         while True:

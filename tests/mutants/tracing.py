@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+IMPORTED = ""
+"""coverage's name for what runs outside of tests."""
 TIMED_OUT = 99
 """Exit status of a run in which a test exceeded its limit."""
 
@@ -57,7 +59,7 @@ class Reached(Plugin):
     def pytest_sessionfinish(self) -> None:
         self.coverage.stop()
         data = self.coverage.get_data()
-        masks: dict[str, dict[str, int]] = {test: {} for test in self.seconds if test not in self.bad}
+        masks: dict[str, dict[str, int]] = {IMPORTED: {}, **{test: {} for test in self.seconds if test not in self.bad}}
         for file in data.measured_files():
             name = str(Path(file).relative_to(self.root))
             for line, tests in data.contexts_by_lineno(file).items():
@@ -65,10 +67,14 @@ class Reached(Plugin):
                     if test in masks:
                         masks[test][name] = masks[test].get(name, 0) | 1 << line
         found = {
-            test: {"seconds": round(self.seconds[test], 3), "lines": {file: f"{m:x}" for file, m in files.items()}}
-            for test, files in masks.items()
+            test: {
+                "seconds": round(self.seconds.get(test, 0.0), 3),
+                "lines": {file: f"{m:x}" for file, m in each.items()},
+            }
+            for test, each in masks.items()
         }
-        self.output.write_text(json.dumps({"tests": found, "failed": sorted(self.bad)}))
+        imported = found.pop(IMPORTED)["lines"]
+        self.output.write_text(json.dumps({"tests": found, "imported": imported, "failed": sorted(self.bad)}))
 
 
 class Chosen(Plugin):
