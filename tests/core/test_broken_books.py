@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.errors import InvariantViolated
+from engine.events import SettingChanged
 from engine.states.invariants import check_all, check_batch, check_event
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
 from engine.states.state import State
@@ -88,6 +89,16 @@ def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law:
     broken(state)
     with pytest.raises(InvariantViolated, match=law):
         check_all(state)
+
+
+def test_a_deadline_may_be_as_late_as_the_loosest_bound_of_the_run_and_no_later() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3)
+    run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="1"))
+    run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="2"))
+    check_all(run.state)
+    run.state.groups[0].deadline += 1
+    with pytest.raises(InvariantViolated, match="law 4: a deadline was moved"):
+        check_all(run.state)
 
 
 def test_as_many_groups_as_allowed_may_run_and_no_more() -> None:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 import pytest
 
 from engine import policies
-from engine.commands import ResumeGroup, StartGroup
+from engine.commands import DrawPrompts, ResumeGroup, StartGroup
 from engine.errors import ConfigError, PolicyError
 from engine.events import (
     GroupAborted,
     GroupFailed,
     ProcessLost,
+    PromptsDrawn,
     ReplicaPaused,
     SettingChanged,
     WeightsInstalled,
@@ -141,6 +142,21 @@ def test_a_batch_begun_is_filled_also_where_only_a_part_of_the_rest_may_start() 
     run.finish(0, 1, 2, spread=0.0)
     run.finish(3)
     assert run.running() == [4, 5, 6, 7, 8], "three are missing, and one may start"
+
+
+def test_a_last_batch_that_is_whole_is_begun_as_a_whole() -> None:
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, prompts=4,
+        policies={"admission": "whole-batches"},
+    )  # fmt: skip
+    run.finish(0)
+    assert run.state.exhausted and run.running() == [1, 2, 3]
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, prompts=4, answers_draws=False,
+        policies={"admission": "whole-batches"},
+    )  # fmt: skip
+    run.tell(PromptsDrawn(first=0, count=4, exhausted=True, number=run.ordered(DrawPrompts)[-1].number))
+    assert run.running() == [0, 1], "one of the last two may start, and waits for the other"
 
 
 def test_the_last_batch_may_be_short() -> None:

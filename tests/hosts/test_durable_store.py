@@ -187,8 +187,10 @@ def test_the_newest_are_read_without_the_disk_and_the_others_from_it(tmp_path: P
 def test_a_torn_end_is_cut_and_told_and_what_follows_it_is_read(tmp_path: Path) -> None:
     (path,) = filled(tmp_path)
     os.truncate(path, path.stat().st_size - 7)
+    size = path.stat().st_size
     store = DurableStore(tmp_path, SMALL, fresh=False)
     assert store.torn is not None and str(path) in str(store.torn) and set(store.attempts) == {0, 1}
+    assert store.torn.bytes == size - store.torn.offset
     store.put(2, 1, b"again")
     store.close()
     assert set(reopened(tmp_path)[0]) == {0, 1, 2}

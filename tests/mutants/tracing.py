@@ -66,13 +66,10 @@ class Reached(Plugin):
                 for test in tests:
                     if test in masks:
                         masks[test][name] = masks[test].get(name, 0) | 1 << line
-        found = {
-            test: {
-                "seconds": round(self.seconds.get(test, 0.0), 3),
-                "lines": {file: f"{m:x}" for file, m in each.items()},
-            }
-            for test, each in masks.items()
-        }
+        found = {}
+        for test, of_files in masks.items():
+            lines = {file: f"{mask:x}" for file, mask in of_files.items()}
+            found[test] = {"seconds": round(self.seconds.get(test, 0.0), 3), "lines": lines}
         imported = found.pop(IMPORTED)["lines"]
         self.output.write_text(json.dumps({"tests": found, "imported": imported, "failed": sorted(self.bad)}))
 
