@@ -94,9 +94,7 @@ class Reach:
         others = [file for file in others if file.name[:5] != "test_" and file.parent.name != "mutants"]
         self.base = digest(others)
         kept = json.loads(path.read_text()) if path.exists() else {}
-        kept = kept if kept.get("base") == self.base else {}
-        self.files: dict[str, Any] = kept.get("files", {})
-        self.imported: dict[str, str] = kept.get("imported", {})
+        self.files: dict[str, Any] = kept.get("files", {}) if kept.get("base") == self.base else {}
 
     def trace(self, copy: Copy) -> None:
         stale = [f for f in self.test_files if self.files.get(name(f), {}).get("digest") != digest([f])]
@@ -109,20 +107,19 @@ class Reach:
             for file in stale:
                 of_file = {test: kept for test, kept in traced["tests"].items() if test.startswith(name(file) + "::")}
                 self.files[name(file)] = {"digest": digest([file]), "tests": of_file}
-            self.imported = {**traced["imported"], **self.imported}
-            self.path.write_text(json.dumps({"base": self.base, "imported": self.imported, "files": self.files}))
+            self.path.write_text(json.dumps({"base": self.base, "files": self.files}))
             for test in traced["failed"]:
                 print(f"left out, as it fails or skips without a mutant: {test}", flush=True)
         current = [self.files[name(file)] for file in self.test_files]
         self.tests: dict[str, Any] = {test: kept for each in current for test, kept in each["tests"].items()}
 
     def reaching(self, mutant: Mutant, budget_s: float) -> dict[str, float]:
-        """The tests that reach a mutant, fastest first, with their seconds. Of lines that run only as the file is
-        imported: the tests that reach the file, or its folder."""
+        """The tests that reach a mutant, fastest first, with their seconds. Of lines that no test reaches, or only
+        as the file is imported or on a first call: the tests that reach the file, or its folder."""
         first, last = mutant.lines
         lines = 0 if mutant.at_import else (1 << last + 1) - (1 << first)
         found = [test for test, kept in self.tests.items() if int(kept["lines"].get(mutant.file, "0"), 16) & lines]
-        if not found and (mutant.at_import or int(self.imported.get(mutant.file, "0"), 16) & lines):
+        if not found:
             near = mutant.file if any(mutant.file in kept["lines"] for kept in self.tests.values()) else ""
             near = near or os.path.dirname(mutant.file)
             found = [test for test, kept in self.tests.items() if any(file.startswith(near) for file in kept["lines"])]

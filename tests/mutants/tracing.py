@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-IMPORTED = ""
-"""coverage's name for what runs outside of tests."""
 TIMED_OUT = 99
 """Exit status of a run in which a test exceeded its limit."""
 
@@ -59,7 +57,7 @@ class Reached(Plugin):
     def pytest_sessionfinish(self) -> None:
         self.coverage.stop()
         data = self.coverage.get_data()
-        masks: dict[str, dict[str, int]] = {IMPORTED: {}, **{test: {} for test in self.seconds if test not in self.bad}}
+        masks: dict[str, dict[str, int]] = {test: {} for test in self.seconds if test not in self.bad}
         for file in data.measured_files():
             name = str(Path(file).relative_to(self.root))
             for line, tests in data.contexts_by_lineno(file).items():
@@ -69,9 +67,8 @@ class Reached(Plugin):
         found = {}
         for test, of_files in masks.items():
             lines = {file: f"{mask:x}" for file, mask in of_files.items()}
-            found[test] = {"seconds": round(self.seconds.get(test, 0.0), 3), "lines": lines}
-        imported = found.pop(IMPORTED)["lines"]
-        self.output.write_text(json.dumps({"tests": found, "imported": imported, "failed": sorted(self.bad)}))
+            found[test] = {"seconds": round(self.seconds[test], 3), "lines": lines}
+        self.output.write_text(json.dumps({"tests": found, "failed": sorted(self.bad)}))
 
 
 class Chosen(Plugin):
