@@ -104,6 +104,33 @@ def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
     assert group.unfinished == 0
 
 
+# registration
+
+
+class WithoutMethod:
+    acts = True
+
+
+class WithoutActs:
+    def decide(self, *given: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("decision", "name", "cls", "says"),
+    [
+        ("batches", "mine", WithoutMethod, "is not a decision"),
+        ("admission", "bounds", WithoutMethod, "is already registered for admission"),
+        ("admission", "mine", WithoutMethod, r"has no method admit\(\)"),
+        ("deadline", "mine", WithoutActs, "does not set the attribute acts"),
+    ],
+)
+def test_what_is_no_policy_is_not_registered(decision: str, name: str, cls: type, says: str) -> None:
+    before = registry.registered()
+    with pytest.raises(ConfigError, match=says):
+        policies.register(decision, name)(cls)
+    assert registry.registered() == before
+
+
 # whole batches
 
 

@@ -77,6 +77,8 @@ def test_books_balance_with_accepted_and_filtered_groups() -> None:
         ({"train_batch_size": 0}, "must be a whole number from 1 to"),
         ({"sync_mode": "later"}, "keep, abort, wait"),
         ({"max_steps": 0}, "must be a whole number from 1 to"),
+        ({"scoring_tasks": ("ref_logprobs", "ref_logprobs")}, "names a task twice"),
+        ({"keeps_batches": True}, "the kept batches need checkpoints"),
     ],
 )
 def test_figures_out_of_law_are_refused_with_the_law(figures: dict[str, int], says: str) -> None:
