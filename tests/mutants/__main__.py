@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from tests.mutants.draw import Mutant, draw
+from tests.mutants.draw import Mutant, draw, mutants_of
 from tests.mutants.tracing import TIMED_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +162,27 @@ def report(results: dict[str, Any]) -> None:
     print(f"\n{len(results)} mutants: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}{share}")
 
 
+def drawn(arguments: argparse.Namespace) -> dict[str, Mutant]:
+    only = [ROOT / path for path in arguments.only or ONLY]
+    files = sorted({file for path in only for file in ([path] if path.is_file() else path.rglob("*.py"))})
+    return {diff_of(mutant): mutant for mutant in draw(ROOT, files, arguments.count, arguments.seed)}
+
+
+def survivors(before: dict[str, Any]) -> dict[str, Mutant]:
+    """The mutants that survived, where their lines are still as they were."""
+    wanted = {diff: result for diff, result in before.items() if result["outcome"] == "survived"}
+    files = sorted({ROOT / result["file"] for result in wanted.values()})
+    places = {(result["file"], result["kind"]) for result in wanted.values()}
+    found = [mutant for file in files for mutant in mutants_of(file.read_bytes(), name(file))]
+    return {diff: m for m in found if (m.file, m.kind) in places and (diff := diff_of(m)) in wanted}
+
+
+def diff_of(mutant: Mutant) -> str:
+    """A mutant's name: its diff without line numbers."""
+    lines = mutant.diff((ROOT / mutant.file).read_bytes()).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("@@"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="mutants to draw")
@@ -171,18 +192,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="of tests for each mutant")
     parser.add_argument("--json", type=Path, default=ROOT / ".mutants" / "results.jsonl", metavar="FILE")
-    parser.add_argument("--survivors", action="store_true", help="again, the mutants that survived")
+    parser.add_argument("--survivors", action="store_true", help="only those that survived, again")
     arguments = parser.parse_args()
-    only = [ROOT / path for path in arguments.only or ONLY]
-    files = sorted({file for path in only for file in ([path] if path.is_file() else path.rglob("*.py"))})
-    mutants = {m.diff((ROOT / m.file).read_bytes()): m for m in draw(ROOT, files, arguments.count, arguments.seed)}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     lines = arguments.json.read_text().splitlines() if arguments.json.exists() else []
     before = {result["diff"]: result for result in map(json.loads, lines)}
-    results = {diff: before[diff] for diff in mutants if diff in before}
+    mutants = survivors(before) if arguments.survivors else drawn(arguments)
+    results = {diff: before[diff] for diff in mutants if diff in before and not arguments.survivors}
     work: Queue[tuple[str, Mutant]] = Queue()
     for diff, mutant in mutants.items():
-        if diff not in results or (arguments.survivors and results[diff]["outcome"] == "survived"):
+        if diff not in results:
             work.put((diff, mutant))
     reach = Reach(arguments.json.with_suffix(".reached"), arguments.tests or [f"tests/{each}" for each in TESTS])
 
