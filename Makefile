@@ -14,18 +14,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Named by the contents of what it installs: a changed dependency installs again, a mere checkout does not.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+# What `make coverage` runs, in about a minute: the tests of the core, but for the longest searches.
+QUICK := tests/core tests/test_extensions.py -m "not ray" --hypothesis-profile=quick -k "not TestAnyOrder and not finished-auto \
+	and not variants_are_caught and not stays_small and not wherever_a_run_is_cut and not reaches_the_end and not must_be_done \
+	and not hold_up_training and not bounds_bind and not not_started_yet"
+
 # Three stamps: `make run` installs no test tools, and only tests and checks need vLLM.
 RUN := $(VENV)/.run-$(SUM)
 STAMP := $(VENV)/.installed-$(SUM)
 VLLM := $(VENV)/.vllm-$(SUM)
 
-.PHONY: help setup run test near torture check format bench clean
+.PHONY: help setup run test near torture check coverage mutants format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this text
 	@echo "Step Engine. Targets:"
 	@sed -nE 's/^([a-z]+):.*  ## (.*)$$/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
-	@echo "Parameters: ARGS='...' goes to the command behind run, test, torture and bench; CONFIG=FILE is what run runs; PYTHON=..."
+	@echo "Parameters: ARGS='...' goes to the command behind run, test, torture, mutants and bench; CONFIG=FILE is what run runs; PYTHON=..."
 
 setup: $(STAMP)  ## make .venv and install what the engine and its tests need
 
@@ -65,10 +70,17 @@ torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is los
 	@$(BIN)/python -m tests.torture.durable --seeds 1000
 	@$(BIN)/python -u -m tests.torture.torture --table docs/TORTURE.md $(ARGS)
 
-check: $(VLLM)  ## lint, formatting and types
+check: $(VLLM) coverage  ## lint, formatting, types, and the branch coverage of the pure core
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+coverage: $(STAMP)  ## run the quick tests of the pure core and see that they take enough of its branches
+	@$(BIN)/python -m coverage run -m pytest -q -p no:cacheprovider $(QUICK)
+	@$(BIN)/python -m coverage report
+
+mutants: $(STAMP)  ## change the code in 200 places, one at a time, and list the changes that no test notices
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 format: $(STAMP)  ## rewrite the sources in the house format
 	@$(BIN)/ruff check --fix .

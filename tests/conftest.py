@@ -14,6 +14,7 @@ from hypothesis import settings
 # Two shared cores make deadlines meaningless; the suite's own time limit catches what hangs.
 settings.register_profile("here", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)  # for `make coverage`
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
 
 

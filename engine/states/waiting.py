@@ -72,8 +72,7 @@ def waits(state: State, since: Since | None = None) -> list[Wait]:
         if order.subject != "timer" or order.id != state.limit_timer:  # nobody waits for that
             orders.setdefault(_together(order), []).append(order)
     found = sorted((RANK.get(like[0].subject, LAST), like[0].number, _of(like, state)) for like in orders.values())
-    said = [wait for _, _, wait in found if wait is not None]
-    return [*said, *_unordered(state, since or {})]
+    return [*(wait for _, _, wait in found), *_unordered(state, since or {})]
 
 
 def described(order: Order, state: State) -> Wait:

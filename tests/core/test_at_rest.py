@@ -81,6 +81,16 @@ def test_a_step_that_ended_a_run_has_its_attempts_again_where_the_run_goes_on() 
     assert len(run.ordered(FinishRun)) == 1 and run.ordered(TrainStep)[-1].attempt == last.attempt + 1
 
 
+def test_a_resumed_run_publishes_anew_and_counts_on_no_weights_of_before() -> None:
+    run = small(replicas=1)
+    run.finish(0, 1)
+    run.train()
+    run.publish()
+    assert list(run.state.versions) == [1]
+    run.tell(RunResumed(steps=1, replicas=1, consumed=(), released=(), kept=True))
+    assert not run.state.versions
+
+
 def test_the_state_counts_the_optimizer_s_updates_and_a_branch_takes_them_back() -> None:
     run = small(replicas=1, checkpoint_every=1)
     for step in (0, 1):

@@ -7,9 +7,18 @@ from typing import Any, ClassVar
 import pytest
 
 from engine import policies
-from engine.commands import ResumeGroup, StartGroup
+from engine.commands import DrawPrompts, ResumeGroup, StartGroup
 from engine.errors import ConfigError, PolicyError
-from engine.events import GroupAborted, GroupFailed, ProcessLost, ReplicaPaused, WeightsInstalled, WeightsStaged
+from engine.events import (
+    GroupAborted,
+    GroupFailed,
+    ProcessLost,
+    PromptsDrawn,
+    ReplicaPaused,
+    SettingChanged,
+    WeightsInstalled,
+    WeightsStaged,
+)
 from engine.ids import Version
 from engine.policies import registry
 from engine.schedule.frames import Header
@@ -95,6 +104,33 @@ def test_a_failure_of_the_data_forgets_how_much_was_unfinished() -> None:
     assert group.unfinished == 0
 
 
+# registration
+
+
+class WithoutMethod:
+    acts = True
+
+
+class WithoutActs:
+    def decide(self, *given: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("decision", "name", "cls", "says"),
+    [
+        ("batches", "mine", WithoutMethod, "is not a decision"),
+        ("admission", "bounds", WithoutMethod, "is already registered for admission"),
+        ("admission", "mine", WithoutMethod, r"has no method admit\(\)"),
+        ("deadline", "mine", WithoutActs, "does not set the attribute acts"),
+    ],
+)
+def test_what_is_no_policy_is_not_registered(decision: str, name: str, cls: type, says: str) -> None:
+    before = registry.registered()
+    with pytest.raises(ConfigError, match=says):
+        policies.register(decision, name)(cls)
+    assert registry.registered() == before
+
+
 # whole batches
 
 
@@ -122,6 +158,32 @@ def test_a_batch_begun_is_filled_as_slots_come_free_and_after_a_filter() -> None
     run = whole(policies={"filter": "zero-variance"})
     run.finish(1, spread=0.0)
     assert run.running() == [0, 2, 3, 4], "its place is filled at once: its batch is begun"
+
+
+def test_a_batch_begun_is_filled_also_where_only_a_part_of_the_rest_may_start() -> None:
+    run = Scripted(
+        train_batch_size=4, max_staleness_steps=1, max_concurrent_groups=8,
+        policies={"admission": "whole-batches", "filter": "zero-variance"},
+    )  # fmt: skip
+    run.tell(SettingChanged(setting="scheduler.max_concurrent_groups", value="5"))
+    run.finish(0, 1, 2, spread=0.0)
+    run.finish(3)
+    assert run.running() == [4, 5, 6, 7, 8], "three are missing, and one may start"
+
+
+def test_a_last_batch_that_is_whole_is_begun_as_a_whole() -> None:
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, prompts=4,
+        policies={"admission": "whole-batches"},
+    )  # fmt: skip
+    run.finish(0)
+    assert run.state.exhausted and run.running() == [1, 2, 3]
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3, prompts=4, answers_draws=False,
+        policies={"admission": "whole-batches"},
+    )  # fmt: skip
+    run.tell(PromptsDrawn(first=0, count=4, exhausted=True, number=run.ordered(DrawPrompts)[-1].number))
+    assert run.running() == [0, 1], "one of the last two may start, and waits for the other"
 
 
 def test_the_last_batch_may_be_short() -> None:

@@ -77,6 +77,8 @@ def test_books_balance_with_accepted_and_filtered_groups() -> None:
         ({"train_batch_size": 0}, "must be a whole number from 1 to"),
         ({"sync_mode": "later"}, "keep, abort, wait"),
         ({"max_steps": 0}, "must be a whole number from 1 to"),
+        ({"scoring_tasks": ("ref_logprobs", "ref_logprobs")}, "names a task twice"),
+        ({"keeps_batches": True}, "the kept batches need checkpoints"),
     ],
 )
 def test_figures_out_of_law_are_refused_with_the_law(figures: dict[str, int], says: str) -> None:
@@ -433,6 +435,12 @@ def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
     assert not run.ordered(FinishRun)
     run.tell(ProcessLost(kind="replica", index=0, incarnation=2, final=True, reason="cannot start"))
     assert run.ordered(FinishRun)
+
+
+def test_a_replica_with_a_version_that_was_never_published_is_a_defect() -> None:
+    run = small()
+    with pytest.raises(InvariantViolated, match="law 6: a replica joins with a version that was never published"):
+        run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=1, version=1))
 
 
 def test_tokens_of_an_impossible_version_are_a_defect() -> None:

@@ -7,6 +7,10 @@ from engine import events as fact
 from engine.metrics.silence import Silence
 from engine.states.limits import AddedState, ValidationLimits
 from engine.states.waiting import Wait, held_up, waits
+from tests.core.scripted import Scripted
+from tests.core.test_pools import TOGETHER
+from tests.core.test_scenarios import straggling
+from tests.core.test_validation import Measured
 
 
 def told(world: Clockwork) -> list[str]:
@@ -113,6 +117,39 @@ def test_a_stuck_run_is_told_as_who_waits_for_what() -> None:
     said = held_up(world.scheduler.state)
     assert said.startswith("step 0 waits for 2 groups, 0 of 2 are ready")
     assert "2 groups wait to be started, where 0 may be and 0 slots are free" in said
+
+
+def timers(run: Scripted) -> list[str]:
+    return [wait.what for wait in waits(run.state) if wait.by.startswith("timer")]
+
+
+def test_what_each_timer_does_is_told() -> None:
+    assert timers(straggling("drop")) == ["step 1 waits for stragglers, then the deadline policy acts"]
+    draining = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, drain_s=30.0)
+    draining.tell(fact.DrainRequested(reason="maintenance"))
+    assert timers(draining) == ["stops the run as it is once the drain exceeds 30 s"]
+    alone = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, give_up_s=60.0)
+    alone.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="gone"))
+    assert timers(alone) == ["no replica is left; the run ends after 60 s without one"]
+
+
+def test_waits_without_an_order_are_told() -> None:
+    batches = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4}
+    pooled = Scripted(pools=TOGETHER, scoring_tasks=("old_logprobs",), **batches)
+    pooled.finish(0, 1)
+    (said,) = [wait.what for wait in waits(pooled.state) if wait.by == "the scheduler"]
+    assert said == "step 0 on 2 groups waits for its pool, or for replicas to take the newest weights"
+    measured = Measured()
+    measured.next_version()
+    (said,) = [wait.what for wait in waits(measured.state) if wait.by == "the validation"]
+    assert said == "4 held-out rows wait for a replica with version 1"
+
+
+def test_parked_groups_are_told_with_the_version_that_they_wait_for() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, give_up_s=60.0)
+    run.tell(fact.ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="gone"))
+    said = held_up(run.state)
+    assert "4 groups wait for a replica with version 0 or newer, none has a free slot" in said
 
 
 def silent(after_s: float) -> tuple[Clockwork, Silence]:

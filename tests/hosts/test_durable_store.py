@@ -2,19 +2,30 @@
 
 import os
 import shutil
+import struct
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RecordError, StorageFull
 from engine.hosts.durable import DurableStore, StorePolicy
-from engine.hosts.segments import FRAME_BYTES, PREAMBLE_BYTES, PUT, SCORES, packed_entry, preamble, put_store_aside
+from engine.hosts.segments import (
+    FRAME_BYTES,
+    PREAMBLE_BYTES,
+    PUT,
+    SCORES,
+    packed_entry,
+    preamble,
+    put_store_aside,
+    read_entry,
+)
 from engine.hosts.trajectories import TrajectoryStore
 
 SMALL = StorePolicy(segment_bytes=256, cache_bytes=0)
@@ -187,11 +198,22 @@ def test_the_newest_are_read_without_the_disk_and_the_others_from_it(tmp_path: P
 def test_a_torn_end_is_cut_and_told_and_what_follows_it_is_read(tmp_path: Path) -> None:
     (path,) = filled(tmp_path)
     os.truncate(path, path.stat().st_size - 7)
+    size = path.stat().st_size
     store = DurableStore(tmp_path, SMALL, fresh=False)
     assert store.torn is not None and str(path) in str(store.torn) and set(store.attempts) == {0, 1}
+    assert store.torn.bytes == size - store.torn.offset
     store.put(2, 1, b"again")
     store.close()
     assert set(reopened(tmp_path)[0]) == {0, 1, 2}
+
+
+def test_what_is_no_entry_is_named_with_its_file_and_offset(tmp_path: Path) -> None:
+    path = tmp_path / "entries"
+    payload = msgpack.packb("no entry")
+    path.write_bytes(b"12345" + struct.pack("<II", len(payload), crc32(payload)) + payload)
+    with path.open("rb") as file, pytest.raises(RecordError, match="not an entry") as caught:
+        read_entry(file.fileno(), path, 5, FRAME_BYTES + len(payload))
+    assert (caught.value.details["path"], caught.value.details["offset"]) == (str(path), 5)
 
 
 def test_a_newer_format_another_file_and_a_missing_middle_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from engine.commands import DrawPrompts
 from engine.errors import DataFailure
 from engine.events import DrawFailed, PromptsDrawn
-from engine.hosts.prompts import draw_prompts, listed, read_prompt
+from engine.hosts.prompts import CountedPrompts, draw_prompts, listed, read_prompt
 from engine.trajectory import Prompt
 
 ORDER = DrawPrompts(count=4, number=7, cause=0)
@@ -33,6 +33,14 @@ def test_as_many_prompts_as_ordered_or_fewer_are_drawn(given: Any) -> None:
     count, exhausted = given
     drawn = PromptsDrawn(first=12, count=count, exhausted=exhausted, number=7)
     assert draw_prompts(Source(given), ORDER, 12) == drawn
+
+
+@pytest.mark.parametrize(
+    ("total", "first", "given"),
+    [(10, 3, (4, False)), (10, 6, (4, True)), (10, 8, (2, True)), (10, 12, (0, True)), (None, 12, (4, False))],
+)
+def test_counted_prompts_end_with_the_last(total: int | None, first: int, given: tuple[int, bool]) -> None:
+    assert CountedPrompts(total, lambda group: Prompt(token_ids=[1])).draw(first, 4) == given
 
 
 @pytest.mark.parametrize(

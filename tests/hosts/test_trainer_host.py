@@ -25,6 +25,7 @@ from engine.events import (
 )
 from engine.hosts import one_by_one
 from engine.hosts.checkpoints import list_checkpoints
+from engine.hosts.figures import figure_of
 from engine.hosts.trainer import TrainerHost
 from engine.hosts.trajectories import copy_group
 from engine.local import SimpleTrainer, response
@@ -452,3 +453,9 @@ def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
         await bench.host.close()
 
     play(scene)
+
+
+@pytest.mark.parametrize(("value", "figure"), [(2**63 - 1, int), (1 - 2**63, int), (2**63, float), (True, int)])
+def test_a_metric_is_an_int_where_it_fits_64_bits(value: int, figure: type) -> None:
+    found = figure_of(value)
+    assert found == value and type(found) is figure

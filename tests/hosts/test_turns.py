@@ -40,6 +40,7 @@ class Noting(Plain):
             raise RuntimeError(what)
 
     def score(self, batch: Batch, task: str) -> None:
+        assert (batch, task) == (BATCH, "old_logprobs")
         self._note("score")
 
     def train(self, batch: Batch) -> dict[str, float]:

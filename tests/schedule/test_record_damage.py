@@ -18,7 +18,7 @@ from engine.errors import RecordError, RunDamaged
 from engine.inspect import open_record, replay_text
 from engine.schedule import After, Handled, Recorder, read, recover, replay
 from engine.schedule.index import INDEX, load_index
-from engine.schedule.store import FRAME_BYTES, PREAMBLE_BYTES, segment_name
+from engine.schedule.store import FOUND, FRAME_BYTES, FRAME_STARTS, PREAMBLE_BYTES, segment_name
 
 EVERY = 25
 
@@ -214,6 +214,22 @@ def test_a_frame_with_sectors_that_never_reached_the_disk_is_torn(tmp_path: Path
     record = read(tmp_path)
     assert len(list(record.frames())) == 3
     assert record.torn is not None and record.torn.offset == at
+
+
+def test_a_tail_with_more_frame_starts_than_are_looked_at_is_damaged_and_not_torn(tmp_path: Path) -> None:
+    """Each claims more bytes than there are, so no checksum is worked out."""
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.close()
+    leave_open(tmp_path)
+    (path,) = segments(tmp_path)
+    at = last_frame(path)
+    torn = path.read_bytes()[:at] + struct.pack("<II", 1 << 20, 0)
+    path.write_bytes(torn + FRAME_STARTS[0] * 1000)
+    assert len(list(read(tmp_path).frames())) == 2
+    path.write_bytes(torn + FRAME_STARTS[0] * (FOUND + FRAME_BYTES))
+    with pytest.raises(RecordError, match="whole frames follow"):
+        list(read(tmp_path).frames())
 
 
 def test_the_first_event_of_a_segment_is_checked(run: Path) -> None:

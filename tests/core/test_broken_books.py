@@ -1,0 +1,124 @@
+"""The laws that are checked after every event find each kind of broken book: a check that cannot fail is none."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.errors import InvariantViolated
+from engine.events import SettingChanged
+from engine.states.invariants import check_all, check_batch, check_event
+from engine.states.ledger import PARKED, READY, RUNNING, WAITING
+from engine.states.state import State
+from tests.core.scripted import Scripted
+
+
+def at_work() -> State:
+    """Two replicas: 0 runs group 0, 1 runs group 1; group 2 is ready."""
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, replicas=2)
+    run.finish(2)
+    check_all(run.state)
+    return run.state
+
+
+def lose_a_group(state: State) -> None:
+    state.ledger.count[RUNNING] -= 1
+
+
+def count_below_zero(state: State) -> None:
+    state.ledger.count[PARKED] -= 1
+    state.ledger.count[READY] += 1
+
+
+def run_too_many(state: State) -> None:
+    state.ledger.count[RUNNING] += 4
+    state.ledger.drawn += 4
+
+
+def owe_a_passed_step(state: State) -> None:
+    state.steps_batched += 2
+
+
+def owe_too_many(state: State) -> None:
+    state.deadlines.surplus -= 9
+
+
+def move_a_phase(state: State) -> None:
+    state.ledger.count[RUNNING] -= 1
+    state.ledger.count[WAITING] += 1
+
+
+def seat_twice(state: State) -> None:
+    first, second = state.fleet.replicas.values()
+    second.groups.update(first.groups)
+
+
+def take_a_seat(state: State) -> None:
+    state.fleet.replicas[0].groups.clear()
+
+
+def move_a_deadline(state: State) -> None:
+    next(group for group in state.groups.values() if group.state == "generating").deadline += 1
+
+
+def run_ahead(state: State) -> None:
+    state.fleet.replicas[0].version += 1
+
+
+def forget_ready(state: State) -> None:
+    state.ready.clear()
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (lose_a_group, "law 1: a group was lost or counted twice"),
+        (count_below_zero, "law 1: a group was lost or counted twice"),
+        (run_too_many, "law 2: more groups run than allowed"),
+        (owe_a_passed_step, "law 4: a group is left behind"),
+        (owe_too_many, "law 4: more groups are due"),
+        (move_a_phase, "law 1: books and records differ"),
+        (seat_twice, "law 2: a group runs twice"),
+        (take_a_seat, "law 1: a running group has no seat"),
+        (move_a_deadline, "law 4: a deadline was moved"),
+        (run_ahead, "law 6: a replica is ahead"),
+        (forget_ready, "law 1: the ready list"),
+    ],
+)
+def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law: str) -> None:
+    state = at_work()
+    broken(state)
+    with pytest.raises(InvariantViolated, match=law):
+        check_all(state)
+
+
+def test_a_deadline_may_be_as_late_as_the_loosest_bound_of_the_run_and_no_later() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=3)
+    run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="1"))
+    run.tell(SettingChanged(setting="scheduler.max_staleness_steps", value="2"))
+    check_all(run.state)
+    run.state.groups[0].deadline += 1
+    with pytest.raises(InvariantViolated, match="law 4: a deadline was moved"):
+        check_all(run.state)
+
+
+def test_as_many_groups_as_allowed_may_run_and_no_more() -> None:
+    state = at_work()
+    count = state.limits.max_concurrent_groups - state.ledger.running
+    state.ledger.count[RUNNING] += count
+    state.ledger.drawn += count
+    check_event(state)
+    state.ledger.count[RUNNING] += 1
+    state.ledger.drawn += 1
+    with pytest.raises(InvariantViolated, match="law 2"):
+        check_event(state)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "groups", "law"),
+    [((0, 2), (0, 1), "staler than allowed"), ((0, -1), (0, 1), "staler"), ((0, 0), (1, 1), "in a batch twice")],
+)
+def test_a_batch_that_breaks_a_law_is_not_formed(staleness: tuple[int, ...], groups: tuple[int, ...], law: str) -> None:
+    state = at_work()
+    check_batch(state, 0, (0, 1), (0, 1))
+    with pytest.raises(InvariantViolated, match=law):
+        check_batch(state, 0, staleness, groups)
