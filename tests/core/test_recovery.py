@@ -170,7 +170,7 @@ def test_a_record_that_this_engine_would_not_have_written_is_not_gone_on_with() 
     other = Limits(**{**made.limits.to_plain(), "max_concurrent_groups": 2})
     forged = MemoryRecorder(Header(run="forged", limits=other.to_plain()))
     forged.frames = made.recorder.frames
-    with pytest.raises(RecordError, match="decides otherwise"):
+    with pytest.raises(RecordError, match="decides differently"):
         recover(read(forged))
     recovered = recover(read(made.recorder))
     assert recovered.events == made.driver.events_handled and recovered.at == made.time
