@@ -64,7 +64,7 @@ test: $(VLLM)  ## run the tests
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup $(ARGS)
 
 near: $(VLLM)  ## run the tests near what differs from the commit BASE (default: HEAD)
-	@BASE=$(BASE) $(BIN)/python -m tests.near $(ARGS)
+	@BASE=$(BASE) $(BIN)/python -m tests.selection $(ARGS)
 
 torture: $(VLLM)  ## kill runs at hundreds of points and see that nothing is lost (hours); writes docs/TORTURE.md
 	@$(BIN)/python -m tests.torture.durable --seeds 1000

@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.actors.run import connect, start
-from engine.hosts.prompts import CountedPrompts, Prompts
+from engine.actors.launch import connect, start
 from engine.ids import ReplicaId
-from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.roles import Batch, Generated, GroupWork
+from engine.protocols import Batch, Generated, GroupWork
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
+from engine.runtime.prompts import CountedPrompts, Prompts
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, TrajectoryGroup
 

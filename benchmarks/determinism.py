@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-import engine.local
+import engine.runtime.local
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.hosts.prompts import CountedPrompts
-from engine.roles import Batch
+from engine.protocols import Batch
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
+from engine.runtime.prompts import CountedPrompts
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import Prepared, prepare
 from engine.tasks.rewards import load_reward
-from engine.training.trainer import ModelTrainer
+from engine.training.model_trainer import ModelTrainer
 
 CONTEXT = 176
 """Tokens: the longest prompt, a response of 144, and some room."""
@@ -100,7 +100,7 @@ def run(config: Config, made: Prepared, replicas: int) -> Seen:
     trainer = Watched(ModelTrainer(made.model_path, config.trainer_settings()))
     generators = [generator(replica) for replica in range(replicas)]
     started = time.perf_counter()
-    result = engine.local.run(
+    result = engine.runtime.local.run(
         generators=generators,
         trainer=trainer,
         prompts=CountedPrompts(source.total, source.prompt),

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from soak import processes
 
-from engine.actors.run import start
+from engine.actors.launch import start
 from engine.commands import Command
 from engine.events import Event, GroupGenerated, ProcessLost, ProcessUp
-from engine.hosts.prompts import CountedPrompts
-from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.roles import Batch, GroupWork
+from engine.protocols import Batch, GroupWork
+from engine.record import Handled, read
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
-from engine.schedule import Handled, read
+from engine.runtime.prompts import CountedPrompts
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory

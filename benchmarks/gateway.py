@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "gateway"
 from gateway_rig import Rig, model
 
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 
 
 class Replica:
@@ -89,7 +89,7 @@ def main() -> None:
         return
     import ray
 
-    from engine.actors.run import connect
+    from engine.actors.launch import connect
 
     connect()
     try:

@@ -20,16 +20,16 @@ from pathlib import Path
 
 from scheduler import REPLICAS, Echo, Wall, drive
 
-from engine.actors.process import collect_rarely
-from engine.driver import Driver
+from engine.actors.detached_actors import collect_rarely
 from engine.events import RunStarted
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import Around, registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.transitions import Transitions
-from engine.schedule.frames import Header
-from engine.schedule.recorder import Recorder
-from engine.scheduler import Scheduler
+from engine.record.frames import Header
+from engine.record.recorder import Recorder
+from engine.runtime.driver import Driver
+from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 
 SCRAPES, PAUSE_S = 40, 0.2

@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from engine.actors.run import connect, launch
+from engine.actors.launch import connect, launch
 from engine.config import Config, load_config, parse_config
 from engine.metrics.status import Status
 from engine.tasks.arithmetic import reward

@@ -18,11 +18,11 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.policies import PolicySet
-from engine.schedule import Header, Recorder, read, recover
-from engine.schedule.frames import encode_snapshot
-from engine.schedule.packing import unpack
-from engine.schedule.snapshots import restore, snapshot
-from engine.scheduler import Scheduler
+from engine.record import Header, Recorder, read, recover
+from engine.record.frames import encode_snapshot
+from engine.record.msgpack_values import unpack
+from engine.record.snapshots import restore, snapshot
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits
 

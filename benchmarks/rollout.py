@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.rollout.backend import SampleRequest, SamplingParams
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 
 PROMPT_TOKENS = 16
 

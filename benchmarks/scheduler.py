@@ -36,7 +36,6 @@ from engine.commands import (
     StartProcess,
     TrainStep,
 )
-from engine.driver import Driver
 from engine.events import (
     Event,
     GroupAborted,
@@ -51,9 +50,10 @@ from engine.events import (
     WeightsPublished,
     WeightsStaged,
 )
-from engine.schedule.frames import Header
-from engine.schedule.recorder import Recorder
-from engine.scheduler import Scheduler
+from engine.record.frames import Header
+from engine.record.recorder import Recorder
+from engine.runtime.driver import Driver
+from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from scheduler import REPLICAS, Echo, Wall, drive
 
-from engine.driver import Driver
 from engine.events import RunStarted
-from engine.schedule import Header, Recorder, read
-from engine.schedule.replayer import replay
-from engine.scheduler import Scheduler
+from engine.record import Header, Recorder, read
+from engine.record.replayer import replay
+from engine.runtime.driver import Driver
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits
 

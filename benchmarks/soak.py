@@ -21,19 +21,19 @@ from pathlib import Path
 
 from scheduler import REPLICAS, Echo
 
-from engine.actors.run import start
+from engine.actors.launch import start
 from engine.commands import Command, DeleteCheckpoint, DiscardGroups, RetireWeights, SaveCheckpoint, StopProcess
-from engine.driver import Driver
 from engine.events import CheckpointSaved, GroupFailed, GroupGenerated, OrderDone, ProcessLost, RunStarted
-from engine.hosts.prompts import CountedPrompts
-from engine.local import SimpleGenerator, SimpleTrainer, response
 from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
 from engine.metrics.transitions import Transitions
-from engine.roles import Batch, GroupWork
+from engine.protocols import Batch, GroupWork
+from engine.record import Header, Recorder
+from engine.runtime.driver import Driver
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Rollout
-from engine.schedule import Header, Recorder
-from engine.scheduler import Scheduler
+from engine.runtime.prompts import CountedPrompts
+from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 from engine.trajectory import Prompt, Trajectory
 

@@ -13,10 +13,10 @@ from typing import Any
 import ray
 import torch
 
-from engine.actors.run import connect
-from engine.actors.stores import RemoteWeights, WeightsStoreActor
+from engine.actors.launch import connect
+from engine.actors.store_actors import RemoteWeights, WeightsStoreActor
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport
-from engine.rollout.weights import copy_to_host
+from engine.rollout.torch.host_weights import copy_to_host
 
 LAYER = 1 << 22
 """float32 values of one large tensor; each comes with a small one."""

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from engine.rollout.backend import SampleRequest, SamplingParams
-from engine.rollout.vllm import VllmBackend
+from engine.rollout.vllm.vllm_backend import VllmBackend
 
 PROMPT_TOKENS = 16
 

@@ -10,6 +10,27 @@ from typing import Any
 
 from engine.redaction import described, shortened
 
+# -- reasons in events -------------------------------------------------------------------------------------------------
+
+
+LONGEST = 1000
+"""Characters; the full story goes to the log."""
+
+
+def reason_of(error: BaseException) -> str:
+    """`Type: message` of an exception; only the message for the engine's own exceptions."""
+    return clean(message_of(error) if isinstance(error, EngineError) else describe_error(error))
+
+
+def clean(text: str) -> str:
+    """Valid UTF-8 text of bounded length."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+# -- the exceptions of the engine --------------------------------------------------------------------------------------
+
+
 LONGEST_LAW = 4000
 """Maximum length of the law and of the fix in a `ConfigError`, in characters."""
 

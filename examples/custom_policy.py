@@ -38,12 +38,12 @@ class Curriculum:
 def main() -> Any:
     from embed import Guesser, Learner
 
-    import engine.local
+    import engine.runtime.local
     from engine.states.limits import Limits
 
     limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=20)
     questions = [f"Is {number} odd?" for number in range(1, 200, 2)]
-    result = engine.local.run(
+    result = engine.runtime.local.run(
         generators=[Guesser(), Guesser()], trainer=Learner(), prompts=questions, limits=limits, samples=4, slots=6,
         policies={"admission": "curriculum"},
     )  # fmt: skip

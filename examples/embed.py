@@ -7,9 +7,9 @@ it is 1.
 import asyncio
 import random
 
-import engine.local
-from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.roles import Batch, GroupWork
+import engine.runtime.local
+from engine.protocols import Batch, GroupWork
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.states.limits import Limits
 from engine.trajectory import Trajectory
 
@@ -41,10 +41,10 @@ class Learner(SimpleTrainer):
         return self.chance
 
 
-def main() -> engine.local.RunResult:
+def main() -> engine.runtime.local.RunResult:
     limits = Limits(train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=12, max_steps=20)
     questions = [f"Is {number} odd?" for number in range(1, 200, 2)]
-    result = engine.local.run(
+    result = engine.runtime.local.run(
         generators=[Guesser(), Guesser()], trainer=Learner(), prompts=questions, limits=limits, samples=4, slots=6
     )
     first, last = result.metrics[0], result.metrics[-1]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine import policies
-from engine.local import RunResult, SimpleGenerator, SimpleTrainer, response, run
 from engine.policies import added_states
-from engine.roles import Batch, GroupWork
+from engine.protocols import Batch, GroupWork
+from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response, run
 from engine.states.limits import Limits
 from engine.trajectory import Trajectory, TrajectoryGroup
 

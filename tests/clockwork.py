@@ -9,14 +9,13 @@ from typing import Any
 from engine import commands as order
 from engine import events as fact
 from engine.commands import Command
-from engine.driver import Driver
 from engine.events import Event
 from engine.ids import ReplicaId, Version
 from engine.metrics.collector import RunMetrics
 from engine.metrics.journal import Journal
 from engine.metrics.transitions import Transitions
-from engine.ports import Recorder
-from engine.scheduler import Scheduler
+from engine.runtime.driver import Driver, Recorder
+from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool, ValidationLimits
 
 

@@ -64,7 +64,7 @@ def cluster() -> Iterator[None]:
     """One local Ray cluster for all tests that need one, ended with the session."""
     import ray
 
-    from engine.actors.run import connect
+    from engine.actors.launch import connect
 
     connect()
     yield

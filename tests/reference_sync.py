@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.rollout.causal_model import FIXED_ROWS, CausalModel
+from engine.rollout.torch.causal_model import FIXED_ROWS, CausalModel
 from engine.training.advantages import ADVANTAGES
 from engine.training.batch import trainable_samples
 from engine.training.gradients import Policy, accumulate_gradient
 from engine.training.losses import token_weights
-from engine.training.settings import TrainerSettings
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 WORD = 2**64

@@ -19,14 +19,14 @@ import pytest
 import yaml
 from clockwork import Clockwork, clockwork
 
-from engine import cli, interrupts, rundir
+from engine import cli
+from engine.cli import interrupts
+from engine.cli.interrupts import Interrupts
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, InvariantViolated, RayProcessEnded, RecordError
-from engine.interrupts import Interrupts
 from engine.metrics.status import Status
-from engine.schedule import Header, Recorder
-from engine.schedule.index import Entry, closed_entry, store_index
-from engine.schedule.store import preamble
+from engine.record import Header, Recorder
+from engine.record.log import Entry, closed_entry, preamble, store_index
 from engine.states.group import GROUP
 from engine.states.machine import Table
 from engine.states.pool import POOL
@@ -35,6 +35,7 @@ from engine.states.replica import REPLICA
 from engine.states.step import STEP
 from engine.states.validation import VALIDATION
 from engine.states.version import VERSION
+from engine.storage import run_directory
 from engine.tasks.tokenizer import save_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -291,24 +292,24 @@ def test_a_preset_with_relative_paths_is_checked_from_another_directory(
 
 
 def test_a_run_directory_has_its_place_and_latest_points_at_it() -> None:
-    first = rundir.create("runs", "quick", config_yaml="a: 1\n")
-    second = rundir.create("runs", "quick", config_yaml="a: 2\n")
+    first = run_directory.create("runs", "quick", config_yaml="a: 1\n")
+    second = run_directory.create("runs", "quick", config_yaml="a: 2\n")
     assert first.path != second.path, "two runs in one second"
     assert re.fullmatch(r"\d{8}-\d{6}-quick(-2)?", first.path.name)
     assert first.config.read_text() == "a: 1\n" and first.schedule.is_dir() and first.checkpoints.is_dir()
     assert Path("runs/latest").resolve() == second.path.resolve()
-    assert rundir.open_run("latest").path == Path("runs/latest")
-    assert rundir.open_run("runs/latest/schedule").path == Path("runs/latest")
+    assert run_directory.open_run("latest").path == Path("runs/latest")
+    assert run_directory.open_run("runs/latest/schedule").path == Path("runs/latest")
     assert second.shown == f"runs/{second.path.name}"
 
 
 def test_a_chosen_directory_is_linked_too_and_never_overwritten(tmp_path: Path) -> None:
     Path("chosen").mkdir()
-    chosen = rundir.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
+    chosen = run_directory.create("runs", "quick", config_yaml="a: 1\n", chosen="chosen")
     assert chosen.path == Path("chosen")
     assert Path("runs/latest").resolve() == (tmp_path / "chosen").resolve()
     with pytest.raises(ConfigError, match=r"--run-dir 'chosen' already holds a run \(config.yaml\)"):
-        rundir.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
+        run_directory.create("runs", "quick", config_yaml="a: 2\n", chosen="chosen")
     assert chosen.config.read_text() == "a: 1\n"
 
 
@@ -332,7 +333,7 @@ def test_a_directory_that_cannot_be_made_is_bad_input(capsys: Capture) -> None:
 
 
 class FakeHandle:
-    """A run on a virtual clock behind the interface of `actors.run.RunHandle`."""
+    """A run on a virtual clock behind the interface of `actors.launch.RunHandle`."""
 
     metrics_url = "http://127.0.0.1:12345/metrics"
 
@@ -427,9 +428,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
             handles.append(FakeHandle(world, **options))
             return handles[-1]
 
-        fake = ModuleType("engine.actors.run")
+        fake = ModuleType("engine.actors.launch")
         fake.launch = launch  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "engine.actors.run", fake)
+        monkeypatch.setitem(sys.modules, "engine.actors.launch", fake)
         return handles
 
     return install
@@ -850,7 +851,7 @@ def test_a_request_to_end_leaves_no_process(line: str) -> None:
 def recorded() -> Path:
     """A run directory with the record of a small run."""
     world = clockwork(steps=3)
-    directory = rundir.create("runs", "small", config_yaml="").path
+    directory = run_directory.create("runs", "small", config_yaml="").path
     header = Header(run="small", limits=world.limits.to_plain(), policies=dict(world.scheduler.policies.names))
     recorder = Recorder(directory / "schedule", header)
     clockwork(steps=3, recorder=recorder).run()
@@ -870,7 +871,7 @@ def test_a_replay_says_that_it_is_identical(capsys: Capture, recorded: Path) -> 
 
 
 def test_a_replay_that_diverges_exits_1(capsys: Capture, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.scheduling.rollout import RolloutScheduling
+    from engine.scheduling.groups import RolloutScheduling
 
     monkeypatch.setattr(RolloutScheduling, "advance", lambda self: None)
     assert cli.main(["replay", str(recorded)]) == 1

@@ -20,7 +20,7 @@ from engine.hardware import gpu_count
 from engine.states.limits import Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
-from engine.training.settings import Mask, TrainerSettings
+from engine.training.trainer_settings import Mask, TrainerSettings
 
 MADE = {"model": {"make": "arithmetic"}}
 

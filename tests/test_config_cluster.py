@@ -10,7 +10,7 @@ import yaml
 
 from engine.config import load_config, parse_config
 from engine.config.cluster import ClusterSection
-from engine.config.resumed import resumed
+from engine.config.resumption import resumed
 from engine.errors import ConfigError
 
 MADE = {"model": {"make": "arithmetic"}}

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from engine import policies, rundir
+from engine import policies
 from engine.cli import main
+from engine.cli.run import _next_commands
 from engine.config import extensions, load_config, load_extensions, parse_config
 from engine.errors import ConfigError
-from engine.policies import PolicySet, added, registry
-from engine.running import _next_commands
-from engine.schedule import Header, Recorder
+from engine.policies import PolicySet, custom_states, registry
+from engine.record import Header, Recorder
 from engine.simulation.proof import prove, scaled_down
 from engine.states.limits import AddedState, Limits, ValidationLimits
 from engine.states.view import GroupView, PoolView, ReplicaView, ValidationView, View
+from engine.storage import run_directory
 from tests.core.scripted import Scripted
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -29,13 +30,13 @@ PLAIN = "model:\n  make: arithmetic\nscheduler:\n  train_batch_size: 4\n  max_st
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers, imports and puts on the path is known to that test alone."""
     known = {decision: dict(names) for decision, names in registry._REGISTERED.items()}
-    states, modules, path = dict(added._ADDED), set(sys.modules), list(sys.path)
+    states, modules, path = dict(custom_states._ADDED), set(sys.modules), list(sys.path)
     monkeypatch.setattr(extensions, "_loaded", set(extensions._loaded))
     yield
     for decision, names in known.items():
         registry._REGISTERED[decision] = names
-    added._ADDED.clear()
-    added._ADDED.update(states)
+    custom_states._ADDED.clear()
+    custom_states._ADDED.update(states)
     sys.path[:] = path
     for name in set(sys.modules) - modules:
         if name in ("mine", "packaged", "custom_policy", "embed"):
@@ -111,7 +112,7 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
         match=r"scheduler\.states 'rewardin' is not a registered state; (register|use one of (?!.*rewarding))",
     ):
         load_config(config("", "states: [rewardin]"))
-    assert "rewarding" not in added.state_names()
+    assert "rewarding" not in custom_states.state_names()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_a_module_that_fails_after_it_has_registered_fails_by_the_same_error_aga
     for _ in range(2):
         with pytest.raises(ConfigError, match="'mine' cannot be imported: RuntimeError: out of order"):
             load_config(file)
-    assert "judged" not in added.state_names() and "mine" not in registry.names("admission")
+    assert "judged" not in custom_states.state_names() and "mine" not in registry.names("admission")
     (file.parent / "mine.py").write_text(good, encoding="utf-8")
     importlib.invalidate_caches()
     assert load_config(file).scheduler.states == ("judged",)
@@ -219,7 +220,7 @@ def test_an_entry_point_may_be_a_function(tmp_path: Path) -> None:
         tmp_path, f"def begin():\n{'    '.join(['', *JUDGE.strip().splitlines(keepends=True)])}", "own = packaged:begin"
     )
     load_extensions()
-    assert "judged" in added.state_names()
+    assert "judged" in custom_states.state_names()
 
 
 def test_a_broken_package_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -298,5 +299,5 @@ def test_what_to_type_next_imports_what_the_config_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Recorder(Path("here/schedule"), Header(run="x", limits={}, config={"run": {"extensions": named}})).close()
-    said = list(_next_commands(rundir.RunDirectory(Path("here")), finished=True))
+    said = list(_next_commands(run_directory.RunDirectory(Path("here")), finished=True))
     assert said == ["next:", f"  engine replay here{flag}"]

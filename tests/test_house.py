@@ -23,66 +23,53 @@ ENGINE = ROOT / "engine"
 
 # -- who may import whom (docs/ARCHITECTURE.md draws it) ---------------------------------------------------------------
 
-BOTTOM = {"ids", "redaction", "errors", "trajectory", "roles"}
+BOTTOM = {"ids", "redaction", "errors", "trajectory", "protocols"}
 EVENTS = {*BOTTOM, "events", "commands"}
 STATES = {*EVENTS, "states"}
 POLICIES = {*STATES, "policies"}
-SCHEDULER = {*POLICIES, "scheduling", "scheduler"}
-SCHEDULE = {*SCHEDULER, "schedule", "ports", "private_files"}
-DRIVER = {*SCHEDULE, "driver"}
+SCHEDULING = {*POLICIES, "scheduling"}
+RECORD = {*SCHEDULING, "record"}
+RUNTIME = {*RECORD, "workers", "storage", "metrics", "control", "gateway", "user_code", "http_listener", "config"}
 WORK = {"rollout", "training", "tasks"}
 
 ALLOWED: dict[str, set[str]] = {
-    # the bottom: names, failures, and the data that a user's own code meets
+    # the bottom: names, failures, and what a user's own code meets
     "ids": BOTTOM,
     "redaction": BOTTOM,
     "errors": BOTTOM,
     "trajectory": BOTTOM,
-    "roles": BOTTOM,
+    "protocols": BOTTOM,
     "user_code": BOTTOM,
+    "http_listener": BOTTOM,
+    "hardware": BOTTOM,
     # the pure core, each layer on those before it
     "events": BOTTOM,
     "commands": BOTTOM,
     "states": EVENTS,
     "policies": STATES,
     "scheduling": POLICIES,
-    "scheduler": {*POLICIES, "scheduling"},
-    # the record, and the one loop
-    "ports": EVENTS,
-    "schedule": {*SCHEDULER, "ports", "private_files"},
-    "driver": SCHEDULE,
-    # what stands around the driver: siblings, never each other
-    "control": {*DRIVER, "listeners"},
-    # what both ways of running for real share: commands in, events out, around a user's Generator and Trainer
-    "hosts": {*EVENTS, "schedule", "user_code", "private_files"},  # how frames lie on disk, and who may write them
-    "runtime": {*DRIVER, "hosts", "config", "gateway", "control", "metrics", "listeners"},
-    "local": {*DRIVER, "hosts", "runtime", "metrics", "user_code"},
-    "simulation": {*DRIVER, "hosts", "runtime", "local"},
-    "actors": {*DRIVER, *WORK, "hosts", "runtime", "metrics", "config", "rundir", "hardware", "gateway", "control"}
-    | {"listeners"},
+    # the record
+    "record": SCHEDULING,
+    # orders in, facts out, around a user's Generator and Trainer; and what they keep
+    "storage": {*EVENTS, "record"},
+    "workers": {*EVENTS, "storage", "user_code"},
+    # a run seen and controlled from outside
+    "metrics": {*STATES, "record", "http_listener"},
+    "inspect": RECORD,
+    "control": {*SCHEDULING, "http_listener"},
     # the work itself, which knows nothing of the scheduler
     "rollout": {*BOTTOM, "user_code"},
-    "gateway": {*BOTTOM, "rollout", "user_code", "listeners"},  # agents' calls become requests to a replica
+    "gateway": {*BOTTOM, "rollout", "user_code", "http_listener"},  # agents' calls become requests to a replica
     "training": BOTTOM,
     "tasks": BOTTOM,
-    # readers, where a run's files are, and what the machine has
-    "hardware": BOTTOM,
-    "listeners": BOTTOM,
-    "rundir": {*BOTTOM, "private_files"},
-    "private_files": BOTTOM,
-    "live": {*STATES, "metrics"},
-    "top": {*STATES, "metrics", "live", "rundir"},
-    "commanding": {*DRIVER, "control", "config", "rundir"},
-    "interrupts": BOTTOM,
-    "metrics": {*STATES, "listeners", "private_files"},
-    "inspect": SCHEDULE,
-    # data about all of the above, and the wiring
-    "config": {*POLICIES, *WORK, "scheduling", "hardware"},
-    "running": {*DRIVER, *WORK, "actors", "metrics", "config", "rundir", "live", "interrupts"},
-    "cli": {*DRIVER, *WORK, "simulation", "local", "actors", "gateway", "control", "metrics", "inspect"}
-    | {"config", "rundir", "live", "top", "interrupts", "commanding", "running"},
+    "config": {*SCHEDULING, *WORK, "hardware"},
+    # the loop, and what surrounds it
+    "runtime": RUNTIME,
+    "simulation": {*RUNTIME, "runtime"},
+    "actors": {*RUNTIME, *WORK, "runtime", "hardware"},
+    # the wiring
+    "cli": {*RUNTIME, *WORK, "runtime", "simulation", "actors", "inspect"},
     "__init__": {*POLICIES},
-    "__main__": {"cli"},
 }
 
 EXCEPTIONS: dict[str, set[str]] = {
@@ -90,7 +77,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "engine/tasks/quickstart.py": {"training"},
 }
 
-PURE = (*BOTTOM, "events", "commands", "states", "policies", "scheduling", "scheduler")
+PURE = (*BOTTOM, "events", "commands", "states", "policies", "scheduling")
 IMPURE = {"time", "random", "asyncio", "uuid", "os", "logging", "datetime", "secrets", "threading"}
 
 # -- sources -----------------------------------------------------------------------------------------------------------
@@ -158,9 +145,9 @@ def imports_downwards(source: Source) -> Iterator[str]:
 def heavy_packages_stay_home(source: Source) -> Iterator[str]:
     """Ray, torch and vLLM are imported where they belong only."""
     homes: dict[str, bool] = {
-        "ray": source.unit in {"actors", "cli"},
+        "ray": source.unit == "actors",
         "torch": source.unit in {"training", "rollout", "actors"},
-        "vllm": re.fullmatch(r"engine/rollout/vllm(_[a-z]+)?\.py", source.path) is not None,
+        "vllm": source.path.startswith("engine/rollout/vllm/"),
     }
     for line, module in source.imports():
         if not homes.get(module.split(".")[0], True):
@@ -202,11 +189,11 @@ def nothing_sleeps(source: Source) -> Iterator[str]:
 
 
 UNPICKLES = {
-    "engine/actors/process.py": "the plan of a run, from the process that launches it to its actors",
-    "engine/actors/wire.py": "calls between the actors of one run",
+    "engine/actors/detached_actors.py": "the plan of a run, from the process that launches it to its actors",
+    "engine/runtime/wire.py": "calls between the actors of one run",
 }
 """Where something is unpickled: traffic between processes of one run, which Ray pickles as well."""
-EXECUTES = {"engine/schedule/shapes.py": "readers and writers that it derives from the classes of events and commands"}
+EXECUTES = {"engine/record/codec.py": "readers and writers that it derives from the classes of events and commands"}
 """Where code is made of text: of the engine's own."""
 
 
@@ -279,42 +266,42 @@ def loops_are_ordered(source: Source) -> Iterator[str]:
 
 EVERYWHERE: list[tuple[Rule, str, str]] = [
     (imports_downwards, "engine/states/group.py", "from engine.policies import registry"),
-    (imports_downwards, "engine/states/group.py", "from ..driver import Driver"),
+    (imports_downwards, "engine/states/group.py", "from ..runtime.driver import Driver"),
     (imports_downwards, "engine/simulation/world.py", "def late():\n    from engine import actors"),
-    (imports_downwards, "engine/rollout/torch.py", "import engine.training.losses"),
+    (imports_downwards, "engine/rollout/torch/torch_backend.py", "import engine.training.losses"),
     (imports_downwards, "engine/novel/thing.py", "import engine.ids"),
-    (heavy_packages_stay_home, "engine/driver.py", "import ray.util"),
+    (heavy_packages_stay_home, "engine/runtime/driver.py", "import ray.util"),
     (heavy_packages_stay_home, "engine/tasks/rewards.py", "from torch.nn import Linear"),
-    (heavy_packages_stay_home, "engine/rollout/torch.py", "import vllm"),
-    (sizes_are_kept, "engine/driver.py", "x = 1\n" * 701),
-    (sizes_are_kept, "engine/driver.py", "def f():\n" + "    x = 1\n" * 70),
-    (nothing_sleeps, "engine/driver.py", "import time\ntime.sleep(1)"),
-    (nothing_sleeps, "engine/driver.py", "import asyncio as loops\nloops.sleep(1)"),
-    (nothing_sleeps, "engine/driver.py", "from asyncio import sleep\nasync def f():\n    await sleep(0)"),
-    (nothing_read_is_unpickled, "engine/schedule/reader.py", "import pickle"),
+    (heavy_packages_stay_home, "engine/rollout/torch/torch_backend.py", "import vllm"),
+    (sizes_are_kept, "engine/runtime/driver.py", "x = 1\n" * 701),
+    (sizes_are_kept, "engine/runtime/driver.py", "def f():\n" + "    x = 1\n" * 70),
+    (nothing_sleeps, "engine/runtime/driver.py", "import time\ntime.sleep(1)"),
+    (nothing_sleeps, "engine/runtime/driver.py", "import asyncio as loops\nloops.sleep(1)"),
+    (nothing_sleeps, "engine/runtime/driver.py", "from asyncio import sleep\nasync def f():\n    await sleep(0)"),
+    (nothing_read_is_unpickled, "engine/record/reader.py", "import pickle"),
     (nothing_read_is_unpickled, "engine/control/server.py", "from ray import cloudpickle"),
-    (nothing_read_is_unpickled, "engine/training/checkpoint.py", "import torch\ntorch.load('model.pt')"),
+    (nothing_read_is_unpickled, "engine/training/model_checkpoint.py", "import torch\ntorch.load('model.pt')"),
     (
         nothing_read_is_unpickled,
         "engine/tasks/dataset.py",
         "import numpy as np\nnp.load('rows.npy', allow_pickle=True)",
     ),
     (nothing_read_is_unpickled, "engine/config/loading.py", "import yaml\nyaml.unsafe_load('')"),
-    (nothing_read_is_unpickled, "engine/actors/wire.py", "AutoModel.from_pretrained('x', trust_remote_code=True)"),
+    (nothing_read_is_unpickled, "engine/runtime/wire.py", "AutoModel.from_pretrained('x', trust_remote_code=True)"),
     (names_say_something, "engine/utils.py", ""),
     (names_say_something, "engine/rollout/weight_manager.py", ""),
 ]
 IN_THE_CORE: list[tuple[Rule, str, str]] = [
-    (core_is_pure, "engine/scheduler.py", "import time"),
+    (core_is_pure, "engine/scheduling/scheduler.py", "import time"),
     (core_is_pure, "engine/policies/retry.py", "from random import random"),
     (core_is_pure, "engine/states/ledger.py", "import os.path"),
-    (loops_are_ordered, "engine/scheduler.py", "for x in {1, 2}: pass"),
-    (loops_are_ordered, "engine/scheduler.py", "a = [x for x in set(b)]"),
-    (loops_are_ordered, "engine/scheduler.py", "for x in a.difference(b): pass"),
-    (loops_are_ordered, "engine/scheduler.py", "for x in set(a) - b: pass"),
+    (loops_are_ordered, "engine/scheduling/scheduler.py", "for x in {1, 2}: pass"),
+    (loops_are_ordered, "engine/scheduling/scheduler.py", "a = [x for x in set(b)]"),
+    (loops_are_ordered, "engine/scheduling/scheduler.py", "for x in a.difference(b): pass"),
+    (loops_are_ordered, "engine/scheduling/scheduler.py", "for x in set(a) - b: pass"),
     (
         loops_are_ordered,
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "class A:\n    late: set[int]\n    def f(self):\n        return list(self.late)",
     ),
 ]
@@ -344,12 +331,12 @@ def test_ordered_loops_are_let_by() -> None:
     text = (
         "seen: set[int] = set()\nfor x in sorted(seen): pass\nfor y in {1: 2}: pass\nok = 3 in seen and len(seen) > 1"
     )
-    assert list(loops_are_ordered(Source("engine/scheduler.py", text))) == []
+    assert list(loops_are_ordered(Source("engine/scheduling/scheduler.py", text))) == []
 
 
 def test_a_sleeping_replica_is_let_by() -> None:
     text = "import time\nasync def f(replica):\n    await replica.sleep()\n    await replica.engine.sleep(level=1)"
-    assert list(nothing_sleeps(Source("engine/hosts/replica.py", text))) == []
+    assert list(nothing_sleeps(Source("engine/workers/replica.py", text))) == []
 
 
 def test_the_layers_have_no_circle() -> None:
@@ -404,7 +391,15 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["engine", "engine.driver", "engine.policies", "engine.config", "engine.local", "engine.gateway.server"]
+    "module",
+    [
+        "engine",
+        "engine.runtime.driver",
+        "engine.policies",
+        "engine.config",
+        "engine.runtime.local",
+        "engine.gateway.server",
+    ],
 )
 def test_a_light_import_brings_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'vllm', 'transformers') if m in sys.modules])"
@@ -413,7 +408,7 @@ def test_a_light_import_brings_nothing_heavy(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("actor", ["worker", "stores"])
+@pytest.mark.parametrize("actor", ["worker_actor", "store_actors"])
 def test_the_process_of_an_actor_loads_what_it_uses_alone(actor: str) -> None:
     """A run starts at least six of them at once: what Ray itself loads is their start, and little of ours."""
     heavy = ("aiohttp", "numpy", "pydantic", "torch", "vllm", "transformers")

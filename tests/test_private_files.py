@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine import rundir
-from engine.actors.lasting import note_launch
-from engine.actors.process import prepare_process
-from engine.hosts.checkpoints import save_checkpoint
-from engine.hosts.durable import DurableStore
-from engine.metrics.endpoint import FILE, FOLDER, announce
+from engine.actors.detached_actors import note_launch, prepare_process
+from engine.metrics.address_files import FILE, FOLDER, announce
 from engine.metrics.journal import Journal, keep_rows
-from engine.private_files import make_run_private
-from engine.schedule import Header, Recorder
-from engine.schedule.lock import RecordLock
+from engine.record import Header, Recorder
+from engine.record.files import RecordLock, make_run_private
+from engine.storage import run_directory
+from engine.storage.checkpoints import save_checkpoint
+from engine.storage.durable_trajectories import DurableStore
 
 UMASKS = [0o000, 0o022, 0o277, 0o777]
 
@@ -67,7 +65,7 @@ def open_to_others(run: Path) -> list[str]:
 def test_a_new_run_is_for_its_user_alone(tmp_path: Path, umask: None) -> None:
     (tmp_path / "runs").mkdir(exist_ok=True)
     (tmp_path / "runs").chmod(0o755)
-    run = rundir.create(tmp_path / "runs", "a", config_yaml="a: 1\n").path
+    run = run_directory.create(tmp_path / "runs", "a", config_yaml="a: 1\n").path
     fill(run)
     assert open_to_others(run) == []
     assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755, "what is the user's stays"
@@ -77,7 +75,7 @@ def test_a_chosen_directory_becomes_the_users_alone_and_what_else_is_there_stays
     chosen = tmp_path / "chosen"
     chosen.mkdir(mode=0o755)
     (chosen / "mine.sh").touch(mode=0o755)
-    rundir.create(tmp_path / "runs", "a", config_yaml="a: 1\n", chosen=chosen)
+    run_directory.create(tmp_path / "runs", "a", config_yaml="a: 1\n", chosen=chosen)
     assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
     assert stat.S_IMODE((chosen / "mine.sh").stat().st_mode) == 0o755
 

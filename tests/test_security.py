@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 import yaml
 
-from engine import rundir, top
+from engine.cli import top
 from engine.config import Config, load_config
 from engine.config.loading import parse_config
-from engine.config.resumed import resumed
+from engine.config.resumption import resumed
 from engine.errors import ConfigError, EngineError
-from engine.hosts.checkpoints import SUMS, damaged_of, verify_checkpoint
-from engine.metrics.endpoint import FILE, address_of, announce
+from engine.metrics.address_files import FILE, address_of, announce
 from engine.redaction import is_secret_name
-from engine.rollout import openai_http
-from engine.rollout.openai_http import Http, Unavailable
+from engine.rollout.openai import http_client
+from engine.rollout.openai.http_client import Http, Unavailable
 from engine.runtime.plan import Plan
+from engine.storage import run_directory
+from engine.storage.checkpoints import SUMS, damaged_of, verify_checkpoint
 
 MADE: dict[str, Any] = {"model": {"make": "arithmetic"}}
 SECRET = "hunter2-and-more"
@@ -55,11 +56,11 @@ def test_a_name_under_runs_leads_nowhere_else(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "work" / "runs").mkdir(parents=True)
     (tmp_path / "work" / "other" / "schedule").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "work")
-    assert rundir.open_run("other").path == Path("other"), "what the user types as a path is one"
+    assert run_directory.open_run("other").path == Path("other"), "what the user types as a path is one"
     with pytest.raises(ConfigError, match="does not exist"):
-        rundir.open_run("../other")
+        run_directory.open_run("../other")
     with pytest.raises(ConfigError, match="does not exist"):
-        rundir.open_run("../../work/other/../nowhere")
+        run_directory.open_run("../../work/other/../nowhere")
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "inside/../../../secret"])
@@ -96,7 +97,7 @@ def test_a_pickle_in_a_checkpoint_is_not_read(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from engine.training.checkpoint import read_checkpoint
+    from engine.training.model_checkpoint import read_checkpoint
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
@@ -164,7 +165,7 @@ def test_the_word_of_where_a_run_answers_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [200, 500])
 def test_the_answer_of_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(openai_http, "LARGEST_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(http_client, "LARGEST_ANSWER_BYTES", 1000)
 
     async def call(address: str) -> None:
         http = Http(f"http://{address}", None, timeout_s=30)
@@ -385,7 +386,7 @@ def test_what_a_run_writes_down_holds_the_name_of_a_key_and_not_the_key(
     monkeypatch.setenv("SERVERS_KEY", SECRET)
     sections = {"rollout": {**SERVERS, "urls": ["http://127.0.0.1:8000"], "api_key_env": "SERVERS_KEY"}}
     config: Config = parse_config({**MADE, **sections})
-    directory = rundir.create(tmp_path, "keyed", config_yaml=config.dump_yaml())
+    directory = run_directory.create(tmp_path, "keyed", config_yaml=config.dump_yaml())
     written = b"".join(path.read_bytes() for path in directory.path.rglob("*") if path.is_file())
     assert b"SERVERS_KEY" in written and SECRET.encode() not in written
     assert SECRET not in json.dumps(config.model_dump(mode="json")), "which the record's header holds"

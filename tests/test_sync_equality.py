@@ -12,18 +12,18 @@ import torch
 from reference_sync import Outcome, Task, digest, run_reference, seen
 from transformers import AutoTokenizer
 
-import engine.local
-from engine.actors.models import make_prompts, make_trainer, plan_of, stop_ids_of
-from engine.actors.run import start
+import engine.runtime.local
+from engine.actors.configured_plan import make_prompts, make_trainer, plan_of, stop_ids_of
+from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated
-from engine.hosts.prompts import CountedPrompts
-from engine.roles import Batch
+from engine.protocols import Batch
+from engine.record import Handled, read
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.rollout.torch import TorchBackend
-from engine.schedule import Handled, read
+from engine.rollout.torch.torch_backend import TorchBackend
+from engine.runtime.prompts import CountedPrompts
 from engine.tasks.quickstart import Prepared, Quickstart, prepare
 from engine.tasks.rewards import load_reward
 from engine.trajectory import TrajectoryGroup
@@ -126,7 +126,7 @@ class Pieces:
     def run_local(self, replicas: int, slots: int, file: Path) -> Watched:
         trainer = Watched(make_trainer(self.model, self.config.trainer_settings()), file)
         total = PROMPTS * EPOCHS
-        result = engine.local.run(
+        result = engine.runtime.local.run(
             generators=lambda replica: self.generator(slots),
             replicas=replicas,
             trainer=trainer,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / "tests" / "schedule" / "golden" / "v1" / "keep"
+GOLDEN = ROOT / "tests" / "record" / "golden" / "v1" / "keep"
 
 
 def call(*command: object, cwd: Path) -> "subprocess.CompletedProcess[str]":

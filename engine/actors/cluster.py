@@ -1,7 +1,7 @@
 """Joins an existing Ray cluster: finds it, refuses other versions by name, and sends the user's code to its nodes.
 
-The command line and `run.launch` call it before they make anything of a run. It never changes a setting of the cluster.
-Leaving is `ray.shutdown()`, or the end of the process; neither ends the cluster.
+The command line and `launch.launch` call it before they make anything of a run. It never changes a setting of the
+cluster. Leaving is `ray.shutdown()`, or the end of the process; neither ends the cluster.
 """
 
 import json

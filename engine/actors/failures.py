@@ -1,16 +1,110 @@
-"""Unwraps Ray's exceptions: finds the original error, or describes the death of an actor in one line.
+"""Failures of actors: how a lost actor is noticed, and what Ray's exceptions say about it.
 
-Used for every call to an actor.
+An actor is lost when it reports so, when Ray reports its death, or when it misses heartbeats. Decides nothing.
 """
 
+import asyncio
+import contextlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from engine.errors import EngineError, RunFailed
-from engine.hosts.reasons import clean, reason_of
+from engine.errors import EngineError, RunFailed, clean, reason_of
+from engine.runtime.plan import Plan
+from engine.runtime.process_port import Ended, Sign, Waits
+
+# -- lost actors -------------------------------------------------------------------------------------------------------
+
+
+PATIENCE_S = 30.0
+"""Seconds to wait for an answer if heartbeats are off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """A heartbeat every `every_s` seconds, none if 0. An actor that does not answer for `every_s * missed` is lost."""
+
+    every_s: float
+    missed: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Pulse":
+        return cls(plan.heartbeat_s, plan.missed_beats)
+
+    async def lost(self, actor: Any) -> "Ended":
+        """Return once the actor is lost."""
+        ended = asyncio.ensure_future(_ended(actor))
+        try:
+            while self.every_s:
+                beat = asyncio.ensure_future(sign_of(actor))
+                await asyncio.wait([beat, ended], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if beat.done():
+                    await asyncio.wait([ended], timeout=self.every_s)
+                else:
+                    beat.cancel()
+                if ended.done():
+                    break
+                if not beat.done():
+                    return Ended(f"no sign of life for {self.limit_s:g} s", silent=True)
+            return await ended
+        finally:
+            ended.cancel()
+
+    @property
+    def limit_s(self) -> float:
+        return self.every_s * self.missed
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for a call that a process answers at once; never 0."""
+        return self.limit_s or PATIENCE_S
+
+
+async def sign_of(actor: Any) -> Sign | None:
+    """Return once the actor answers; None: it is dead."""
+    with contextlib.suppress(RayError):
+        sign: Sign = await actor.beat.remote()
+        return sign
+    return None
+
+
+async def _ended(actor: Any) -> Ended:
+    try:
+        return Ended(await actor.alive.remote(), told=True)
+    except Exception as error:
+        return Ended(failure_reason(error))
+
+
+# -- answers to heartbeats ---------------------------------------------------------------------------------------------
+
+
+WAITS = Waits()
+"""The open calls of this process, which is one actor."""
+
+
+class Watched:
+    """Base class of actors that answer heartbeats."""
+
+    async def beat(self) -> Sign:
+        """Answer a heartbeat, at once unless the event loop is blocked."""
+        return Sign(os.getpid(), WAITS.oldest)
+
+
+@contextmanager
+def awaited(process: str) -> Iterator[None]:
+    """Context manager around calls to another actor: heartbeats then report that this process waits for `process`.
+    Exceptions are converted as by `named`."""
+    with WAITS.on(process), named():
+        yield
+
+
+# -- Ray's exceptions --------------------------------------------------------------------------------------------------
+
 
 DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
 CLASS, PID = re.compile(r"class_name: (\w+)"), re.compile(r"pid: (\d+)")

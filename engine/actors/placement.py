@@ -1,8 +1,8 @@
 """Where actors with GPUs run: shares of what the cluster has, and placement groups for replicas of several GPUs.
 
-Called by `run.start`, before any actor is, and by `processes.py`, which owns a replica's group for one life of it.
-Nothing here waits for a group: an actor that is created in one waits by itself. A group also ends with the actor that
-made it.
+Called by `launch.start`, before any actor is, and by `ray_processes.py`, which owns a replica's group for one life of
+it. Nothing here waits for a group: an actor that is created in one waits by itself. A group also ends with the actor
+that made it.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from engine.config.pools import layout, surprises
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import gpu_count, gpus_of_their_own
-from engine.rollout.vllm_args import built_for_cpu, check_engine_args, workers_of
+from engine.rollout.vllm.engine_args import built_for_cpu, check_engine_args, workers_of
 from engine.states.limits import Limits
 
 BACKENDS: dict[str, Callable[[Config], None]] = {

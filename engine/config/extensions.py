@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
-from engine.policies import added, registry
+from engine.policies import custom_states, registry
 
 GROUP = "step_engine.extensions"
 """Entry points of this group name a module, or a function without arguments in one."""
@@ -79,15 +79,15 @@ def _whole() -> Iterator[None]:
     error when it is tried again. What modules registered that were imported to their end meanwhile stays: they will not
     do so twice."""
     modules = set(sys.modules)
-    before = {*registry.registered(), *added.registered()}
+    before = {*registry.registered(), *custom_states.registered()}
     try:
         yield
     except Exception:
         imported = set(sys.modules) - modules
-        new = [cls for cls in (*registry.registered(), *added.registered()) if cls not in before]
+        new = [cls for cls in (*registry.registered(), *custom_states.registered()) if cls not in before]
         halves = [cls for cls in new if cls.__module__ not in imported]
         registry.forget(halves)
-        added.forget(halves)
+        custom_states.forget(halves)
         raise
 
 

@@ -1,14 +1,46 @@
 """The rollout section of a configuration: engines, how they sample, and how new weights reach them."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine.config.section import DEVICE, Section
-from engine.config.servers import replicas_of
 from engine.errors import ConfigError
-from engine.rollout.vllm_args import refuse_own, workers_of
-from engine.states.bounds import BOUNDS
+from engine.rollout.vllm.engine_args import refuse_own, workers_of
+from engine.states.limits import BOUNDS
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def replicas_of(backend: str, urls: Sequence[str], replicas: int | None, weights_dir: str | None) -> int | None:
+    """One replica for each server; None where another backend has no servers. `replicas`: as given, or None.
+
+    Raises: `ConfigError` for servers that are missing, doubled, miscounted, or without a place for their weights.
+    """
+    if backend != "openai":
+        if urls:
+            law = f"only the openai backend uses servers, and rollout.backend is {backend}"
+            raise ConfigError("rollout.urls", list(urls), law, "remove them, or use rollout.backend: openai")
+        return None
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                "rollout.urls", url, "must start with http:// or https://", "for example http://127.0.0.1:8000"
+            )
+    if not urls or len({url.rstrip("/").removesuffix("/v1") for url in urls}) != len(urls):
+        law = "must list the address of every server once"
+        raise ConfigError("rollout.urls", list(urls), law, "for example ['http://127.0.0.1:8000']")
+    if replicas not in (None, len(urls)):
+        law = f"must be {len(urls)}, the number of servers in rollout.urls"
+        raise ConfigError("rollout.replicas", replicas, law, f"use {len(urls)}, or remove it")
+    if weights_dir is None:
+        law = "the servers read new weights from this directory"
+        raise ConfigError("rollout.weights_dir", None, law, "set a directory that they see under the same path")
+    return len(urls)
+
+
+# -- the section -------------------------------------------------------------------------------------------------------
 
 
 class RolloutSection(Section):

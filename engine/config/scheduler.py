@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from engine.config.section import Section
 from engine.errors import ConfigError
 from engine.policies import DEFAULTS
-from engine.states.bounds import BOUNDS
-from engine.states.limits import ROUNDING
+from engine.states.limits import BOUNDS, ROUNDING
 
 REGISTERED = r"^[a-z][a-z0-9_-]*$"
 """Names that policies and backends are registered under."""

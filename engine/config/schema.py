@@ -1,8 +1,8 @@
 """What a run is configured by: every section and field, its bounds, its meaning, and the laws between fields.
 
 A `Config` holds only if every law does, however it was made. The laws on batch, staleness and concurrency are those of
-`states.limits.Limits`, those on the train step of `training.settings.TrainerSettings`: a Config builds both. Reads
-no file: `loading.py` does.
+`states.limits.Limits`, those on the train step of `training.trainer_settings.TrainerSettings`: a Config builds both.
+Reads no file: `loading.py` does.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 
 from engine.config.agent import NAMED, AgentSection
 from engine.config.cluster import ClusterSection
-from engine.config.control import ControlSection
 from engine.config.deterministic import settled
 from engine.config.paths import RUNS
 from engine.config.pools import PoolSection, check_pools, limit_pools, rewarding, settled_by_pools
@@ -28,11 +27,27 @@ from engine.config.validation import ValidationSection, refuse_validation, valid
 from engine.errors import ConfigError
 from engine.policies import PolicySet, added_states
 from engine.scheduling.settings import require_time_for_rewards
-from engine.states.bounds import BOUNDS
-from engine.states.limits import Limits
+from engine.states.limits import BOUNDS, Limits
 from engine.tasks.arithmetic import Division
 from engine.tasks.quickstart import Quickstart
-from engine.training.settings import TrainerSettings
+from engine.training.trainer_settings import TrainerSettings
+
+# -- the control endpoint ----------------------------------------------------------------------------------------------
+
+
+class ControlSection(Section):
+    """Where `engine scale`, `set`, `drain` and `stop` reach the run. Whoever has the token of `control.json` may."""
+
+    enabled: bool = Field(True, description="Whether the running run accepts requests.")
+    host: str = Field("127.0.0.1", min_length=1, description="Listen address.")
+    hosts: list[HostName] = Field(
+        default_factory=list, max_length=64, description="More accepted host names of requests."
+    )
+    port: int = Field(0, ge=0, le=65_535, description="Port; 0: any free one.")
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------
+
 
 _MADE = Quickstart()
 MOST_MADE = 10_000_000

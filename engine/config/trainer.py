@@ -1,12 +1,13 @@
-"""The configuration of the train step. Part of `schema.Config`; `training.settings` says what each choice means."""
+"""The configuration of the train step. Part of `schema.Config`; `training.trainer_settings` says what each choice
+means."""
 
 from typing import Any, Literal
 
 from pydantic import Field
 
 from engine.config.section import DEVICE, Section
-from engine.states.bounds import BOUNDS
-from engine.training.settings import Mask, TrainerSettings
+from engine.states.limits import BOUNDS
+from engine.training.trainer_settings import Mask, TrainerSettings
 
 MOST_STEPS = 1 << 40
 MOST_TOKENS = 1_000_000_000
@@ -21,7 +22,7 @@ class MaskSection(Section):
 
 
 class TrainerSection(Section):
-    """The train step: `training.settings.TrainerSettings` says what each choice means, and checks it."""
+    """The train step: `training.trainer_settings.TrainerSettings` says what each choice means, and checks it."""
 
     learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's decay rates, each in [0, 1).")

@@ -11,7 +11,7 @@ from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 
-from engine.control.place import place_of
+from engine.control.address_file import place_of
 from engine.control.requests import MAX_ANSWER_BYTES, Operation
 from engine.errors import ConfigError
 

@@ -1,18 +1,42 @@
 """The agents of a run, by group: starts, cuts short and ends them, and issues their keys.
 
-`server.py` calls it to check a key, `actors.gateway` for every order about a group. No agent and no key may remain when
-their group ends.
+`server.py` calls it to check a key, `actors.gateway_actor` for every order about a group. No agent and no key may
+remain when their group ends.
 """
 
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from engine.gateway.runners import Runner
 from engine.gateway.sessions import AgentGroup, Bounds, Line, Sampler, Session
+from engine.gateway.tool_calls import Parser
 from engine.ids import GroupId
-from engine.rollout.agent import GroupOutcome, OpenGroup
+from engine.rollout.agents.agent_generator import GroupOutcome, OpenGroup
+from engine.rollout.agents.conversation import Chat
 from engine.trajectory import Prompt
+
+# -- the parts of a gateway, without its HTTP server -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayParts:
+    """The parts of a gateway. `Plan.make_gateway` creates them in the gateway's actor."""
+
+    chat: Chat
+    runner: Runner
+    bounds: Bounds
+    model: str
+    parser: Parser
+    max_body_bytes: int
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+# -- the agents of a run -----------------------------------------------------------------------------------------------
+
 
 Launch = Callable[[str, Prompt], Coroutine[Any, Any, float | None]]
 """Runs one agent to its end: (key, prompt) → the reward that the agent returns, or None."""

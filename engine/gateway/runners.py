@@ -1,7 +1,7 @@
 """Runs one agent: the user's coroutine, or the user's program in a separate process group.
 
-`actors.gateway` calls it once for every agent. Coroutines run on a separate thread and event loop, so a blocking one
-cannot stop the gateway from answering. Later agents get another thread if one never
+`actors.gateway_actor` calls it once for every agent. Coroutines run on a separate thread and event loop, so a blocking
+one cannot stop the gateway from answering. Later agents get another thread if one never
 stops blocking. No process that an agent started may outlive it.
 """
 

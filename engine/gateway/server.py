@@ -1,7 +1,7 @@
 """The HTTP server of the gateway: routes, request bodies, keys and streams.
 
-`actors.gateway` and tests start it. It answers only requests with the key of a running agent, always with OpenAI's
-objects, errors included. It must never read a body beyond the size limit.
+`actors.gateway_actor` and tests start it. It answers only requests with the key of a running agent, always with
+OpenAI's objects, errors included. It must never read a body beyond the size limit.
 """
 
 import logging
@@ -14,13 +14,22 @@ from aiohttp import web
 
 from engine.errors import DataFailure
 from engine.gateway.agents import Agents
-from engine.gateway.answers import Answer, chat_body, chat_events, text_body, text_events
-from engine.gateway.requests import Asking, ChatAsking, RequestError, TextAsking, parse
+from engine.gateway.openai_format import (
+    Answer,
+    Asking,
+    ChatAsking,
+    RequestError,
+    TextAsking,
+    chat_body,
+    chat_events,
+    parse,
+    text_body,
+    text_events,
+)
 from engine.gateway.sessions import ContextSpent, Session, SessionOver
 from engine.gateway.tool_calls import Parser, none
-from engine.listeners.connections import ConnectionBounds, Listener, Refused
-from engine.rollout.chat import Chat
-from engine.rollout.conversation import Asked, Call, chat, ids, key_of, text
+from engine.http_listener import ConnectionBounds, Listener, Refused
+from engine.rollout.agents.conversation import Asked, Call, Chat, chat, ids, key_of, text
 
 log = logging.getLogger(__name__)
 

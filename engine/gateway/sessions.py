@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
 from engine.ids import Version
-from engine.rollout.agent import AgentCall, GroupOutcome, OpenGroup, RolloutOutcome
+from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup, RolloutOutcome
+from engine.rollout.agents.conversation import Asked, Call, Conversation
 from engine.rollout.backend import SampleResult
-from engine.rollout.conversation import Asked, Call, Conversation
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Parsers for tool calls in models' answers, by the name of the format.
 
-`answers.py` uses them for requests that offer tools. A parser returns the text without the calls, and the calls. Text
-that does not parse stays text, so no output of a model can fail a request.
+`openai_format.py` uses them for requests that offer tools. A parser returns the text without the calls, and the calls.
+Text that does not parse stays text, so no output of a model can fail a request.
 """
 
 import json

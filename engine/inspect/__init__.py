@@ -4,9 +4,8 @@ and why.
 Called by the command line and by whoever debugs a schedule. Nothing here writes.
 """
 
-from engine.inspect.at import Moment, at_text, state_at
 from engine.inspect.machines import machines_text
-from engine.inspect.replay import open_record, replay_text
+from engine.inspect.moment import Moment, at_text, open_record, replay_text, state_at
 from engine.inspect.story import Story
 
 __all__ = ["Moment", "Story", "at_text", "machines_text", "open_record", "replay_text", "state_at"]

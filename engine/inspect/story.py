@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine.commands import (
-    Command,
-    ResumeGroup,
-    ScoreBatch,
-    StartGroup,
-    TrainStep,
-)
+from engine.commands import Command, ResumeGroup, ScoreBatch, StartGroup, TrainStep
 from engine.events import (
     BatchScored,
     Event,
@@ -28,8 +22,8 @@ from engine.events import (
     WeightsInstalled,
 )
 from engine.ids import EventId, GroupId, ReplicaId, StepId
-from engine.inspect.wording import stamped, worded
-from engine.schedule import Handled
+from engine.inspect.summary import stamped, worded
+from engine.record import Handled
 from engine.states.process import REPLICA
 from engine.states.state import State
 

@@ -37,12 +37,9 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import StepId
-from engine.metrics.generated import BATCH, GeneratedGroups
-from engine.metrics.going_on import GoingOn
-from engine.metrics.groups import GroupCounts
-from engine.metrics.histogram import Histogram
+from engine.metrics.counts import BATCH, GeneratedGroups, GoingOn, GroupCounts, Histogram, Replicas
 from engine.metrics.idle import IdleTime, only_syncs
-from engine.metrics.labels import (
+from engine.metrics.names import (
     DECISION_BUCKETS,
     FIGURES_KEPT,
     LIVE_VALIDATION_STATES,
@@ -53,9 +50,8 @@ from engine.metrics.labels import (
     STEP_PHASES,
     VALIDATION_BUCKETS,
 )
-from engine.metrics.replicas import Replicas
 from engine.metrics.status import Status, describe
-from engine.metrics.steps import Row, StepRows
+from engine.metrics.step_rows import Row, StepRows
 from engine.metrics.transitions import Transitions
 from engine.states.process import KINDS, REPLICA
 from engine.states.state import State
@@ -110,7 +106,7 @@ class RunMetrics:
         self.tokens_trained = 0
         self.since: dict[tuple[str, int], float] = {}
         """Since when replicas, open steps and the newest checkpoint have been in their present state; see
-        `states.waiting`."""
+        `states.waits`."""
         self.silence = (-1, "")
         """(changes so far, text) of the last report that nothing changed."""
         self.rewards: list[float | None] = []

@@ -18,10 +18,8 @@ from prometheus_client.registry import Collector
 
 from engine.metrics import names
 from engine.metrics.collector import RunMetrics
-from engine.metrics.groups import OldestGroup
-from engine.metrics.histogram import Histogram
-from engine.metrics.labels import ADMISSION_LIMITS, REPLICA_GROUP_ENDS, REPLICA_STATES
-from engine.metrics.names import METRICS, Metric
+from engine.metrics.counts import Histogram, OldestGroup
+from engine.metrics.names import ADMISSION_LIMITS, METRICS, REPLICA_GROUP_ENDS, REPLICA_STATES, Metric
 from engine.states.process import KINDS, PROCESS, Process
 from engine.states.replica import Replica
 

@@ -6,18 +6,10 @@ Sums are updated only when the split changes, which is exact and costs O(1), and
 
 from collections.abc import Sequence
 
-from engine.commands import (
-    Command,
-    InstallWeights,
-    PauseReplica,
-    ResumeGroup,
-    ResumeReplica,
-    StageWeights,
-    StartGroup,
-)
+from engine.commands import Command, InstallWeights, PauseReplica, ResumeGroup, ResumeReplica, StageWeights, StartGroup
 from engine.events import Event, ReplicaPaused, WeightsInstalled, WeightsStaged
 from engine.ids import ReplicaId, Version
-from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
+from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES, TRAINER_TASKS
 from engine.states.limits import Limits
 from engine.states.machine import Phase
 from engine.states.pool import ROLLOUT
@@ -288,7 +280,7 @@ class IdleTime:
 
     @property
     def admission_limit(self) -> str:
-        """What prevents the next group from starting: one of `labels.ADMISSION_LIMITS`."""
+        """What prevents the next group from starting: one of `names.ADMISSION_LIMITS`."""
         if self._state.started and not self.slots:
             return "no_replica"
         if self._state.draining:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import FULL, StorageFull
-from engine.private_files import open_private, private_opener
+from engine.record.files import open_private, private_opener
 
 log = logging.getLogger(__name__)
 

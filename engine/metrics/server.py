@@ -17,8 +17,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from engine.errors import ConfigError
-from engine.listeners.connections import ConnectionBounds, Listener, Refused
-from engine.listeners.hosts import Hosts
+from engine.http_listener import ConnectionBounds, Hosts, Listener, Refused
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from engine.metrics.journal import Journal
-from engine.private_files import write_private
+from engine.record.files import write_private
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.ids import ReplicaId, Version
 from engine.metrics.journal import plain
 from engine.states.process import TRAINER
-from engine.states.waiting import start_text
+from engine.states.waits import start_text
 
 if TYPE_CHECKING:
     from engine.metrics.collector import RunMetrics
@@ -57,7 +57,7 @@ class Status:
     replica_versions: dict[ReplicaId, Version]
     """Of replicas that are up."""
     replica_states: dict[ReplicaId, str]
-    """Number of replicas by state (`labels.REPLICA_STATES`)."""
+    """Number of replicas by state (`names.REPLICA_STATES`)."""
     replica_slots: dict[ReplicaId, tuple[int, int]]
     """Slots held and slots, of replicas that are up."""
     replicas_lost: int
@@ -69,7 +69,7 @@ class Status:
     versions_kept: int
     """Weights versions that are not retired."""
     admission_limit: str
-    """Why no further group starts now: one of `labels.ADMISSION_LIMITS`."""
+    """Why no further group starts now: one of `names.ADMISSION_LIMITS`."""
     groups_ended: dict[str, int]
     """Prompt groups that ended, by final state."""
     failures: dict[str, int]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.events import DrainRequested, Event, RunResumed, SchedulerRecovered
 from engine.ids import GroupId, ReplicaId, StepId
-from engine.metrics.labels import RECOVERY_KINDS
+from engine.metrics.names import RECOVERY_KINDS
 from engine.states.group import GROUP
 from engine.states.replica import Replica
 from engine.states.validation import VALIDATION

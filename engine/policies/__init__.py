@@ -1,7 +1,7 @@
 """What may vary in a run: protocols, the registry and the built-in policies, one file per decision."""
 
 from engine.policies import admission, batching, deadline, dispatch, filter, resume, retry, sync, validation
-from engine.policies.added import add_state, added_states, state_names
+from engine.policies.custom_states import add_state, added_states, state_names
 from engine.policies.registry import API_VERSION, DEFAULTS, ON_ERROR, PolicySet, names, register
 
 __all__ = [

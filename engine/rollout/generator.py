@@ -1,8 +1,8 @@
 """The built-in `Generator`: prompt groups in, trajectories with text, log-probs, versions and rewards out.
 
-Hosted by `actors/` and `local/`, one per replica, over any `RolloutBackend`. It turns prompts into token ids and groups
-into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the event loop,
-never sample a token that an earlier attempt already has, and never let an
+Hosted by `actors/` and `runtime/local/`, one per replica, over any `RolloutBackend`. It turns prompts into token ids
+and groups into requests, keeps what earlier attempts left behind, and scores what is finished. Must never block the
+event loop, never sample a token that an earlier attempt already has, and never let an
 attempt change a trajectory's random numbers.
 """
 
@@ -12,13 +12,50 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.errors import DataFailure, EngineError
-from engine.ids import GroupId
-from engine.roles import Generated, GroupWork
-from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.over_backend import OverBackend
-from engine.rollout.scoring import Reward, Scorer
-from engine.rollout.seeds import derive_seed
+from engine.ids import GroupId, Version
+from engine.protocols import Generated, GroupWork, Sleeper
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
+from engine.rollout.scoring import Reward, Scorer, first_failure
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+
+# -- what every built-in generator has ---------------------------------------------------------------------------------
+
+
+class OverBackend:
+    """Part of a `protocols.Generator`, and all of a `protocols.Fallible` and a `protocols.Sleeper`."""
+
+    def __init__(self, backend: RolloutBackend, scorer: Scorer) -> None:
+        self._backend = backend
+        self._scorer = scorer
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        await self._backend.stage(version, weights)
+
+    async def install(self, version: Version) -> None:
+        await self._backend.install(version)
+
+    async def sleep(self) -> None:
+        """See `protocols.Sleeper`: as far as the backend can."""
+        if isinstance(self._backend, Sleeper):
+            await self._backend.sleep()
+
+    async def wake(self) -> None:
+        if isinstance(self._backend, Sleeper):
+            await self._backend.wake()
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+    async def failed(self) -> str:
+        """See `protocols.Fallible`: the backend can sample no more, or too many rewards are stuck."""
+        return await first_failure(self._backend.failed(), self._scorer.failed())
+
+    def tokens_sampled(self) -> int:
+        """Tokens sampled since the start, for metrics."""
+        return self._backend.tokens_sampled()
+
+
+# -- single-turn rollouts ----------------------------------------------------------------------------------------------
 
 
 class Tokenizer(Protocol):
@@ -111,8 +148,8 @@ class ModelGenerator(OverBackend):
         await self._cut([self._attempts[group] for group in groups if group in self._attempts], "truncate")
 
     async def pause(self, mode: str) -> None:
-        """See `roles.Generator`. Groups that have not sampled yet wait for `resume`, except that `abort` returns them
-        too."""
+        """See `protocols.Generator`. Groups that have not sampled yet wait for `resume`, except that `abort` returns
+        them too."""
         self._paused = True
         if mode == "abort":
             running = list(self._attempts.values())

@@ -219,7 +219,7 @@ class Scorer:
 
 
 class Rewarding:
-    """The work of the state in which groups are rewarded; a `roles.Fallible`."""
+    """The work of the state in which groups are rewarded; a `protocols.Fallible`."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer

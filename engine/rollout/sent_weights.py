@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.ids import Version
 
+# -- weights to be sent ------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -67,3 +69,18 @@ class SentWeights(Protocol):
     async def exchange(self, turn: Turn) -> Call | None:
         """Begin something, or say how the last call went. Answered with the next call that it takes; with nothing once
         it is done. Raises: `EngineError` where it failed; then the group is given up."""
+
+
+# -- what the receiver is told first -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The address at which a sender waits for one receiver, and the parameters of the transfer."""
+
+    host: str
+    port: int
+    manifest: Manifest
+    backend: str
+    bucket_bytes: int
+    timeout_s: float

@@ -29,18 +29,18 @@ from engine.commands import (
     StopProcess,
     TrainStep,
 )
+from engine.errors import reason_of
 from engine.events import Event, GroupFailed, PromptsDrawn
-from engine.hosts.clock import Timers
-from engine.hosts.done import DoneOrders
-from engine.hosts.measuring import held_out_group
-from engine.hosts.prompts import Prompts, draw_prompts, read_prompt
-from engine.hosts.reasons import reason_of
-from engine.hosts.threads import OneThread
 from engine.ids import GroupId
-from engine.runtime.port import Order, Stores
+from engine.runtime.process_port import Order, Stores
+from engine.runtime.prompts import Prompts, draw_prompts, read_prompt
 from engine.runtime.supervisor import Supervisor
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from engine.trajectory import Prompt
+from engine.workers.clock import Timers
+from engine.workers.measurement import held_out_group
+from engine.workers.reports import DoneOrders
+from engine.workers.threads import OneThread
 
 log = logging.getLogger(__name__)
 

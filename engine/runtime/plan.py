@@ -1,7 +1,7 @@
 """`Plan`: everything that defines a run, as values and functions that are sent to its processes.
 
-`actors.models.plan_of` makes it from a configuration, `local.run` from its arguments. Users with a custom generator and
-trainer make it themselves. `actors.run.start` runs it.
+`actors.configured_plan.plan_of` makes it from a configuration, `runtime.local.run` from its arguments. Users with a
+custom generator and trainer make it themselves. `actors.launch.start` runs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from engine.events import RunInterrupted
-from engine.hosts.added import Work
-from engine.hosts.durable import StorePolicy
-from engine.hosts.prompts import Prompts
-from engine.hosts.scorer import OF_TRAINED_WEIGHTS
 from engine.ids import NO_VERSION, GroupId, ReplicaId, StepId, Version
-from engine.roles import Generator, Scorer, Trainer
+from engine.protocols import Generator, Scorer, Trainer
+from engine.runtime.prompts import Prompts
 from engine.states.limits import REWARDING, Limits
+from engine.storage.durable_trajectories import StorePolicy
 from engine.trajectory import Prompt
+from engine.workers.scorer import OF_TRAINED_WEIGHTS
+from engine.workers.stage import Work
 
 if TYPE_CHECKING:
-    from engine.gateway.parts import GatewayParts
+    from engine.gateway.agents import GatewayParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Connects a run's scheduler with the rest of its process: driver, record, metrics, executor, supervisor, control and
 metrics endpoint.
 
-Created by the scheduler actor, and in one process by `local.run`. It runs on one event loop, which it must never block.
-Events are handled and recorded at once; their commands are sent before `deliver` returns.
+Created by the scheduler actor, and in one process by `runtime.local.run`. It runs on one event loop, which it must
+never block. Events are handled and recorded at once; their commands are sent before `deliver` returns.
 """
 
 import asyncio
@@ -13,35 +13,75 @@ from typing import Protocol
 
 from engine import __version__
 from engine.commands import Command, FinishRun
-from engine.control.decide import after_resuming
-from engine.driver import Driver
+from engine.control.request_events import after_resuming
+from engine.errors import clean
 from engine.events import Event, RunInterrupted, RunStarted
-from engine.hosts.clock import LoopClock
-from engine.hosts.prompts import Prompts
-from engine.hosts.reasons import clean
-from engine.hosts.trajectories import StoreStats
 from engine.metrics.collector import RunMetrics
 from engine.metrics.sinks import open_books
-from engine.metrics.steps import StepRows
+from engine.metrics.step_rows import StepRows
 from engine.metrics.transitions import Transitions
 from engine.policies import PolicySet
-from engine.runtime.endpoint import Endpoint
+from engine.record import After, Header, MemoryRecorder, NullRecorder, Recorder, Recovered
+from engine.record.files import RecordLock
+from engine.runtime.control_requests import Control
+from engine.runtime.driver import Driver
 from engine.runtime.executor import RunExecutor
-from engine.runtime.operations import Control
-from engine.runtime.past import Past
+from engine.runtime.metrics_endpoint import Endpoint
 from engine.runtime.plan import Plan
-from engine.runtime.port import Found, Processes, Stores
+from engine.runtime.process_port import Found, Processes, Stores
+from engine.runtime.prompts import Prompts
+from engine.runtime.recovery import Past
 from engine.runtime.supervisor import Supervisor
-from engine.runtime.watchers import Watchers
-from engine.schedule import After, Header, MemoryRecorder, NullRecorder, Recorder, Recovered
-from engine.schedule.lock import RecordLock
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.storage.trajectories import StoreStats
+from engine.workers.clock import LoopClock
+
+# -- watchers of the status --------------------------------------------------------------------------------------------
+
+
+STATUS_EVERY_S = 0.2
+"""Minimum seconds between two statuses. One is sent only after an event."""
+
+
+class Watchers:
+    """`number` counts the statuses. `changed` wakes the observers at once, `soon` after a short delay."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        """Wait for the next change."""
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting.append(changed)
+        await changed
+
+    def soon(self) -> None:
+        """Something happened: wake the observers soon."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(STATUS_EVERY_S, self.changed)
+
+    def changed(self) -> None:
+        """There is a new status: wake the observers now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.number += 1
+        waiting, self._waiting = self._waiting, []
+        for watcher in waiting:
+            if not watcher.done():
+                watcher.set_result(None)
+
+
+# -- the session -------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 
 
 class Earlier(Protocol):
-    """The recovered state of an earlier scheduler: `runtime.past.Past`, or what a restarted scheduler finds."""
+    """The recovered state of an earlier scheduler: `runtime.recovery.Past`, or what a restarted scheduler finds."""
 
     @property
     def recovered(self) -> Recovered: ...

@@ -11,16 +11,15 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from engine.commands import ProbeProcess, StartProcess, StopProcess
-from engine.errors import EngineError
+from engine.errors import EngineError, clean, reason_of
 from engine.events import CheckpointDamaged, Event, ProcessLost, ProcessProbed, ProcessUp, ProcessWaits
-from engine.hosts.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
-from engine.hosts.reasons import clean, reason_of
-from engine.hosts.threads import on_a_thread
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.runtime.plan import Plan, Redo, Restore
-from engine.runtime.port import KEPT, Ended, Found, Key, Order, Process, Processes, source_of
+from engine.runtime.process_port import KEPT, Ended, Found, Key, Order, Process, Processes, source_of
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, name_of
 from engine.states.state import State
+from engine.storage.checkpoints import checkpoint_path, damaged_of, is_sound, put_aside
+from engine.workers.threads import on_a_thread
 
 log = logging.getLogger(__name__)
 

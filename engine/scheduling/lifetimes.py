@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.commands import StartProcess, StopProcess
-from engine.scheduling.orders import MOST_STARTS, Orders
+from engine.scheduling.issued_commands import MOST_STARTS, Orders
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, Process
 from engine.states.state import State
 

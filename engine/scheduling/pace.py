@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 
 from engine.commands import ParkGroup
 from engine.ids import ReplicaId, Version
-from engine.scheduling.orders import Orders
+from engine.scheduling.issued_commands import Orders
 from engine.states.group import Group
 from engine.states.replica import Replica
 from engine.states.state import State

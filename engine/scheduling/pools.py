@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.commands import InstallWeights, PauseReplica, ResumeReplica, ScoreBatch, TrainStep
 from engine.ids import StepId
-from engine.scheduling.orders import Orders
+from engine.scheduling.issued_commands import Orders
 from engine.states.pool import ROLLOUT, PoolLease
 from engine.states.replica import Replica
 from engine.states.state import State

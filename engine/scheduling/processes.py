@@ -19,11 +19,11 @@ from engine.events import (
     StateLeft,
 )
 from engine.ids import StepId
+from engine.scheduling.groups import RolloutScheduling
+from engine.scheduling.issued_commands import Orders
 from engine.scheduling.lifetimes import Lifetimes
-from engine.scheduling.orders import Orders
-from engine.scheduling.rollout import RolloutScheduling
-from engine.scheduling.sync import SyncScheduling
-from engine.scheduling.training import TrainingScheduling
+from engine.scheduling.steps import TrainingScheduling
+from engine.scheduling.weights import SyncScheduling
 from engine.states.orders import Order
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE, Process
 from engine.states.state import State

@@ -1,14 +1,14 @@
 """Added states: which groups enter them, whose work is ordered when, and what follows from its end.
 
-Called by `scheduler.py` for each event about such work, by `rollout.py` for each group whose last token is there, and
+Called by `scheduler.py` for each event about such work, by `groups.py` for each group whose last token is there, and
 once after every event to order what may be worked on. Changes state only through `State`'s operations.
 """
 
 from engine.commands import EnterState
 from engine.events import GroupGenerated, StateFailed, StateLeft, stamp
-from engine.policies.added import build_state
+from engine.policies.custom_states import build_state
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.orders import Orders
+from engine.scheduling.issued_commands import Orders
 from engine.states.group import Group
 from engine.states.state import State
 from engine.states.view import view_group

@@ -13,16 +13,16 @@ from typing import Any
 
 from engine.commands import CancelTimer, ParkGroup, ProbeProcess, SetTimer
 from engine.events import ProcessProbed, SchedulerRecovered, StateFailed, TimerFired, stamp
+from engine.scheduling.groups import RolloutScheduling
+from engine.scheduling.issued_commands import Orders
 from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
-from engine.scheduling.orders import Orders
-from engine.scheduling.rollout import RolloutScheduling
 from engine.scheduling.validation import ValidationScheduling
 from engine.states.clocks import SLACK_S, Clocks
 from engine.states.orders import KINDS_OF_SUBJECTS, Order
 from engine.states.process import REPLICA, Process
 from engine.states.state import State
 from engine.states.timeouts import AUTO, CUT
-from engine.states.waiting import described
+from engine.states.waits import described
 
 LATE_S = 60.0
 """If the timer fires this much too late, the scheduler's own process stood still, and answers may be on their way."""

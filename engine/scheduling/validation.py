@@ -11,7 +11,7 @@ from engine.commands import MeasureRows, StopMeasuring
 from engine.events import OrderDone, RowsFailed, RowsMeasured
 from engine.ids import StepId, Version
 from engine.scheduling.decisions import Decisions
-from engine.scheduling.orders import Orders
+from engine.scheduling.issued_commands import Orders
 from engine.states.limits import ValidationLimits
 from engine.states.orders import Order
 from engine.states.replica import Replica

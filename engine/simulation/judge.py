@@ -22,7 +22,7 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.ids import GroupId, ReplicaId, StepId, ValidationId, Version
-from engine.simulation.roles import row_reward
+from engine.simulation.simulated_models import row_reward
 from engine.states.limits import Limits
 from engine.states.pool import PoolLease
 from engine.states.process import TRAINER

@@ -10,10 +10,10 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.policies import PolicySet
-from engine.schedule.frames import Header
-from engine.schedule.reader import read
-from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.replayer import replay
+from engine.record.frames import Header
+from engine.record.reader import read
+from engine.record.recorder import MemoryRecorder
+from engine.record.replayer import replay
 from engine.simulation.judge import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import ROUNDING, Limits

@@ -12,29 +12,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.commands import Command, FinishRun, ScoreBatch, StopProcess, TrainStep
-from engine.driver import Driver
 from engine.errors import EngineError
 from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted, SchedulerRecovered
-from engine.hosts.clock import Deadlock, VirtualLoop
-from engine.hosts.prompts import CountedPrompts
 from engine.ids import GroupId, ReplicaId
-from engine.local.processes import LocalStores
-from engine.local.stores import LocalTrajectories, LocalWeights
 from engine.policies import DEFAULTS, PolicySet
-from engine.ports import Recorder
+from engine.record import NullRecorder
+from engine.runtime.driver import Driver, Recorder
 from engine.runtime.executor import RunExecutor
+from engine.runtime.local.local_processes import LocalStores, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Rollout
-from engine.runtime.port import Found, source_of
+from engine.runtime.process_port import Found, source_of
+from engine.runtime.prompts import CountedPrompts
 from engine.runtime.supervisor import Supervisor
-from engine.schedule import NullRecorder
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.judge import Finding, Judge
-from engine.simulation.processes import VirtualProcess, VirtualProcesses
-from engine.simulation.roles import SAMPLES, Dice, SimGenerator, SimScorer, SimTrainer, restore, work_of
-from engine.simulation.setting import Faults, Setting
-from engine.states.invariants import check_all
+from engine.simulation.run_settings import Faults, Setting
+from engine.simulation.simulated_models import SAMPLES, Dice, SimGenerator, SimScorer, SimTrainer, restore, work_of
+from engine.simulation.virtual_processes import VirtualProcess, VirtualProcesses
+from engine.states.laws import check_all
 from engine.states.process import REPLICA
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.workers.clock import Deadlock, VirtualLoop
 
 __all__ = ["Faults", "Setting", "World"]
 

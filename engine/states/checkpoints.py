@@ -1,8 +1,8 @@
 """Which checkpoints there are, as far as the record says, and what has ended since: steps with their batches, and
 released groups.
 
-Written by `scheduling/training.py` and `State`; read where a trainer begins, where deletions are ordered, and by
-`schedule/recovery.py`. Resuming from a checkpoint does again what came after it. What two checkpoints contain is
+Written by `scheduling/steps.py` and `State`; read where a trainer begins, where deletions are ordered, and by
+`record/recovery.py`. Resuming from a checkpoint does again what came after it. What two checkpoints contain is
 forgotten: the last but one is still at hand should the last be damaged. Whoever resumes from an older one replays the
 record from its beginning. This module never looks at a disk, and must never name the newest checkpoint as one to
 delete.

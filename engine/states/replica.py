@@ -1,5 +1,5 @@
-"""The replica: one rollout engine, its weights and its slots. Driven by `scheduling/sync.py` and
-`scheduling/rollout.py`."""
+"""The replica: one rollout engine, its weights and its slots. Driven by `scheduling/weights.py` and
+`scheduling/groups.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
 """Everything the scheduler knows, and the few operations that change it.
 
-Written only by `scheduler.py` and the modules of `scheduling/`; read by everyone else through `states/view.py`. Each
-operation keeps the ledger, the deadlines and the state hash in step with the records, so that no caller can forget to.
+Written only by `scheduling/scheduler.py` and the modules of `scheduling/`; read by everyone else through
+`states/view.py`. Each operation keeps the ledger, the deadlines and the state hash in step with the records, so that no
+caller can forget to.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/training.py`."""
+"""The train step: one outer step of the trainer over a batch of groups. Driven by `scheduling/steps.py`."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -2,7 +2,7 @@
 
 The state of a run is one tree with `State` at the root. The annotations in the body of a class declare its fields.
 Every other attribute can be computed from these fields, and is rebuilt after a snapshot was loaded. Snapshots write the
-declared fields and nothing else (`schedule/snapshots.py`). The hash covers them, except those in `UNHASHED`.
+declared fields and nothing else (`record/snapshots.py`). The hash covers them, except those in `UNHASHED`.
 
 A record notes every assignment to its fields. A dict or list that is hashed must be replaced, never changed in place.
 Groups are the exception, since there are so many changes of them: `State.fire_group` and `State.update` note these.

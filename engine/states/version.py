@@ -1,4 +1,5 @@
-"""The weights version: one publication, from the store to the replicas to its end. Driven by `scheduling/sync.py`."""
+"""The weights version: one publication, from the store to the replicas to its end. Driven by
+`scheduling/weights.py`."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,6 @@
-"""The training side: advantages, losses, off-policy corrections and the torch train step behind `engine.roles.Trainer`.
+"""The training side: advantages, losses, off-policy corrections and the torch train step behind
+`engine.protocols.Trainer`.
 
-Used by `hosts.trainer`, through `training.trainer.ModelTrainer`. Knows nothing of the
+Used by `workers.trainer`, through `training.model_trainer.ModelTrainer`. Knows nothing of the
 scheduler, and is the only place besides `rollout` and `actors` that may import torch; so this file imports nothing.
 """

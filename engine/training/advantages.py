@@ -1,13 +1,24 @@
-"""Advantages of a batch: how much better each trajectory did than its siblings on the same prompt.
+"""From rewards to advantages: length penalty, KL in the reward, baseline, normalisation over the batch.
 
-Called by `shaping.set_advantages` once a batch, before it is cut into minibatches. To add an estimator, write a
-function of the whole batch's rewards and enter it in `ADVANTAGES`. It must never look at anything but rewards: what is
-done token by token (KL, the normalisation of REINFORCE++) is `shaping.py`'s affair.
+Called by `model_trainer.ModelTrainer` once a batch, before it is cut into minibatches. The unit is the rollout: its
+segments share one reward, one length and one advantage. It must never touch what metrics call the reward: shaping is
+for the gradient alone.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
 from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from engine.training.batch import Sample, by_rollout
+from engine.training.kl import estimate
+from engine.training.trainer_settings import TrainerSettings
+
+# -- baselines ---------------------------------------------------------------------------------------------------------
+
 
 AdvantageFunction: TypeAlias = Callable[[Sequence[Sequence[float]]], list[list[float]]]
 """Rewards [groups][rollouts] to advantages of the same shape; every token of a rollout gets its rollout's."""
@@ -53,7 +64,7 @@ def rloo(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
 def reinforce_pp(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """REINFORCE++, arXiv 2501.03262: A_i = r_i, without any baseline of the prompt's own.
 
-    `shaping.set_advantages` then takes off each token's KL to go and normalises over the tokens of the whole batch.
+    `set_advantages` then takes off each token's KL to go and normalises over the tokens of the whole batch.
     """
     return [[r if math.isfinite(r) else math.nan for r in group] for group in rewards]
 
@@ -85,3 +96,116 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
 }
 """Estimators by the name that `TrainerSettings.advantage` takes."""
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+Rollout = list[Sample]
+
+
+def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings) -> None:
+    """Give every sample its rollout's advantage; with the KL of each token in the reward, every token its own.
+
+    Reads `reference` of each sample where `kl_reward_coef` is set. A rollout whose reward is not finite gets NaN.
+    """
+    rollouts = [by_rollout(group) for group in groups]
+    rewards = [[shaped_reward(rollout, settings) for rollout in group] for group in rollouts]
+    advantages = ADVANTAGES[settings.advantage](rewards)
+    for group, values in zip(rollouts, advantages, strict=True):
+        for rollout, value in zip(group, values, strict=True):
+            for sample in rollout:
+                sample.advantage = value
+    everything = [rollout for group in rollouts for rollout in group]
+    if settings.kl_reward_coef > 0 and settings.kl_reward_per_token:
+        for rollout in everything:
+            _subtract_kl_to_go(rollout, settings)
+    if settings.normalises_over_batch:
+        _normalise([sample for rollout in everything for sample in rollout])
+
+
+def shaped_reward(rollout: Rollout, settings: TrainerSettings) -> float:
+    """The reward less the length penalty and, where it is the whole trajectory's, less the KL to the reference."""
+    reward = rollout[0].reward
+    if settings.overlong_cache_tokens:
+        reward -= settings.overlong_penalty * overlong_share(sum(sample.tokens for sample in rollout), settings)
+    if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token:
+        reward -= settings.kl_reward_coef * sum(float(token_kl(sample, settings).sum()) for sample in rollout)
+    return reward
+
+
+def overlong_share(tokens: int, settings: TrainerSettings) -> float:
+    """How much of the length penalty a response of so many sampled tokens gets, from 0 to 1.
+
+    DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13: 0 up to L_max - L_cache, then linear, 1 from L_max on.
+    """
+    over = tokens - (settings.overlong_max_tokens - settings.overlong_cache_tokens)
+    return min(1.0, max(0.0, over / settings.overlong_cache_tokens))
+
+
+def token_kl(sample: Sample, settings: TrainerSettings) -> Tensor:
+    """KL(behavior ‖ reference) estimated at each token: the policy that acted is the one whose reward it is. The sum
+    of k1 over a trajectory is log(behavior / reference) of it, RLOO's term (arXiv 2402.14740 eq. 3).
+    [tokens] float64"""
+    assert sample.reference is not None  # the trainer has scored it
+    return estimate(settings.kl_reward, sample.reference.double() - sample.behavior.double())
+
+
+def _subtract_kl_to_go(rollout: Rollout, settings: TrainerSettings) -> None:
+    """A_t = A - β Σ_{i >= t} KL_i, over all segments of the rollout: REINFORCE++, arXiv 2501.03262, whose reward of a
+    token is its KL penalty, plus the outcome at the last one; the return is undiscounted."""
+    to_come = 0.0
+    for sample in reversed(rollout):
+        to_go = token_kl(sample, settings).flip(0).cumsum(0).flip(0) + to_come
+        to_come = float(to_go[0])
+        sample.token_advantages = (sample.advantage - settings.kl_reward_coef * to_go).float()
+        sample.advantage = float(sample.token_advantages.mean())
+
+
+def _normalise(samples: Sequence[Sample]) -> None:
+    """(A - mean) / (std + eps) over all tokens of the batch whose advantage is finite; exact zeros where all are equal.
+
+    REINFORCE++, arXiv 2501.03262: over the global batch, so that the divisor hardly depends on any one advantage, as a
+    group's own does. `std` has the divisor n - 1.
+    """
+    values, counts = [], []
+    for sample in samples:
+        own = sample.token_advantages
+        values.append(torch.tensor([sample.advantage]).double() if own is None else own.double())
+        counts.append(torch.full((len(values[-1]),), sample.tokens if own is None else 1))
+    if not values:
+        return
+    flat, weights = torch.cat(values), torch.cat(counts).double()
+    finite = flat.isfinite()
+    known, weights = flat[finite], weights[finite]
+    if not len(known):
+        return
+    total = float(weights.sum())
+    mean = float((known * weights).sum()) / total
+    equal = float(known.max() - known.min()) <= EQUAL_REWARDS
+    std = math.sqrt(float(((known - mean).square() * weights).sum()) / max(1.0, total - 1))
+    for sample, value in zip(samples, values, strict=True):
+        normal = (value - mean) * (0.0 if equal else 1.0 / (std + STD_EPS))
+        if sample.token_advantages is not None:
+            sample.token_advantages = normal.float()
+        sample.advantage = float(normal.mean())
+
+
+def shaping_metrics(groups: Sequence[Sequence[Sample]], settings: TrainerSettings) -> dict[str, float]:
+    """Over rollouts: spread and greatest size of advantages (means over tokens where those differ); what the length
+    penalty took off and how many it met; the mean KL, per token, that was taken off."""
+    rollouts = [rollout for group in groups for rollout in by_rollout(group)]
+    advantages = [rollout[0].advantage for rollout in rollouts if math.isfinite(rollout[0].advantage)]
+    metrics = {
+        "advantage_std": pstdev(advantages) if advantages else 0.0,
+        "advantage_abs_max": max(map(abs, advantages), default=0.0),
+    }
+    if settings.overlong_cache_tokens and rollouts:
+        shares = [overlong_share(sum(sample.tokens for sample in rollout), settings) for rollout in rollouts]
+        metrics["overlong_share"] = fmean(share > 0 for share in shares)
+        metrics["overlong_penalty_mean"] = settings.overlong_penalty * fmean(shares)
+    if settings.kl_reward_coef > 0 and rollouts:
+        samples = [sample for rollout in rollouts for sample in rollout]
+        taken = sum(float(token_kl(sample, settings).sum()) for sample in samples)
+        metrics["kl_reward_mean"] = taken / sum(sample.tokens for sample in samples)
+    return metrics

@@ -1,14 +1,15 @@
 """From trajectories to tensors: which tokens are trained, and how rows are packed into micro-batches.
 
-Called by `trainer.ModelTrainer`. Alignment: the logits at position i - 1 predict the token at position i, so a row is
-cut before its last trainable token, which is only ever a target. Rows are padded on the right; causal attention never
-looks there, so no attention mask is needed and the fast kernels stay usable. It must never drop a trainable token: a
-trajectory longer than the budget gets a micro-batch of its own.
+Called by `model_trainer.ModelTrainer`. Alignment: the logits at position i - 1 predict the token at position i, so a
+row is cut before its last trainable token, which is only ever a target. Rows are padded on the right; causal attention
+never looks there, so no attention mask is needed and the fast kernels stay usable. It must never drop a trainable
+token: a trajectory longer than the budget gets a micro-batch of its own.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,33 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.errors import DataFailure
 from engine.trajectory import Trajectory, TrajectoryGroup
+
+# -- sums over trajectories --------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Which trajectory each token is of."""
+
+    of_token: Tensor
+    """[tokens] int64, from 0 to trajectories - 1"""
+    trajectories: int
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[tokens] to [trajectories]"""
+        return values.new_zeros(self.trajectories).index_add(0, self.of_token, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """[tokens] to [trajectories]; 0 for a row without tokens."""
+        lengths = torch.bincount(self.of_token, minlength=self.trajectories)
+        return self.sums(values) / lengths.clamp(min=1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[trajectories] to [tokens]: every token gets its trajectory's."""
+        return values[self.of_token]
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
+
 
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 8)
 """Least staleness, in train steps, of each bucket that the diagnostics tell apart."""

@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from engine.training.batch import Rows
 from engine.training.kl import estimate
-from engine.training.sequences import Rows
-from engine.training.settings import Mask
+from engine.training.trainer_settings import Mask
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are held within ± this, so that exp stays finite; the loss has no gradient beyond it."""

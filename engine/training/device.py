@@ -1,6 +1,6 @@
 """Which device a model is on, and at which precision it runs: the same for the trainer and for scorers.
 
-Called by `trainer.ModelTrainer` and `scorer.ModelScorer`.
+Called by `model_trainer.ModelTrainer` and `model_scorer.ModelScorer`.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """What a train step reports about its tokens: clip shares, KL estimates, entropy, masks, effective sample size.
 
-Fed by `gradients.accumulate_gradient`, read by `trainer.ModelTrainer` once an optimizer minibatch, whose skip it
+Fed by `gradients.accumulate_gradient`, read by `model_trainer.ModelTrainer` once an optimizer minibatch, whose skip it
 decides. It must never wait for the device while gradients are being computed.
 """
 
@@ -11,7 +11,7 @@ from engine.training.batch import STALENESS_BUCKETS
 from engine.training.corrections import Weights, bounded_log_ratio, effective_sample_share
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
-from engine.training.settings import KL_NAMES, TrainerSettings
+from engine.training.trainer_settings import KL_NAMES, TrainerSettings
 
 BUCKET_NAMES = tuple(
     str(first) if after == first + 1 else f"{first}_up" if after == 0 else f"{first}_{after - 1}"

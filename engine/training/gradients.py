@@ -1,7 +1,7 @@
 """Forward and backward passes: log-probs of trainable tokens, and the gradient of one optimizer minibatch.
 
-Called by `trainer.ModelTrainer`. Logits are computed at response positions only (`logits_to_keep`, where the model has
-it), and the log-softmax at trainable tokens only. Nothing here may step the optimizer.
+Called by `model_trainer.ModelTrainer`. Logits are computed at response positions only (`logits_to_keep`, where the
+model has it), and the log-softmax at trainable tokens only. Nothing here may step the optimizer.
 
 The log-probs are of the full vocabulary after temperature. Behavior log-probs are after top-p as well: with top_p <
 1 the sampler renormalises over its nucleus, whose mass is between top_p and 1, so that current / behavior is too
@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.training.batch import MicroBatch, Sample, pack
+from engine.training.batch import MicroBatch, Rows, Sample, pack
 from engine.training.diagnostics import Diagnostics
 from engine.training.losses import TokenTerms, policy_loss
-from engine.training.sequences import Rows
-from engine.training.settings import TrainerSettings
+from engine.training.trainer_settings import TrainerSettings
 
 ENTROPY_ROWS = 2048
 """Tokens whose entropy is computed at a time: bounds the extra [tokens, vocabulary] memory."""

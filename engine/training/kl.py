@@ -1,7 +1,7 @@
 """Estimators of KL(p ‖ q) from single tokens drawn from p, and how they regularise towards the reference policy.
 
-Called by `losses.py` (KL in the loss), `shaping.py` (in the reward), `corrections.py` (masks) and `diagnostics.py`. It
-must never decide which policies p and q are.
+Called by `losses.py` (KL in the loss), `advantages.py` (in the reward), `corrections.py` (masks) and `diagnostics.py`.
+It must never decide which policies p and q are.
 
 Schulman, "Approximating KL Divergence" (2020), with log r = log q - log p:
 

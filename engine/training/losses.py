@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from engine.training.batch import Rows
 from engine.training.corrections import Weights, bounded_log_ratio, corrected
 from engine.training.kl import kl_losses
-from engine.training.sequences import Rows
-from engine.training.settings import TrainerSettings
+from engine.training.trainer_settings import TrainerSettings
 
 
 class TokenTerms(NamedTuple):

@@ -13,7 +13,7 @@ import psutil
 from group_gate import Gate
 
 from engine.ids import GroupId
-from engine.roles import Generated, GroupWork
+from engine.protocols import Generated, GroupWork
 from engine.runtime.plan import Rollout
 from engine.trajectory import TrajectoryGroup
 

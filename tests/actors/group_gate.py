@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.ids import GroupId
-from engine.roles import Generated, GroupWork
+from engine.protocols import Generated, GroupWork
 from engine.runtime.plan import Rollout
 
 

@@ -20,16 +20,15 @@ from ray.exceptions import RayError
 from ray_plans import plan
 
 from engine.actors import placement
-from engine.actors.lasting import Living
-from engine.actors.process import PackedPlan
-from engine.actors.processes import RayProcesses
-from engine.actors.wire import unpack_orders
+from engine.actors.detached_actors import Living, PackedPlan
+from engine.actors.ray_processes import RayProcesses
 from engine.commands import Command, ProbeProcess, StartProcess, StopProcess
 from engine.events import Event, ProcessLost, stamp
 from engine.runtime.plan import Plan
-from engine.runtime.port import Sign, source_of
+from engine.runtime.process_port import Sign, source_of
 from engine.runtime.supervisor import Supervisor
-from engine.scheduler import Scheduler
+from engine.runtime.wire import unpack_orders
+from engine.scheduling.scheduler import Scheduler
 
 ACTORS = {"RolloutActor", "TrainerActor", "ScorerActor", "AddedStatesActor"}
 

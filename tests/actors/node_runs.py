@@ -9,11 +9,11 @@ import ray
 from ray.cluster_utils import Cluster
 from ray_plans import check_record, events_of, paced, plan
 
-from engine.actors.run import RunHandle, start
+from engine.actors.launch import RunHandle, start
 from engine.events import GroupGenerated, ProcessLost, ProcessUp
-from engine.hosts.prompts import listed
 from engine.metrics.status import Status
 from engine.runtime.plan import Rollout
+from engine.runtime.prompts import listed
 
 
 def noted(directory: Path, replica: int) -> Rollout:

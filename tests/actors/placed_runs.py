@@ -9,8 +9,8 @@ import ray
 from ray.util import placement_group_table
 from ray_plans import Quick, check_record, plan
 
+from engine.actors.launch import start
 from engine.actors.placement import shortfall, with_gpus
-from engine.actors.run import start
 from engine.errors import ConfigError
 from engine.runtime.plan import Rollout
 

@@ -13,17 +13,17 @@ from typing import Any
 import psutil
 
 from engine.errors import ConfigError
-from engine.hosts.prompts import listed
-from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.roles import Batch, GroupWork
+from engine.protocols import Batch, GroupWork
+from engine.record import Handled, read
+from engine.record.replayer import build_scheduler, replay
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.schedule import Handled, read
-from engine.schedule.replayer import build_scheduler, replay
-from engine.states.invariants import check_all
+from engine.runtime.prompts import listed
+from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.trajectory import Trajectory
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "hosts"))
+sys.path.extend(str(Path(__file__).resolve().parent.parent / folder) for folder in ("workers", "storage"))
 from token_generator import Running, TokenGenerator
 
 PROMPTS = 40

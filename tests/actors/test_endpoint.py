@@ -12,15 +12,15 @@ from pathlib import Path
 from clockwork import clockwork
 from ray_plans import plan
 
-from engine.control import place as control
-from engine.metrics import endpoint
-from engine.metrics.endpoint import FILE, announce, remove_dead
-from engine.runtime.endpoint import Endpoint, leave_no_word, places_of
+from engine.control import address_file as control
+from engine.metrics import address_files
+from engine.metrics.address_files import FILE, announce, remove_dead
+from engine.runtime.metrics_endpoint import Endpoint, leave_no_word, places_of
 
 ANNOUNCER = """
 import sys
 from pathlib import Path
-from engine.metrics.endpoint import announce
+from engine.metrics.address_files import announce
 folder, name = sys.argv[1:]
 held = announce([Path(folder) / f"{name}.json"], "127.0.0.1:1", name)
 print("announced", flush=True)
@@ -84,7 +84,7 @@ def test_a_file_that_no_run_of_this_machine_wrote_stays(tmp_path: Path) -> None:
     target = tmp_path / "target"
     announce([target, tmp_path / "moved.json"], "127.0.0.1:1", "run").close()
     (tmp_path / "link.json").symlink_to(target)
-    elsewhere = [{"targets": ["10.0.0.7:8000"], "labels": {"run": "elsewhere", endpoint.HOST: "another-machine"}}]
+    elsewhere = [{"targets": ["10.0.0.7:8000"], "labels": {"run": "elsewhere", address_files.HOST: "another-machine"}}]
     (tmp_path / "elsewhere.json").write_text(json.dumps(elsewhere))
     (tmp_path / "own.json").write_text(json.dumps([{"targets": ["10.0.0.7:8000"], "labels": {"run": "own"}}]))
     (tmp_path / "torn.json").write_text("[{")

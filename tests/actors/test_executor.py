@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from handles import RayOfHandles, Scene, played, settled
 
-from engine.actors.processes import RayStores
+from engine.actors.ray_processes import RayStores
 from engine.commands import (
     Command,
     DiscardGroups,
@@ -21,8 +21,8 @@ from engine.commands import (
     TrainStep,
 )
 from engine.events import Event, OrderDone
-from engine.hosts.prompts import listed
 from engine.runtime.executor import RunExecutor
+from engine.runtime.prompts import listed
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from engine.actors.heartbeat import PATIENCE_S, Ended, Pulse
-from engine.actors.sign import Sign
+from engine.actors.failures import PATIENCE_S, Ended, Pulse, Sign
 
 
 class Patient:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.actors.outbox import Inbox, Outbox
+from engine.actors.worker_actor import Inbox, Outbox
 from engine.events import Event, GroupGenerated, StepTrained
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.actors.process import collect_rarely, prepare_process
+from engine.actors.detached_actors import collect_rarely, prepare_process
 
 
 class Ring:
@@ -54,5 +54,5 @@ def test_a_log_whose_directory_was_deleted_is_written_to_stderr(
         monkeypatch.setattr(logger, name, value)
     prepare_process("scheduler", tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    logging.getLogger("engine.driver").warning("the run cannot continue")
+    logging.getLogger("engine.runtime.driver").warning("the run cannot continue")
     assert "the run cannot continue" in capsys.readouterr().err

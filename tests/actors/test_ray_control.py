@@ -12,14 +12,14 @@ import pytest
 from ray_plans import Counter, Quick, check_record, events_of, paced, plan
 
 from engine import cli
-from engine.actors.run import RunHandle, start
+from engine.actors.launch import RunHandle, start
+from engine.control.address_file import FILE, place_of
 from engine.control.client import tell
-from engine.control.place import FILE, place_of
 from engine.control.requests import Drain, Look
 from engine.events import DrainRequested, ReplicasWanted, RunResumed, SettingChanged
-from engine.hosts.prompts import listed
 from engine.metrics.status import Status
-from engine.roles import Batch, GroupWork
+from engine.protocols import Batch, GroupWork
+from engine.runtime.prompts import listed
 from engine.trajectory import Trajectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

@@ -16,12 +16,12 @@ from ray_plans import check_record, events_of, paced, plan, restore_counter
 from test_ray_lives import processes, trained, until_step
 from test_ray_runs import wait_for_no_actors
 
-from engine.actors.lasting import find_living
-from engine.actors.run import RunHandle, start
-from engine.actors.stacks import dump_stacks, stacks_file
+from engine.actors.detached_actors import find_living
+from engine.actors.launch import RunHandle, start
 from engine.events import ProcessLost, RunResumed, SchedulerRecovered, StepFailed
-from engine.hosts.prompts import Prompts, listed
-from engine.roles import Batch
+from engine.protocols import Batch
+from engine.runtime.prompts import Prompts, listed
+from engine.runtime.stacks import dump_stacks, stacks_file
 from engine.states.limits import Limits, Pool
 from engine.states.timeouts import KINDS, Timeouts
 

@@ -20,15 +20,15 @@ from ray_plans import PROMPTS, Quick, Treacherous, check_record, endless, events
 from ray_plans import Counter as CountingTrainer
 from test_ray_runs import actors_of_ours, wait_for_no_actors
 
-from engine.actors.run import RunHandle, start
+from engine.actors.launch import RunHandle, start
 from engine.commands import TrainStep
-from engine.control.place import FILE as CONTROL_FILE
+from engine.control.address_file import FILE as CONTROL_FILE
 from engine.events import ProcessLost, RunInterrupted, RunResumed, SchedulerRecovered, StepFailed
-from engine.hosts.prompts import listed
-from engine.metrics.endpoint import FILE as METRICS_FILE
+from engine.metrics.address_files import FILE as METRICS_FILE
+from engine.record import Handled, read
+from engine.record.files import RecordLock
 from engine.runtime.plan import Plan, Rollout
-from engine.schedule import Handled, read
-from engine.schedule.lock import RecordLock
+from engine.runtime.prompts import listed
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
 
@@ -188,7 +188,7 @@ sys.path.append({here!r})
 from pathlib import Path
 import ray
 from ray_plans import endless, plan
-from engine.actors.run import start
+from engine.actors.launch import start
 ray.init(address={address!r}, log_to_driver=False)
 run = start(plan(Path({run_dir!r}), endless, orphan_s={orphan_s}, trajectories="memory"))
 print("up", flush=True)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from ray_plans import plan
 
-from engine.actors.ray_node import GCS, RAYLET, RayNode, sessions_of_their_own
-from engine.actors.run import Launched, RunHandle
+from engine.actors.launch import Launched, RunHandle
+from engine.actors.launcher_watch import GCS, RAYLET, RayNode, sessions_of_their_own
 from engine.errors import RayProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

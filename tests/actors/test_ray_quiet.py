@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.actors.run import NICENESS
+from engine.actors.launch import NICENESS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil, ray
 from ray._private.utils import publish_error_to_driver
 from ray_plans import paced, plan
-from engine.actors.run import connect, start
+from engine.actors.launch import connect, start
 
 class Heard(io.StringIO):
     def write(self, text):

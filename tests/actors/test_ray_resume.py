@@ -16,17 +16,17 @@ import yaml
 from group_gate import Gate
 from ray_plans import SMALLEST, check_record, events_of
 
-from engine.actors.models import plan_of
-from engine.actors.run import start
+from engine.actors.configured_plan import plan_of
+from engine.actors.launch import start
 from engine.commands import TrainStep
 from engine.config.loading import parse_config
 from engine.errors import RecordError, RunDamaged
 from engine.events import GroupGenerated, RunResumed, StepTrained
-from engine.hosts.durable import DurableStore
-from engine.hosts.packed import unpack_group
+from engine.record import Handled, read
+from engine.record.files import RecordLock
 from engine.runtime.plan import Plan
-from engine.schedule import Handled, read
-from engine.schedule.lock import RecordLock
+from engine.storage.durable_trajectories import DurableStore
+from engine.storage.group_codec import unpack_group
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(400)]
 

@@ -29,16 +29,10 @@ from ray_plans import (
     spanning,
 )
 
-from engine.actors.run import start
+from engine.actors.launch import start
 from engine.actors.transports import DistributedTransport
 from engine.errors import ConfigError, RunFailed
-from engine.events import (
-    GroupAborted,
-    GroupGenerated,
-    ProcessLost,
-    ProcessUp,
-    WeightsInstalled,
-)
+from engine.events import GroupAborted, GroupGenerated, ProcessLost, ProcessUp, WeightsInstalled
 from engine.metrics.status import Status
 from engine.runtime.plan import Plan
 
@@ -201,7 +195,7 @@ import sys, time
 sys.path.append({here!r})
 from pathlib import Path
 from ray_plans import endless, plan
-from engine.actors.run import start
+from engine.actors.launch import start
 run = start(plan(Path({run_dir!r}), endless))
 print("up", flush=True)
 run.wait()

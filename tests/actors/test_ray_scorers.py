@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ray_plans import Counter, check_record, events_of, plan
 
-from engine.actors.run import start
+from engine.actors.launch import start
 from engine.events import PublishFailed, StepFailed
 from engine.metrics.status import Status
-from engine.roles import Batch
+from engine.protocols import Batch
 from engine.runtime.plan import Plan, Restore
 from engine.states.limits import Limits, Pool
 

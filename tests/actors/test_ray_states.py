@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from ray_plans import Counter, Quick, events_of, plan
 
-from engine.actors.run import start
+from engine.actors.launch import start
 from engine.events import ProcessLost, ProcessUp, StateLeft
-from engine.hosts.prompts import listed
-from engine.roles import Batch
+from engine.protocols import Batch
 from engine.runtime.plan import Rollout
+from engine.runtime.prompts import listed
 from engine.states.limits import AddedState, Limits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

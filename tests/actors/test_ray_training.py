@@ -10,20 +10,14 @@ from typing import Any
 import pytest
 import ray
 from ray_plans import SMALLEST, check_record, events_of
-from watched_weights import watched_rollout, watched_trainer
+from weight_observers import watched_rollout, watched_trainer
 
-from engine.actors.models import plan_of
-from engine.actors.run import launch, start
+from engine.actors.configured_plan import plan_of
+from engine.actors.launch import launch, start
 from engine.config.loading import parse_config
-from engine.events import (
-    CheckpointSaved,
-    GroupGenerated,
-    PublishFailed,
-    SyncFailed,
-    WeightsInstalled,
-)
+from engine.events import CheckpointSaved, GroupGenerated, PublishFailed, SyncFailed, WeightsInstalled
 from engine.metrics.status import Status
-from engine.schedule import read
+from engine.record import read
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from ray_plans import Mortal, plan, restore_mortal
-from test_past import SAVED, TRAINED, Scene
+from test_run_recovery import SAVED, TRAINED, Scene
 
 from engine.errors import RecordError, RunDamaged
-from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
-from engine.hosts.durable import DurableStore
 from engine.metrics.transitions import Transitions
-from engine.runtime.past import past_of
-from engine.schedule.index import Entry, closed_entry, store_index
+from engine.record.log import Entry, closed_entry, store_index
+from engine.runtime.recovery import past_of
+from engine.storage.checkpoints import checkpoint_path, save_checkpoint
+from engine.storage.durable_trajectories import DurableStore
 from tests.core.test_recovery import until_trained, world
 
 

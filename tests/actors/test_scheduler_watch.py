@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from engine.actors.heartbeat import Pulse
-from engine.actors.ray_node import RAYLET, RayNode
-from engine.actors.scheduler_watch import SchedulerWatch
-from engine.actors.stacks import stacks_file
+from engine.actors.failures import Pulse
+from engine.actors.launcher_watch import RAYLET, RayNode, SchedulerWatch
+from engine.runtime.stacks import stacks_file
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 ANSWERS = """
@@ -130,7 +129,7 @@ def test_the_process_that_answered_last_is_the_one_that_is_killed() -> None:
 
 
 def test_a_scheduler_that_hangs_before_its_first_answer_is_known_by_what_it_wrote(tmp_path: Path) -> None:
-    announce = f"from engine.actors.scheduler_watch import *; announce_process(Path({str(tmp_path)!r}), {LAUNCH!r})"
+    announce = f"from engine.actors.launcher_watch import *; announce_process(Path({str(tmp_path)!r}), {LAUNCH!r})"
     with running(SLEEP) as first:
         watch = Watched(Handle(), first.pid, tmp_path)
         first.kill()
@@ -143,7 +142,7 @@ def test_a_scheduler_that_hangs_before_its_first_answer_is_known_by_what_it_wrot
 
 
 def test_what_a_scheduler_of_another_launch_wrote_is_not_believed(tmp_path: Path) -> None:
-    announce = "from engine.actors.scheduler_watch import *; announce_process(Path(sys.argv[1]), 'another')"
+    announce = "from engine.actors.launcher_watch import *; announce_process(Path(sys.argv[1]), 'another')"
     with running(SLEEP) as own, running(f"import sys; {announce}; {SLEEP}", str(tmp_path)) as other:
         watch = Watched(Handle(), own.pid, tmp_path)
         with watch.checking():

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.actors.process import prepare_process
-from engine.actors.stacks import dump_stacks, register_stacks, stacks_file, writes_to
+from engine.actors.detached_actors import prepare_process
+from engine.runtime.stacks import dump_stacks, register_stacks, stacks_file, writes_to
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from engine.actors.stacks import register_stacks
+from engine.runtime.stacks import register_stacks
 
 def decide_for_ever():
     print("up", flush=True)

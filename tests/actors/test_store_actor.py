@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.actors.process import PackedPlan
-from engine.actors.stores import TrajectoryStoreActor
-from engine.hosts.durable import StorePolicy
+from engine.actors.detached_actors import PackedPlan
+from engine.actors.store_actors import TrajectoryStoreActor
+from engine.storage.durable_trajectories import StorePolicy
 
 
 def store(directory: Path, **policy: Any) -> TrajectoryStoreActor:

@@ -10,8 +10,6 @@ from handles import RayOfHandles, Scene, played, settled
 from ray.exceptions import RayError
 from ray_plans import Mortal, restore_mortal
 
-from engine.actors.stacks import register_stacks, stacks_file
-from engine.actors.wire import Order
 from engine.commands import SaveCheckpoint, ScoreBatch, StartGroup, StopProcess, TrainStep
 from engine.errors import EngineError
 from engine.events import (
@@ -26,9 +24,11 @@ from engine.events import (
     ReplicasWanted,
     RunStarted,
 )
-from engine.hosts.checkpoints import checkpoint_path, save_checkpoint
 from engine.runtime.plan import Redo, Restore
+from engine.runtime.stacks import register_stacks, stacks_file
+from engine.runtime.wire import Order
 from engine.states.process import GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
+from engine.storage.checkpoints import checkpoint_path, save_checkpoint
 
 ENDED = "it ended while there was no scheduler"
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transfer_ends import HALVES, HOST, LARGE, differences, receive_half, sample, send_half, take
 
-from engine.actors import transfer
-from engine.actors.offer import Offer
 from engine.errors import EngineError
+from engine.rollout.sent_weights import Offer
+from engine.rollout.torch import transfer
 
 SPAWN = multiprocessing.get_context("spawn")
 LONG_S = 60.0

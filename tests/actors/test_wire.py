@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.actors.wire import InOrder, Order, pack_events, pack_orders, unpack_events, unpack_orders
 from engine.commands import COMMANDS, Command
 from engine.events import EVENTS, Event
+from engine.runtime.wire import InOrder, Order, pack_events, pack_orders, unpack_events, unpack_orders
 from tests.core.test_orders import sample
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from engine.actors import transfer
-from engine.actors.offer import Offer
-from engine.rollout.sent_weights import Manifest
+from engine.rollout.sent_weights import Manifest, Offer
+from engine.rollout.torch import transfer
 
 HOST = "127.0.0.1"
 LARGE = 1 << 20

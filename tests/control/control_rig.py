@@ -8,8 +8,8 @@ from typing import Any
 
 from clockwork import Clockwork, clockwork
 
-from engine.control.decide import decide
-from engine.control.place import ControlPlace, announce, new_token
+from engine.control.address_file import ControlPlace, announce, new_token
+from engine.control.request_events import decide
 from engine.control.requests import Operation
 from engine.control.server import ControlServer
 from engine.errors import ConfigError

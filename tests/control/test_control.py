@@ -16,9 +16,9 @@ from clockwork import clockwork
 from control_rig import Rig
 
 from engine import cli
+from engine.control.address_file import FILE, ControlPlace, announce, place_of, withdraw
 from engine.control.client import tell
-from engine.control.decide import after_resuming, check_replicas, decide
-from engine.control.place import FILE, ControlPlace, announce, place_of, withdraw
+from engine.control.request_events import after_resuming, check_replicas, decide
 from engine.control.requests import MAX_BODY_BYTES, Drain, Look, Scale, Set, Setting, parse
 from engine.control.server import ControlServer
 from engine.errors import ConfigError

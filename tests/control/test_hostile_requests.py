@@ -14,7 +14,7 @@ from control_rig import Rig
 
 from engine.control.requests import Look
 from engine.control.server import ControlServer
-from engine.listeners.connections import ConnectionBounds
+from engine.http_listener import ConnectionBounds
 
 SECRET = "hunter2-and-more"
 PATIENCE_S = 30.0

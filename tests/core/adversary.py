@@ -27,7 +27,6 @@ from engine.commands import (
     StopProcess,
     TrainStep,
 )
-from engine.driver import Driver
 from engine.events import (
     DrawFailed,
     Event,
@@ -40,15 +39,16 @@ from engine.events import (
     TimerFired,
 )
 from engine.policies import PolicySet
-from engine.schedule.frames import Header
-from engine.schedule.packing import pack, unpack
-from engine.schedule.reader import Record, read
-from engine.schedule.recorder import MemoryRecorder, Recorder
-from engine.schedule.recovery import Recovered, recover
-from engine.schedule.snapshots import restore, snapshot
-from engine.scheduler import Scheduler
+from engine.record.frames import Header
+from engine.record.msgpack_values import pack, unpack
+from engine.record.reader import Record, read
+from engine.record.recorder import MemoryRecorder, Recorder
+from engine.record.recovery import Recovered, recover
+from engine.record.snapshots import restore, snapshot
+from engine.runtime.driver import Driver
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.judge import Judge
-from engine.states.invariants import check_all
+from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
 from tests.core.agents import SimReplica, SimStore, SimTrainer, state_answer

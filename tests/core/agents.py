@@ -51,7 +51,7 @@ from engine.events import (
     WeightsStaged,
 )
 from engine.ids import NO_VERSION, GroupId, Incarnation, ReplicaId, ValidationId, Version
-from engine.simulation.roles import row_reward
+from engine.simulation.simulated_models import row_reward
 
 Emit = Callable[[Event], None]
 NEVER = -1.0

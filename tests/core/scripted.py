@@ -33,8 +33,8 @@ from engine.events import (
     stamp,
 )
 from engine.policies import PolicySet
-from engine.scheduler import Scheduler
-from engine.states.invariants import check_all
+from engine.scheduling.scheduler import Scheduler
+from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.states.timeouts import Timeouts
 

@@ -15,7 +15,7 @@ from engine.events import (
 )
 from engine.states.limits import Pool
 from engine.states.timeouts import Timeouts
-from tests.core.test_leaving import paused, small
+from tests.core.test_departures import paused, small
 
 
 def test_stragglers_are_not_dropped_while_a_run_drains() -> None:

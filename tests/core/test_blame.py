@@ -5,16 +5,9 @@ from typing import Any
 import pytest
 
 from engine.commands import Command, ProbeProcess, ScoreBatch, StopProcess
-from engine.events import (
-    BatchScored,
-    ProcessLost,
-    ProcessProbed,
-    ProcessUp,
-    SchedulerRecovered,
-    SettingChanged,
-)
-from engine.schedule.packing import pack, unpack
-from engine.schedule.snapshots import restore, snapshot
+from engine.events import BatchScored, ProcessLost, ProcessProbed, ProcessUp, SchedulerRecovered, SettingChanged
+from engine.record.msgpack_values import pack, unpack
+from engine.record.snapshots import restore, snapshot
 from engine.states.limits import Pool
 from engine.states.timeouts import Timeouts
 from tests.core.scripted import Scripted

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import InvariantViolated
 from engine.events import SettingChanged
-from engine.states.invariants import check_all, check_batch, check_event
+from engine.states.laws import check_all, check_batch, check_event
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
 from engine.states.state import State
 from tests.core.scripted import Scripted

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.commands import DeleteCheckpoint, FinishRun, SaveCheckpoint
-from engine.control.decide import after_resuming
+from engine.control.request_events import after_resuming
 from engine.errors import ConfigError
 from engine.events import (
     CheckpointDamaged,
@@ -16,10 +16,10 @@ from engine.events import (
     RunResumed,
     SettingChanged,
 )
-from engine.schedule.packing import pack, unpack
-from engine.schedule.snapshots import restore, snapshot
+from engine.record.msgpack_values import pack, unpack
+from engine.record.snapshots import restore, snapshot
 from engine.states.limits import Limits
-from engine.states.waiting import waits
+from engine.states.waits import waits
 from tests.core.scripted import Scripted
 from tests.core.test_recovery import until_trained, world
 

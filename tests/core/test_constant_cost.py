@@ -8,11 +8,11 @@ import pytest
 from engine.commands import DrawPrompts, SetTimer, StartGroup, StartProcess
 from engine.events import ProcessLost, ProcessUp, PromptsDrawn, ReplicasWanted, RunStarted, TimerFired, stamp
 from engine.policies import PolicySet
-from engine.scheduler import Scheduler
-from engine.scheduling.orders import MOST_STARTS
-from engine.scheduling.rollout import MOST_DRAWN
+from engine.scheduling.groups import MOST_DRAWN
+from engine.scheduling.issued_commands import MOST_STARTS
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
-from engine.states.invariants import check_all
+from engine.states.laws import check_all
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
 

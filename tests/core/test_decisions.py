@@ -18,7 +18,6 @@ from engine.commands import (
     StopProcess,
     TrainStep,
 )
-from engine.driver import Driver
 from engine.errors import InvariantViolated, PolicyError
 from engine.events import (
     BatchScored,
@@ -35,6 +34,7 @@ from engine.events import (
     TimerFired,
     WeightsStaged,
 )
+from engine.runtime.driver import Driver
 from tests.core.scripted import Scripted
 from tests.core.test_scenarios import small, straggling
 

@@ -9,13 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine import policies
 from engine.errors import ConfigError
 from engine.events import DrainRequested, ReplicaLeaves, ReplicasWanted, SettingChanged
-from engine.schedule.reader import read
-from engine.schedule.replayer import replay
+from engine.record.reader import read
+from engine.record.replayer import replay
 from engine.scheduling.settings import POLICIES, check_setting, live_settings
 from engine.states.limits import CONFLICTS, SYNC_MODES, Limits, Pool, ValidationLimits
 from engine.states.timeouts import AUTO, KINDS, Timeouts
 from tests.core.adversary import AT_REST, Adversary
-from tests.core.states_of_our_own import CHECKING, WEIGHING
+from tests.core.custom_states import CHECKING, WEIGHING
 
 LAYOUTS: tuple[tuple[Pool, ...], ...] = (
     (),

@@ -45,18 +45,18 @@ from engine.events import (
     TimerFired,
 )
 from engine.policies import PolicySet
-from engine.schedule.frames import Header
-from engine.schedule.reader import read
-from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.recovery import recover
-from engine.scheduler import Scheduler
+from engine.record.frames import Header
+from engine.record.reader import read
+from engine.record.recorder import MemoryRecorder
+from engine.record.recovery import recover
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
 from engine.states.process import REPLICA
 from tests.core.adversary import Adversary
+from tests.core.custom_states import WEIGHING
 from tests.core.scripted import Scripted
-from tests.core.states_of_our_own import WEIGHING
 from tests.core.test_laws import any_policies, generating, limits
 from tests.core.test_worlds import ROUGH
 

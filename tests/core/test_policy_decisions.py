@@ -21,16 +21,16 @@ from engine.events import (
 )
 from engine.ids import Version
 from engine.policies import registry
-from engine.schedule.frames import Header
-from engine.schedule.reader import read
-from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.recovery import recover
-from engine.schedule.replayer import replay
+from engine.record.frames import Header
+from engine.record.reader import read
+from engine.record.recorder import MemoryRecorder
+from engine.record.recovery import recover
+from engine.record.replayer import replay
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.view import GroupView, View
+from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
-from tests.core.states_of_our_own import CHECKING
 from tests.core.test_scenarios import small
 
 

@@ -33,15 +33,15 @@ from engine.events import (
     StopRequested,
 )
 from engine.ids import NO_VERSION
-from engine.schedule.packing import pack, unpack
-from engine.schedule.snapshots import restore, snapshot
+from engine.record.msgpack_values import pack, unpack
+from engine.record.snapshots import restore, snapshot
 from engine.states.limits import Pool
 from engine.states.process import KINDS, Process
 from engine.states.tree import declared, digest_of
-from engine.states.waiting import waits
+from engine.states.waits import waits
+from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
-from tests.core.states_of_our_own import CHECKING
-from tests.core.test_leaving import paused, small
+from tests.core.test_departures import paused, small
 
 APART = (
     Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",), replicas=()),

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from engine.errors import InvariantViolated, RecordError
 from engine.events import ProcessLost, RunResumed, stamp
 from engine.policies import PolicySet
-from engine.schedule.frames import Header, Rejected
-from engine.schedule.reader import read
-from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.recovery import recover
-from engine.schedule.replayer import replay
+from engine.record.frames import Header, Rejected
+from engine.record.reader import read
+from engine.record.recorder import MemoryRecorder
+from engine.record.recovery import recover
+from engine.record.replayer import replay
 from engine.states.limits import Limits
 from tests.core.adversary import Adversary
-from tests.core.states_of_our_own import CHECKING
+from tests.core.custom_states import CHECKING
 from tests.core.test_laws import any_policies, limits
 
 

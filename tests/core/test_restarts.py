@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from engine.commands import FinishRun
 from engine.events import DrainRequested, ProcessLost, RunInterrupted, RunResumed, StopRequested
-from engine.schedule.packing import pack, unpack
-from engine.schedule.snapshots import restore, snapshot
+from engine.record.msgpack_values import pack, unpack
+from engine.record.snapshots import restore, snapshot
 from tests.core.scripted import Scripted
-from tests.core.test_leaving import joined, small
+from tests.core.test_departures import joined, small
 
 LOST = "the weights store is lost: killed"
 

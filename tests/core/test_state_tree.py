@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from engine.events import PromptsDrawn, RunStarted, stamp
-from engine.scheduler import Scheduler
-from engine.states.invariants import check_all
+from engine.scheduling.scheduler import Scheduler
+from engine.states.laws import check_all
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.state import State
 from engine.states.tree import Record, declared, digest_of, hashed_values

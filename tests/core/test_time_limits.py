@@ -41,12 +41,12 @@ from engine.events import (
     WeightsInstalled,
     WeightsStaged,
 )
-from engine.schedule.packing import pack, unpack
-from engine.schedule.snapshots import restore, snapshot
+from engine.record.msgpack_values import pack, unpack
+from engine.record.snapshots import restore, snapshot
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.states.timeouts import AUTO, KINDS, Timeouts
+from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
-from tests.core.states_of_our_own import CHECKING
 from tests.core.test_validation import Measured
 
 HOUR = 3600.0

@@ -22,8 +22,8 @@ from engine.events import (
     SyncFailed,
 )
 from engine.policies import PolicySet
-from engine.scheduling.sync import SyncScheduling
 from engine.scheduling.validation import ValidationScheduling
+from engine.scheduling.weights import SyncScheduling
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
 from engine.states.state import State

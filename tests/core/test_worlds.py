@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.hosts.replica import ReplicaHost
 from engine.policies import PolicySet
-from engine.schedule.frames import Header
-from engine.schedule.reader import read
-from engine.schedule.recorder import MemoryRecorder
-from engine.schedule.replayer import replay
+from engine.record.frames import Header
+from engine.record.reader import read
+from engine.record.recorder import MemoryRecorder
+from engine.record.replayer import replay
 from engine.simulation.judge import Finding
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group
 from engine.states.ledger import Deadlines
 from engine.states.limits import Limits, Pool
 from engine.states.state import State
+from engine.workers.replica import ReplicaHost
 from tests.core.test_laws import any_policies, generating, limits
 
 ROUGH = Faults(
@@ -162,7 +162,7 @@ def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> N
     """Let a group continue wherever a slot is free, and have the replicas not refuse it."""
     monkeypatch.setattr(Group, "resumes_from", property(lambda self: 0))
     monkeypatch.setattr(ReplicaHost, "_is_behind", lambda self, kept: False)
-    monkeypatch.setattr("engine.hosts.replica.check_generated", lambda *args, **others: None)
+    monkeypatch.setattr("engine.workers.replica.check_generated", lambda *args, **others: None)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_refuted_variants_are_caught(
 ) -> None:
     """By the true books alone: the checks inside the engine are switched off, so that only consequences count."""
     put_in(monkeypatch)
-    monkeypatch.setattr("engine.scheduling.training.check_room", lambda state: None)
-    monkeypatch.setattr("engine.scheduling.training.check_batch", lambda *args: None)
-    monkeypatch.setattr("engine.scheduling.rollout.require", lambda *args, **figures: None)
+    monkeypatch.setattr("engine.scheduling.steps.check_room", lambda state: None)
+    monkeypatch.setattr("engine.scheduling.steps.check_batch", lambda *args: None)
+    monkeypatch.setattr("engine.scheduling.groups.require", lambda *args, **figures: None)
     with pytest.raises(EngineError) as caught:
         for world in _worlds_that_are_tight(400):
             world.check = False

@@ -13,13 +13,13 @@ from engine.gateway.agents import Agents
 from engine.gateway.server import GatewayServer
 from engine.gateway.sessions import Bounds
 from engine.gateway.tool_calls import PARSERS
-from engine.listeners.connections import ConnectionBounds
-from engine.roles import Generated, GroupWork
-from engine.rollout.agent import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
+from engine.http_listener import ConnectionBounds
+from engine.protocols import Generated, GroupWork
+from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
+from engine.rollout.agents.conversation import Chat
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.chat import Chat
 from engine.rollout.scoring import Scorer
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span, Trajectory
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.schedule import read, replay
+from engine.record import read, replay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,10 +6,9 @@ import pytest
 from gateway_rig import Scripted, model, one_group, run, tokenizer
 from openai import AsyncOpenAI
 
-from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
-from engine.rollout.conversation import Asked, Call, Conversation, text
-from engine.rollout.seeds import derive_seed
-from engine.rollout.torch import TorchBackend
+from engine.rollout.agents.conversation import Asked, Call, Conversation, text
+from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams, derive_seed
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span, Trajectory
 
 SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}

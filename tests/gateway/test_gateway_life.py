@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from engine.errors import DataFailure, EngineError
 from engine.rollout.backend import SampleRequest, SampleResult
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Span
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -10,31 +10,26 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "actors"))
-import conversing
-from conversing import alive, make_inputs
+import conversations
+from conversations import alive, make_inputs
 from ray_plans import check_record, events_of
 
-import engine.rollout.torch
-from engine.actors.models import inputs_of, make_rollout, plan_of
-from engine.actors.run import start
+import engine.rollout.torch.torch_backend
+from engine.actors.configured_plan import inputs_of, make_rollout, plan_of
+from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
 from engine.errors import ConfigError
-from engine.events import (
-    GroupAborted,
-    GroupFailed,
-    GroupGenerated,
-    ProcessLost,
-    RunResumed,
-    WeightsInstalled,
-)
+from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, RunResumed, WeightsInstalled
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 PROMPTS, SAMPLES, STEPS = 24, 2, 6
 
 
-def configured(directory: Path, agent: dict[str, Any], reward: str = "conversing:whole", replicas: int = 2) -> Config:
+def configured(
+    directory: Path, agent: dict[str, Any], reward: str = "conversations:whole", replicas: int = 2
+) -> Config:
     return parse_config(
         {
             "run": {"dir": str(directory), "seed": 3},
@@ -51,7 +46,7 @@ def configured(directory: Path, agent: dict[str, Any], reward: str = "conversing
 
 def deadly_rollout(config: Config, replica: int) -> Any:
     """The configured replica, on a backend that dies once."""
-    engine.rollout.torch.TorchBackend = conversing.Deadly  # type: ignore[misc]
+    engine.rollout.torch.torch_backend.TorchBackend = conversations.Deadly  # type: ignore[misc]
     return make_rollout(config, inputs_of(config), replica)
 
 
@@ -60,7 +55,7 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    agent = {"function": "conversing:converse"} if kind == "function" else {"rollout": "conversing:program"}
+    agent = {"function": "conversations:converse"} if kind == "function" else {"rollout": "conversations:program"}
     config = configured(tmp_path, agent)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -87,8 +82,8 @@ def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = str(Path(conversing.__file__).with_name("asking_program.py"))
-    config = configured(tmp_path, {"command": [sys.executable, program]}, "conversing:turns", replicas=1)
+    program = str(Path(conversations.__file__).with_name("asking_program.py"))
+    config = configured(tmp_path, {"command": [sys.executable, program]}, "conversations:turns", replicas=1)
     plan = plan_of(config.model_copy(update={"run": config.run.model_copy(update={"max_steps": 2})}), tmp_path)
     with start(plan) as run:
         assert run.wait().outcome == "finished"
@@ -105,7 +100,7 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = plan_of(configured(tmp_path, {"function": "conversing:deadly"}, replicas=1), tmp_path)
+    plan = plan_of(configured(tmp_path, {"function": "conversations:deadly"}, replicas=1), tmp_path)
     with start(replace(plan, limits=replace(plan.limits, run_restarts=1))) as run:
         assert run.wait().outcome == "failed"
     lost = events_of(tmp_path, ProcessLost)
@@ -117,10 +112,10 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
 @pytest.mark.parametrize(
     ("agent", "story"),
     [
-        ({"function": "conversing:nobody"}, "has no attribute 'nobody'"),
-        ({"function": "conversing:whole"}, "not a coroutine function; define it as async def whole"),
-        ({"rollout": "conversing:converse"}, "cannot be called with client, prompt"),
-        ({"rollout": "conversing:program", "command": ["x"]}, "agent.command is set too"),
+        ({"function": "conversations:nobody"}, "has no attribute 'nobody'"),
+        ({"function": "conversations:whole"}, "not a coroutine function; define it as async def whole"),
+        ({"rollout": "conversations:converse"}, "cannot be called with client, prompt"),
+        ({"rollout": "conversations:program", "command": ["x"]}, "agent.command is set too"),
     ],
 )
 def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(

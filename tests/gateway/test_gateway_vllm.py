@@ -35,7 +35,7 @@ def logprobs_of(model: Qwen2ForCausalLM, trajectory: Trajectory) -> list[float]:
 
 
 def test_turns_are_kept_with_vllms_own_tokens_logprobs_and_versions(tmp_path: Path) -> None:
-    from engine.rollout.vllm import VllmBackend
+    from engine.rollout.vllm.vllm_backend import VllmBackend
 
     first, second = model(0), model(1)
     first.save_pretrained(tmp_path)

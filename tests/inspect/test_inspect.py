@@ -12,12 +12,12 @@ from engine.events import GroupFailed, PromptsDrawn, RunStarted, stamp
 from engine.inspect import at_text, open_record, replay_text, state_at
 from engine.inspect.summary import summarize, summary_lines
 from engine.policies import PolicySet
-from engine.schedule import Handled, Header, Record, Recorder, read, replay
-from engine.scheduler import Scheduler
+from engine.record import Handled, Header, Record, Recorder, read, replay
+from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, Pool
+from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
-from tests.core.states_of_our_own import CHECKING
 
 LIMITS = Limits(
     train_batch_size=4, max_staleness_steps=2, max_concurrent_groups=8, sync_mode="abort", max_steps=6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.listeners.connections import ConnectionBounds
+from engine.http_listener import ConnectionBounds
 from engine.metrics.server import MetricsServer
 
 SECRET = b"hunter2-and-more"

@@ -7,12 +7,12 @@ from clockwork import Clockwork, clockwork
 from rich.console import Console
 
 from engine import events as fact
+from engine.cli.top import screen
 from engine.inspect.summary import summarize, summary_lines
 from engine.metrics.export import registry
 from engine.metrics.status import plain_status, status_of
 from engine.states.limits import AddedState, Limits
-from engine.states.waiting import waits
-from engine.top import screen
+from engine.states.waits import waits
 
 LIMITS = Limits(
     train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True,

@@ -15,13 +15,13 @@ from engine.errors import PolicyError
 from engine.metrics.collector import RunMetrics
 from engine.metrics.export import registry
 from engine.metrics.journal import Journal
-from engine.metrics.labels import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
-from engine.metrics.steps import ReplayedRows, StepRows
+from engine.metrics.names import ROLLOUT_IDLE_CAUSES, TRAINER_IDLE_CAUSES
+from engine.metrics.step_rows import ReplayedRows, StepRows
 from engine.metrics.transitions import Transitions
-from engine.schedule import Header, MemoryRecorder, read, recover
-from engine.scheduler import Scheduler
+from engine.record import Header, MemoryRecorder, read, recover
+from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits, Pool, ValidationLimits
-from tests.core.states_of_our_own import CHECKING
+from tests.core.custom_states import CHECKING
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

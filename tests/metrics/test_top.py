@@ -25,12 +25,12 @@ from rich.console import Console
 
 from engine import events as fact
 from engine.cli import main
-from engine.metrics.endpoint import FILE, announce, withdraw
+from engine.cli.top import screen
+from engine.metrics.address_files import FILE, announce, withdraw
 from engine.metrics.export import registry
 from engine.metrics.server import MetricsServer
 from engine.metrics.status import plain_status, status_of
 from engine.states.limits import Limits
-from engine.top import screen
 
 COLUMNS, ROWS = 80, 30
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\x1b\][^\x07]*\x07")
@@ -78,7 +78,7 @@ class Terminal:
         self.before = termios.tcgetattr(inner)
         self.inner = inner
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": "", **variables}
-        program = f"import sys; from engine import cli, top; top.GONE_S = {gone_s}; sys.exit(cli.main(sys.argv[1:]))"
+        program = f"import sys; from engine.cli import main, top; top.GONE_S = {gone_s}; sys.exit(main(sys.argv[1:]))"
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, "top", str(directory)],
             stdin=inner,

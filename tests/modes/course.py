@@ -35,8 +35,8 @@ from engine.events import (
     WeightsPublished,
 )
 from engine.ids import GroupId, ReplicaId, StepId, Version
-from engine.schedule import Handled, read
-from engine.schedule.recorder import MemoryRecorder
+from engine.record import Handled, read
+from engine.record.recorder import MemoryRecorder
 
 Key = tuple[int, int, Version]
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.schedule.frames import Header
-from engine.schedule.recorder import MemoryRecorder
+from engine.record.frames import Header
+from engine.record.recorder import MemoryRecorder
 from engine.simulation.world import Faults, Setting, World
 from engine.states.timeouts import Timeouts
 from tests.modes import definitions

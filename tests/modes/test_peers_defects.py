@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from engine.commands import DiscardGroups, MeasureRows, StageWeights, StartGroup, TrainStep
 from engine.events import GroupAborted, ReplicaPaused, WeightsInstalled
-from engine.hosts.prompts import CountedPrompts
-from engine.schedule.frames import Header
-from engine.schedule.recorder import MemoryRecorder
+from engine.record.frames import Header
+from engine.record.recorder import MemoryRecorder
+from engine.runtime.prompts import CountedPrompts
 from engine.simulation.world import Setting, World
 from engine.states.limits import Limits, Pool, ValidationLimits
 from engine.tasks.dataset import Dataset, PromptSource

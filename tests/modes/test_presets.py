@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.actors.models import plan_of
+from engine.actors.configured_plan import plan_of
 from engine.config import Config, load_config
-from engine.local import run_plan
+from engine.runtime.local import run_plan
 from tests.actors.ray_plans import SMALLEST, check_record
 from tests.modes import definitions
 from tests.modes.course import Course, course_of

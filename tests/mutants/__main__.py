@@ -26,10 +26,10 @@ from tests.mutants.draw import Mutant, draw, mutants_of
 from tests.mutants.tracing import TIMED_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
-ONLY = [f"engine/{name}" for name in ("states", "scheduling", "policies", "scheduler.py", "schedule", "hosts")]
+ONLY = [f"engine/{name}" for name in ("states", "scheduling", "policies", "record", "workers", "storage")]
 TESTS = [
-    *("core", "modes", "schedule", "hosts", "local", "oracle", "inspect", "control"),
-    *("test_config_bounds.py", "test_extensions.py", "test_live.py"),
+    *("core", "modes", "record", "workers", "storage", "runtime", "oracle", "inspect", "control"),
+    *("test_config_bounds.py", "test_extensions.py", "test_run_view.py"),
 ]
 """Folders and files of tests that run in this process: no Ray, no vLLM."""
 ARGUMENTS = ["-m", "not ray and not gpu"]

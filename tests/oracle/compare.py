@@ -28,7 +28,7 @@ import msgpack
 from engine.commands import COMMANDS, Command, DeleteCheckpoint, DiscardGroups
 from engine.events import EVENTS, Event, OrderDone, stamp
 from engine.policies import PolicySet
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.states.limits import Limits
 from engine.states.process import REPLICA
 from tests.oracle import figures

@@ -17,10 +17,10 @@ from typing import Any
 import msgpack
 
 from engine.errors import EngineError
-from tests.oracle import unclocked, worlds
+from tests.oracle import clock_removal, worlds
 from tests.oracle.forms import plain
 
-FAMILY = {**worlds.FAMILY, "cut": unclocked.cut, "wild": unclocked.wild}
+FAMILY = {**worlds.FAMILY, "cut": clock_removal.cut, "wild": clock_removal.wild}
 
 
 def play(family: str, number: int) -> tuple[dict[str, Any], str]:

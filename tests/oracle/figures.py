@@ -11,7 +11,7 @@ from typing import Any
 from engine.policies import DEFAULTS, names, register
 from engine.states.limits import CONFLICTS, SYNC_MODES, AddedState, Limits, Pool, ValidationLimits
 from engine.states.timeouts import Timeouts
-from tests.core.states_of_our_own import CHECKING, WEIGHING
+from tests.core.custom_states import CHECKING, WEIGHING
 
 STEPS = 10
 """Maximum train steps of a world that has a limit."""

@@ -7,7 +7,7 @@ record knows only the second.
 
 from typing import Any
 
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.states.process import REPLICA
 
 STALE = 0

@@ -23,7 +23,7 @@ from engine.config import load_config
 from engine.errors import ConfigError
 from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
 from engine.policies import DEFAULTS, PolicySet
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.settings import check_setting
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits

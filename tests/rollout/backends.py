@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from engine.rollout.backend import RolloutBackend
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other, for a very long time on a busy machine
 CONTEXT = vllm_engines.CONTEXT

@@ -68,7 +68,11 @@ class VllmServer:
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--scheduler-cls", held["scheduler_cls"]]
         command += ["--additional-config", json.dumps(held["additional_config"])]
-        command += ["--enable-scale-out", "--worker-extension-cls", "engine.rollout.vllm_worker.InstallWeights"]
+        command += [
+            "--enable-scale-out",
+            "--worker-extension-cls",
+            "engine.rollout.vllm.worker_extension.InstallWeights",
+        ]
         path = f"{ROOT}:{Path(__file__).parent}"
         owner = f"{os.getpid()}:{directory / 'left'}"  # its engine watches this process, and ends with it
         environment = os.environ | QUIET | {"PYTHONPATH": path, "STEP_ENGINE_VLLM_OWNER": owner}

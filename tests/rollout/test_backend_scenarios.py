@@ -8,7 +8,7 @@ from backends import BACKENDS, CONTEXT, Kind, go_on, hold, run, run_over, until_
 
 from engine.errors import DataFailure, EngineError
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Span
 
 Make = Callable[..., RolloutBackend]

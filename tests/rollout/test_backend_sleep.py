@@ -9,10 +9,10 @@ from test_generator import Letters, length_reward
 from test_torch_backend import ask
 
 from engine.errors import EngineError
-from engine.roles import Sleeper
+from engine.protocols import Sleeper
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 
 PARAMS = SamplingParams(max_tokens=40)
 

@@ -15,7 +15,7 @@ import torch
 from backends import CONTEXT, build_torch, until_sampled
 
 from engine.errors import DataFailure, EngineError
-from engine.roles import Generated, GroupWork
+from engine.protocols import Generated, GroupWork
 from engine.rollout.backend import SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.rollout.scoring import MOST_STUCK, RewardCalls, Scorer, Waiting

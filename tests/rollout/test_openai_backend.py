@@ -30,8 +30,8 @@ from transformers import AutoTokenizer
 
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
-from engine.rollout.openai import RETRIES, OpenAIBackend
-from engine.rollout.torch import TorchBackend
+from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -134,7 +134,7 @@ def test_three_installs_serve_the_new_weights_and_mark_the_spans(
 
 def test_the_plain_route_samples_the_same(connect: Callable[..., OpenAIBackend]) -> None:
     """What any server offers, `/v1/completions`, gives what vLLM's own route gives; the stop id is part of it."""
-    from engine.rollout.openai_wire import Completions
+    from engine.rollout.openai.completions import Completions
 
     async def scenario(backend: OpenAIBackend) -> tuple[SampleResult, SampleResult, SampleResult, SampleResult]:
         own = await backend.sample(request(max_tokens=60, temperature=0.7))

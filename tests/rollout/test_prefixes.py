@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from backends import Kind, build_torch, go_on, run_over, until_sampled
 
-from engine.roles import GroupWork
+from engine.protocols import GroupWork
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.generator import ModelGenerator
 from engine.trajectory import Prompt, Span, TrajectoryGroup

@@ -12,12 +12,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "gateway"))
 from gateway_rig import Scripted, model, tokenizer
 
 from engine.errors import DataFailure
-from engine.roles import Generated, GroupWork
+from engine.protocols import Generated, GroupWork
+from engine.rollout.agents.conversation import Chat
+from engine.rollout.agents.program_generator import Program, ProgramGenerator, RolloutClient
 from engine.rollout.backend import RolloutBackend, SampleRequest, SamplingParams
-from engine.rollout.chat import Chat
-from engine.rollout.program import Program, ProgramGenerator, RolloutClient
 from engine.rollout.scoring import Scorer
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.torch_backend import TorchBackend
 from engine.trajectory import Prompt, Trajectory
 
 

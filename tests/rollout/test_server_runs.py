@@ -13,7 +13,7 @@ import yaml
 from http_servers import Hiding, VllmServer, vllm_servers
 
 from engine import cli
-from engine.actors.run import launch
+from engine.actors.launch import launch
 from engine.config.loading import parse_config
 from engine.events import GroupGenerated, WeightsInstalled
 

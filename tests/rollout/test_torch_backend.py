@@ -11,8 +11,8 @@ from backends import CONTEXT, build, build_torch, run_over, until_sampled
 
 from engine.errors import ConfigError, EngineError
 from engine.rollout.backend import SampleRequest, SampleResult, SamplingParams
-from engine.rollout.causal_model import FIXED_ROWS, CausalModel
-from engine.rollout.torch import TorchBackend
+from engine.rollout.torch.causal_model import FIXED_ROWS, CausalModel
+from engine.rollout.torch.torch_backend import TorchBackend
 
 FAMILIES = ["qwen2", "qwen2-untied", "llama", "gpt2", "mistral-windowed", "qwen2-windowed"]
 PROMPTS = [[3 + row, 9, (row * 7) % 32, *range(row)] for row in range(8)]

@@ -20,14 +20,14 @@ from test_generator import Letters, length_reward
 
 from engine.errors import DataFailure, EngineError
 from engine.events import GroupGenerated, ProcessLost, WeightsInstalled
-from engine.local import RunResult, SimpleTrainer
-from engine.local.run import run_async
-from engine.roles import Batch
+from engine.protocols import Batch
+from engine.record import Handled, read, replay
+from engine.record.replayer import build_scheduler
 from engine.rollout.backend import SampleRequest, SamplingParams
 from engine.rollout.generator import ModelGenerator
-from engine.schedule import Handled, read, replay
-from engine.schedule.replayer import build_scheduler
-from engine.states.invariants import check_all
+from engine.runtime.local import RunResult, SimpleTrainer
+from engine.runtime.local.run import run_async
+from engine.states.laws import check_all
 from engine.states.limits import Limits
 from engine.trajectory import Span, TrajectoryGroup
 

@@ -16,10 +16,10 @@ import vllm_engines
 from backends import WIDE, build, go_on, hold, run, until_sampled
 from test_vllm_weights import LONG, assert_samples, greedy
 
-from engine.actors import transfer
-from engine.actors.senders import KeptTensors, Senders, Wire
+from engine.actors.transports import KeptTensors, Senders, Wire
 from engine.errors import EngineError
 from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Send, Turn
+from engine.rollout.torch import transfer
 from engine.trajectory import Span
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -215,8 +215,8 @@ def test_what_nccl_is_given_is_what_vllm_takes() -> None:
         NCCLWeightTransferUpdateInfo,
     )
 
-    from engine.rollout.vllm_args import all_engine_args
-    from engine.rollout.vllm_sender import EngineCalls, HeldVersion, trainer_info
+    from engine.rollout.vllm.engine_args import all_engine_args
+    from engine.rollout.vllm.weight_sender import EngineCalls, HeldVersion, trainer_info
 
     arguments = AsyncEngineArgs(**all_engine_args("model", 8, 0, {"tensor_parallel_size": 2}, "nccl"))
     assert arguments.weight_transfer_config == WeightTransferConfig(backend="nccl")

@@ -29,7 +29,7 @@ DIRECTORIES: list[tempfile.TemporaryDirectory[str]] = []
 
 def start(model: PreTrainedModel, **options: Any) -> Any:
     """A backend of its own on a model, whose requests stop where its gate says."""
-    from engine.rollout.vllm import VllmBackend
+    from engine.rollout.vllm.vllm_backend import VllmBackend
 
     class Held(Counted, VllmBackend):
         pass

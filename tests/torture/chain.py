@@ -23,12 +23,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine.actors.run import start
-from engine.hosts.prompts import CountedPrompts, listed
-from engine.local import SimpleGenerator, SimpleTrainer, response
-from engine.roles import Batch, GroupWork
+from engine.actors.launch import start
+from engine.protocols import Batch, GroupWork
+from engine.record import Recorder
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
 from engine.runtime.plan import Plan, Restore, Rollout
-from engine.schedule import Recorder
+from engine.runtime.prompts import CountedPrompts, listed
 from engine.states.limits import Limits, Pool
 from engine.trajectory import Trajectory
 

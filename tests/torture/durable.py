@@ -21,9 +21,9 @@ from engine.commands import Command
 from engine.errors import ConfigError
 from engine.events import Event
 from engine.policies import PolicySet
-from engine.schedule import After, Header, Record, Recorder, Recovered, read, replay
-from engine.schedule.lock import RecordLock
-from engine.states.invariants import check_all
+from engine.record import After, Header, Record, Recorder, Recovered, read, replay
+from engine.record.files import RecordLock
+from engine.states.laws import check_all
 from engine.states.limits import Limits
 from tests.core.adversary import Adversary
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from engine.commands import TrainStep
 from engine.errors import RecordError, RecordNotBegun
 from engine.events import RunResumed, StepTrained
-from engine.hosts.checkpoints import list_checkpoints, verify_checkpoint
-from engine.schedule import Handled, read
-from engine.schedule.replayer import build_scheduler, replay
-from engine.states.invariants import check_all
+from engine.record import Handled, read
+from engine.record.replayer import build_scheduler, replay
+from engine.states.laws import check_all
+from engine.storage.checkpoints import list_checkpoints, verify_checkpoint
 from tests.torture.chain import ACTORS, FIRST, MARK, ROOT, TREE, Point, last_weights, marked, strike
 
 LIVES = 8

@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.roles import Batch
+from engine.protocols import Batch
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
 VOCABULARY = 16

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from token_terms import evaluate
 
 from engine.training.advantages import ADVANTAGES
+from engine.training.batch import Rows
 from engine.training.corrections import MAX_LOG_RATIO, corrected, drop
 from engine.training.kl import estimate
 from engine.training.losses import TokenTerms
-from engine.training.sequences import Rows
-from engine.training.settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, Mask, TrainerSettings
+from engine.training.trainer_settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, Mask, TrainerSettings
 
 LOG_PROBS = st.floats(-60.0, 0.0)
 BOUNDS = {"clip_low": 0.1, "clip_high": 0.1}

@@ -8,14 +8,13 @@ import torch
 from token_terms import evaluate, terms
 
 from engine.errors import ConfigError
-from engine.training.advantages import ADVANTAGES
+from engine.training.advantages import ADVANTAGES, overlong_share, set_advantages, shaping_metrics
 from engine.training.batch import Sample, trainable_samples
 from engine.training.corrections import MAX_LOG_RATIO
 from engine.training.diagnostics import Diagnostics
 from engine.training.kl import estimate
 from engine.training.losses import policy_loss
-from engine.training.settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, OLD_POLICY_NAMES, Mask, TrainerSettings
-from engine.training.shaping import overlong_share, set_advantages, shaping_metrics
+from engine.training.trainer_settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, OLD_POLICY_NAMES, Mask, TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
 Make = Callable[..., TrajectoryGroup]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.roles import Batch
-from engine.training.settings import TrainerSettings
-from engine.training.trainer import ModelTrainer
+from engine.protocols import Batch
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 
 
 def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:

@@ -10,14 +10,14 @@ import torch
 from engine.commands import SaveCheckpoint, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import BatchScored, CheckpointSaved, Event, StepTrained
-from engine.hosts.scores import checked_scores
-from engine.hosts.trainer import TrainerHost
-from engine.local.stores import LocalTrajectories, LocalWeights
-from engine.roles import Batch
-from engine.training import checkpoint
-from engine.training.scorer import ModelScorer
-from engine.training.settings import TrainerSettings
-from engine.training.trainer import ModelTrainer
+from engine.protocols import Batch
+from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.storage.trajectories import checked_scores
+from engine.training import model_checkpoint
+from engine.training.model_scorer import ModelScorer
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
+from engine.workers.trainer import TrainerHost
 
 STEPS, SAVED = 4, 2
 SETTINGS = TrainerSettings(
@@ -86,7 +86,7 @@ def test_steps_trained_again_are_the_same_to_the_bit(
         assert updates == [2] * (STEPS - SAVED) and again.reported == [STEPS - 1], "what was reported is not again"
         assert again.trainer.optimizer_steps == straight.trainer.optimizer_steps == 2 * STEPS
         held = [
-            {**t.weights(), **checkpoint.optimizer_tensors(t.model, t.optimizer)}
+            {**t.weights(), **model_checkpoint.optimizer_tensors(t.model, t.optimizer)}
             for t in (straight.trainer, again.trainer)
         ]
         assert held[0].keys() == held[1].keys()

@@ -11,9 +11,9 @@ from test_trainer_steps import play, same
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError
-from engine.roles import Batch
-from engine.training.settings import Mask, TrainerSettings
-from engine.training.trainer import ModelTrainer
+from engine.protocols import Batch
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import Mask, TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
 MakeBatch = Callable[..., Batch]

@@ -8,10 +8,10 @@ import torch
 from test_trainer_steps import same
 
 from engine.errors import ConfigError, EngineError
-from engine.roles import Batch
-from engine.training.scorer import ModelScorer
-from engine.training.settings import TrainerSettings
-from engine.training.trainer import ModelTrainer
+from engine.protocols import Batch
+from engine.training.model_scorer import ModelScorer
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
 BOTH = ("ref_logprobs", "old_logprobs")

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.errors import ConfigError
-from engine.roles import Batch
-from engine.training import checkpoint
-from engine.training.settings import TrainerSettings
-from engine.training.trainer import ModelTrainer
+from engine.protocols import Batch
+from engine.training import model_checkpoint
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 
 MakeBatch = Callable[..., Batch]
 SETTINGS = TrainerSettings(learning_rate=1e-2, policy_mini_batch_size=2, lr_warmup_steps=5, weight_decay=0.1)
@@ -39,7 +39,7 @@ def test_resuming_is_exact_to_the_bit(model_path: str, batch: MakeBatch, tmp_pat
     assert torch.equal(torch.get_rng_state(), load_file(Path(target) / "random.safetensors")["cpu"])
     metrics = resumed.train(batch(2))
     assert same(straight.weights(), resumed.weights())
-    moments = [checkpoint.optimizer_tensors(each.model, each.optimizer) for each in (straight, resumed)]
+    moments = [model_checkpoint.optimizer_tensors(each.model, each.optimizer) for each in (straight, resumed)]
     assert moments[0]
     assert same(*moments)
     steady = [name for name in expected if not name.startswith("seconds_")]
@@ -74,7 +74,7 @@ def test_a_save_that_fails_is_never_visible(model_path: str, tmp_path: Path, mon
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
+        patch.setattr(model_checkpoint, "save_file", full)
         with pytest.raises(OSError, match="disk full"):
             trainer.save(str(tmp_path / "step-1"), 1)
     assert not (tmp_path / "step-1").exists()

@@ -7,11 +7,11 @@ import torch
 
 from engine.errors import ConfigError
 from engine.training.advantages import ADVANTAGES, STD_EPS
+from engine.training.batch import Rows
 from engine.training.corrections import CORRECTIONS, MAX_LOG_RATIO, bounded_log_ratio, effective_sample_share
 from engine.training.diagnostics import Diagnostics
 from engine.training.losses import LOSSES, TokenLosses, TokenTerms, policy_loss, token_weights
-from engine.training.sequences import Rows
-from engine.training.settings import (
+from engine.training.trainer_settings import (
     ADVANTAGE_NAMES,
     AGGREGATION_NAMES,
     CORRECTION_NAMES,

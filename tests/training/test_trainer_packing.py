@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from engine.errors import DataFailure
-from engine.roles import Batch
+from engine.protocols import Batch
+from engine.training.advantages import set_advantages
 from engine.training.batch import pack, trainable_samples
 from engine.training.gradients import accumulate_gradient
-from engine.training.settings import TrainerSettings
-from engine.training.shaping import set_advantages
-from engine.training.trainer import ModelTrainer
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span, TrajectoryGroup
 
 Make = Callable[..., TrajectoryGroup]

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from engine.roles import Batch
+from engine.protocols import Batch
+from engine.training.advantages import set_advantages
 from engine.training.batch import by_rollout, trainable_samples
-from engine.training.settings import TrainerSettings
-from engine.training.shaping import set_advantages
-from engine.training.trainer import ModelTrainer
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
 
 MakeGroup = Callable[..., TrajectoryGroup]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.roles import Batch
-from engine.training.settings import TrainerSettings
-from engine.training.trainer import ModelTrainer
+from engine.protocols import Batch
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
 MakeBatch = Callable[..., Batch]

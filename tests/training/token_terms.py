@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.training.batch import Rows
 from engine.training.losses import TokenLosses, TokenTerms, policy_loss
-from engine.training.sequences import Rows
-from engine.training.settings import TrainerSettings
+from engine.training.trainer_settings import TrainerSettings
 
 
 def terms(

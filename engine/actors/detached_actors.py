@@ -1,0 +1,231 @@
+"""Names, finds and ends the actors that survive the scheduler's process.
+
+Ray ends an actor's children with its process unless they are detached. In a run with a record they are detached and
+named, so that a restarted scheduler finds them. They end by themselves when the scheduler is gone for good. Without a
+record nothing can be recovered, and they end with their parent.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+
+from engine.actors.failures import failure_reason
+from engine.actors.placement import free_places
+from engine.ids import Incarnation
+from engine.record.files import UMASK, make_directory, make_run_private, private_opener, write_private
+from engine.runtime.plan import Plan
+from engine.runtime.stacks import register_stacks, stacks_file
+
+# -- the process of an actor -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """A pickled plan, with the paths that other processes need to import the user's functions in it."""
+
+    directory: str
+    path: tuple[str, ...]
+    data: bytes
+    launch: str
+    """Prefix of the names of this launch's actors, unique to it."""
+    lasts: bool
+    """Whether the other actors survive the scheduler's process: a restarted scheduler recovers from the record."""
+    orphan_s: float
+    """Seconds that they survive if the scheduler is not restarted."""
+    run_dir: Path | None
+    """Absolute path, for actors that do not unpack the plan."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "PackedPlan":
+        path = tuple(os.path.abspath(place) for place in sys.path)
+        launch = f"{plan.run_dir.name if plan.run_dir is not None else 'run'}-{uuid4().hex}"
+        run_dir = None if plan.run_dir is None else plan.run_dir.absolute()
+        data, lasts = cloudpickle.dumps(plan), plan.run_dir is not None
+        return cls(os.getcwd(), path, data, launch, lasts, plan.orphan_s, run_dir)
+
+    def register_stacks(self, name: str) -> None:
+        """Register the file for the stacks, in an actor that does not call `prepare_process`."""
+        if self.run_dir is not None:
+            register_stacks(stacks_file(self.run_dir, name))
+
+    def unpack(self) -> Plan:
+        """The plan. Also gives this process the working directory and the module path of the launching one."""
+        if os.path.isdir(self.directory):
+            os.chdir(self.directory)
+        sys.path.extend(place for place in self.path if place not in sys.path)
+        plan: Plan = cloudpickle.loads(self.data)
+        return plan
+
+
+def prepare_process(name: str, run_dir: Path | None, threads: int | None = None, *, private: bool = False) -> None:
+    """Set up threads, logs and stacks. Call it before torch is imported. `threads`: for OpenMP and MKL; 0: one per
+    core; None: unchanged. `private`: remove the permissions of others in the run's directory, and for the files that
+    this process writes."""
+    if threads is not None:
+        count = str(threads or os.cpu_count() or 1)
+        os.environ.update(OMP_NUM_THREADS=count, MKL_NUM_THREADS=count)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if run_dir is None:
+        return
+    failure = make_run_private(run_dir) if private else None
+    umask = os.umask(UMASK)
+    if not private:
+        os.umask(umask & UMASK)  # unchanged, except that this user keeps all permissions
+    directory = run_dir / "logs"
+    make_directory(directory)
+    handler = RunLog(directory / f"{name}.log", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("engine")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    register_stacks(stacks_file(run_dir, name))
+    if failure is not None:
+        logger.warning("other users may be able to read the run's files: %s", failure)
+
+
+class RunLog(logging.FileHandler):
+    """The log file of a process in the run's directory, readable only by its user. If it cannot be written, records go
+    to stderr. Must never raise."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            print(self.format(record), file=sys.stderr)
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)
+
+
+def collect_rarely() -> None:
+    """Make Python's cyclic garbage collection rare, and exclude all existing objects from it.
+
+    For the scheduler's process: its state has up to millions of small objects and no cycles. A full collection would
+    block decisions, for half a second at 300 000 live groups.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+# -- names and ends of actors ------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "step-engine"
+LAUNCH = "launch.txt"
+"""File in the run's directory with the prefix of the newest launch's actor names, and the directory's inode."""
+
+
+def lasting(packed: PackedPlan, source: str, incarnation: Incarnation = 1) -> dict[str, Any]:
+    """Ray options of an actor that survives its parent under a name; none if the run has no record."""
+    if not packed.lasts:
+        return {}
+    name = f"{packed.launch}/{source}/{incarnation}"
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Living:
+    """The actors of a launch that a restarted scheduler finds."""
+
+    actors: Mapping[tuple[str, Incarnation], Any]
+    epoch: int
+    """The epoch of that scheduler; they refuse orders of lower ones."""
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Why an actor could not be taken over, by its source."""
+
+    def newest(self, source: str) -> tuple[Incarnation, Any] | None:
+        """The newest incarnation of an actor, if it exists."""
+        lives = [life for name, life in self.actors if name == source]
+        return (max(lives), self.actors[source, max(lives)]) if lives else None
+
+
+def find_living(launch: str) -> dict[tuple[str, Incarnation], Any]:
+    """Find the actors of a launch, by source and incarnation. Blocks."""
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        name = entry["name"].split("/")
+        if entry["namespace"] != NAMESPACE or len(name) != 3 or name[0] != launch:
+            continue
+        try:
+            found[name[1], int(name[2])] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+        except ValueError:
+            log.info("%s has just ended", entry["name"])
+    return found
+
+
+def end_living(launch: str) -> None:
+    """Kill all remaining actors of a launch, and free their placement groups. Blocks."""
+    for actor in find_living(launch).values():
+        ray.kill(actor)
+    free_places(launch)
+
+
+def end_earlier(run_dir: Path) -> None:
+    """Kill the actors of an earlier launch of the same run in this cluster that have not noticed yet that their
+    scheduler is gone, because they would still write. The caller must hold the run's record. Blocks."""
+    earlier = noted_launch(run_dir)
+    if earlier is not None:
+        end_living(earlier)
+
+
+def noted_launch(run_dir: Path) -> str | None:
+    """The prefix of the newest launch's actor names; None if there is none, or it belongs to another run, because the
+    directory is a copy."""
+    try:
+        launch, _, number = (run_dir / LAUNCH).read_text(encoding="utf-8").strip().rpartition(" ")
+        return launch if launch and number == str(run_dir.stat().st_ino) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read: %s", run_dir / LAUNCH, error)
+        return None
+
+
+def note_launch(run_dir: Path, launch: str) -> None:
+    """Write the prefix for `end_earlier`. Call it before the launch makes its first actor. If it fails, the run
+    continues."""
+    try:
+        write_private(run_dir / LAUNCH, f"{launch} {run_dir.stat().st_ino}\n")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / LAUNCH, error)
+
+
+def end_when_orphaned(packed: PackedPlan, scheduler: Any) -> None:
+    """Make this actor end `orphan_s` seconds after the scheduler has ended for good. Call it when the actor is made.
+
+    It calls `SchedulerActor.here`, which returns only at the end of the run; Ray repeats the call after each restart of
+    the scheduler. The call waits on a separate thread, so a blocked event loop cannot keep the actor alive.
+    """
+    if packed.lasts:
+        me = ray.get_runtime_context().current_actor
+        threading.Thread(target=_outlive, args=(me, scheduler, packed), name="orphan", daemon=True).start()
+
+
+def _outlive(me: Any, scheduler: Any, packed: PackedPlan) -> None:
+    reason = "it has taken the run down"
+    try:
+        ray.get(scheduler.here.remote())
+    except RayError as error:
+        reason = failure_reason(error)
+    log.warning("the scheduler is gone, so this process ends in %g s: %s", packed.orphan_s, reason)
+    threading.Event().wait(packed.orphan_s)
+    try:
+        free_places(packed.launch)  # they are detached, too, so nothing else frees them
+    finally:
+        ray.kill(me)

@@ -1,0 +1,147 @@
+"""Recovers the run in a restarted scheduler: reads its record and takes over its running actors.
+
+Called by the scheduler actor after Ray has restarted its process, before it handles an event. The run continues after
+the last recorded event; must never drop a recorded event.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+
+from engine.actors.detached_actors import Living, find_living
+from engine.actors.failures import Pulse, failure_reason
+from engine.errors import EngineError, RunFailed
+from engine.ids import Incarnation
+from engine.metrics.collector import RunMetrics
+from engine.metrics.journal import keep_rows
+from engine.metrics.status import Status
+from engine.metrics.step_rows import ReplayedRows, StepRows
+from engine.metrics.transitions import Transitions
+from engine.record import After, Recovered, read, recover
+from engine.record.files import RecordLock
+from engine.runtime.plan import Plan
+from engine.runtime.process_port import KEPT, source_of
+from engine.states.state import State
+
+STORES = ("trajectories", "weights")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """`lock`: holds the record for the recorder that continues it."""
+
+    recovered: Recovered
+    lock: RecordLock
+    rows: StepRows
+    """Rows of steps that are not finished."""
+
+    @property
+    def after(self) -> After:
+        """Where the record continues."""
+        return After(events=self.recovered.events, torn=self.recovered.torn)
+
+    @property
+    def failure(self) -> EngineError | None:
+        """The defect that ended the run, if one did: the event after the last handled one failed."""
+        rejected = [one for one in self.recovered.report.rejected if one.event.id == self.recovered.events]
+        return RunFailed(rejected[-1].reason) if rejected else None
+
+    @property
+    def ended(self) -> bool:
+        return self.failure is not None or self.recovered.scheduler.state.outcome is not None
+
+
+def survived_of(run_dir: Path, transitions: Transitions) -> Survived:
+    """Read the record of a run and take it over. Raises: `RecordError`."""
+    record = read(run_dir / "schedule")
+    lock = RecordLock(run_dir / "schedule")
+    try:
+        under_way = ReplayedRows(transitions)
+        recovered = recover(
+            record,
+            transitions,
+            transitions,
+            replayed=lambda frame, state: under_way.watch(frame.event, frame.commands, state),
+        )
+        if not recovered.events:
+            raise RunFailed("the scheduler's process ended before the run began")
+        state = recovered.scheduler.state
+        keep_rows(run_dir / "metrics.jsonl", lambda row: _recorded(row, state))
+    except BaseException:
+        lock.release()
+        raise
+    return Survived(recovered, lock, under_way.rows)
+
+
+def status_at_end(run_dir: Path) -> Status:
+    """The status of a finished run, from its record. Raises: `RecordError`."""
+    transitions = Transitions()
+    survived = survived_of(run_dir, transitions)
+    survived.lock.release()
+    return metrics_at_end(survived, transitions).status()
+
+
+def metrics_at_end(survived: Survived, transitions: Transitions) -> RunMetrics:
+    """The metrics of a run that has ended, from its record."""
+    metrics = RunMetrics(survived.recovered.scheduler, transitions)
+    metrics.at = survived.recovered.at
+    return metrics
+
+
+def _recorded(row: dict[str, Any], state: State) -> bool:
+    """Whether the record contains what a row of the metrics reports. Otherwise the row will be written again."""
+    if "validation" in row:
+        validations = state.validations
+        return bool(row["validation"] < validations.created and row["validation"] not in validations.runs)
+    return bool(row["step"] < state.steps_trained and row["step"] not in state.steps)
+
+
+async def take_hold(launch: str, plan: Plan, survived: Survived, epoch: int) -> Living:
+    """Find the actors of a launch and make them take orders from this process.
+
+    Raises: `EngineError` if an actor that cannot be replaced is gone.
+    """
+    actors = await asyncio.to_thread(find_living, launch)
+    known = Living(actors=actors, epoch=epoch)
+    for needed in (*STORES, *(("gateway",) if plan.make_gateway is not None else ())):
+        if known.newest(needed) is None:
+            raise EngineError(f"the actor of {needed} has ended, and its data is lost")
+    state = survived.recovered.scheduler.state
+    processes = [*state.processes.values(), *(replica.process for replica in state.fleet.replicas.values())]
+    listed = {
+        (source_of(one.kind, one.index), one.incarnation): one.state == "up"
+        for one in processes
+        if one.state != "gone" and one.kind not in KEPT
+    }
+    silent = await let_take_over(known, listed, Pulse.of(plan).patience_s)
+    log.info("took over %s; lost: %s", sorted({source for source, _ in actors}), silent or "none")
+    return replace(known, silent=silent)
+
+
+async def let_take_over(
+    known: Living, listed: Mapping[tuple[str, Incarnation], bool], patience_s: float
+) -> dict[str, str]:
+    """Make the listed actors refuse the orders of earlier schedulers. Returns why one does not answer, by its source.
+    `listed`: whether each incarnation is up. It does not wait for one that is starting, which may wait for room."""
+    silent: dict[str, str] = {}
+
+    async def attach(life: tuple[str, Incarnation], is_up: bool) -> None:
+        answer = known.actors[life].attach.remote(known.epoch)
+        if not is_up:
+            return
+        try:
+            await asyncio.wait_for(answer, patience_s)
+        except TimeoutError:
+            silent[life[0]] = f"no sign of life for {patience_s:g} s after the scheduler restarted"
+        except RayError as error:
+            silent[life[0]] = failure_reason(error)
+
+    await asyncio.gather(*(attach(life, is_up) for life, is_up in sorted(listed.items()) if life in known.actors))
+    return silent

@@ -1,0 +1,90 @@
+"""The gateway actor of a run: hosts the HTTP server for agents, and runs the agents.
+
+Started by the scheduler actor before the replicas, and ended with the run. Replicas open groups here, and the gateway
+asks them for samples. The scheduler discards groups that are no longer needed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
+from engine.actors.failures import Watched, raised
+from engine.errors import EngineError
+from engine.gateway.agents import Agents
+from engine.gateway.server import GatewayServer
+from engine.ids import GroupId
+from engine.rollout.agents.agent_generator import AgentCall, GroupOutcome, OpenGroup
+from engine.rollout.backend import SampleResult
+from engine.trajectory import Prompt
+
+log = logging.getLogger(__name__)
+
+
+class GatewayActor(Watched):
+    """After `open`, replicas call `open_group` and `cut`, and the scheduler `discard`, until `close`."""
+
+    def __init__(self, plan: PackedPlan, scheduler: Any) -> None:
+        end_when_orphaned(plan, scheduler)
+        self._plan = plan.unpack()
+        self._url = ""
+
+    async def open(self) -> str:
+        """Listen; returns the base URL. Raises: `OSError` if the port is in use, and what the user's code raises."""
+        plan = self._plan
+        prepare_process("gateway", plan.run_dir)
+        if plan.make_gateway is None:
+            raise EngineError("this run has no agents")
+        parts = self._parts = await asyncio.to_thread(plan.make_gateway)
+        self._agents = Agents(parts.bounds, self._run)
+        self._server = GatewayServer(
+            self._agents, parts.chat, model=parts.model, parser=parts.parser, max_body_bytes=parts.max_body_bytes
+        )
+        self._url = await self._server.start(parts.host, parts.port)
+        log.info("agents are served at %s", self._url)
+        return self._url
+
+    async def open_group(self, work: OpenGroup, replica: Any) -> GroupOutcome:
+        """See `gateway.agents.Agents.open`; `replica` is the calling rollout actor."""
+        return await self._agents.open(work, ReplicaSampler(replica))
+
+    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
+        self._agents.cut(group, attempt, how)
+
+    async def discard(self, groups: Sequence[GroupId]) -> None:
+        self._agents.discard(groups)
+
+    async def alive(self) -> str:
+        """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
+        return await self._parts.runner.failed()
+
+    async def close(self) -> None:
+        """End every agent and stop listening."""
+        await self._agents.close()
+        await self._server.close()
+        self._parts.runner.close()
+
+    async def _run(self, key: str, prompt: Prompt) -> float | None:
+        return await self._parts.runner.run(self._url, key, prompt)
+
+
+class ReplicaSampler:
+    """Sends the gateway's sampling calls to a rollout actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def sample(self, call: AgentCall) -> SampleResult:
+        answer = self._actor.sample.remote(call)
+        try:
+            result: SampleResult = await answer
+        except asyncio.CancelledError:
+            ray.cancel(answer)
+            raise
+        except RayError as error:
+            raise raised(error) from None
+        return result

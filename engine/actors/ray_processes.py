@@ -1,0 +1,202 @@
+"""Implements the runtime's process port over Ray: each process is an actor.
+
+Created by the scheduler actor. Ray starts an actor once its resources are free. An actor is lost if it reports so, if
+Ray reports its death, or if it misses heartbeats.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from engine.actors.detached_actors import Living, PackedPlan, lasting
+from engine.actors.failures import Pulse, raised, sign_of
+from engine.actors.placement import Place, beside_the_run, found_place, place, room_now, shortfall
+from engine.actors.worker_actor import ACTORS
+from engine.errors import clean
+from engine.ids import NO_VERSION, GroupId, Incarnation, StepId, Version
+from engine.runtime.plan import Plan, Restore
+from engine.runtime.process_port import KEPT, Ended, Found, Order, Process, Sign, key_of, source_of
+from engine.runtime.stacks import dump_stacks, stacks_file, writes_to
+from engine.runtime.wire import pack_orders
+from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
+from engine.storage.group_codec import plain_prompt
+from engine.trajectory import Prompt
+
+STORE_PATIENCE = 4
+"""Factor on the heartbeat limit of the stores. The weights store copies whole models on the event loop that answers
+heartbeats."""
+GOODBYE_S = 5.0
+"""Seconds that a generator, the gateway or the trajectory store gets to close."""
+
+
+class RayProcess:
+    """One incarnation of an actor. `epoch`: that of the sending scheduler process; actors refuse orders of lower
+    ones."""
+
+    def __init__(self, kind: str, index: int, actor: Any, pulse: Pulse, plan: Plan, epoch: int, placed: Place) -> None:
+        self.actor = actor
+        self._kind = kind
+        self._source = source_of(kind, index)
+        self._pulse = pulse
+        self._run_dir = plan.run_dir
+        self._epoch = epoch
+        self._place = placed
+        self._sequence = 0
+        self._pid = 0
+        """Its process id; 0 until its first sign of life."""
+
+    async def bring_up(self, restore: Restore | None) -> None:
+        try:
+            await self.actor.bring_up.remote(*((restore,) if self._kind == TRAINER else ()))
+        except RayError as error:
+            raise raised(error) from error
+
+    def join(self) -> None:
+        self.actor.join.remote()
+
+    def send(self, orders: Sequence[Order]) -> None:
+        self._sequence += 1
+        self.actor.carry_out.remote(self._epoch, self._sequence, pack_orders(orders))
+
+    async def probe(self) -> Sign | None:
+        sign = await sign_of(self.actor)
+        self._pid = self._pid if sign is None else sign.pid
+        return sign
+
+    async def lost(self) -> Ended:
+        learning = asyncio.ensure_future(self.probe())
+        try:
+            return await self._pulse.lost(self.actor)
+        finally:
+            learning.cancel()
+
+    async def stacks(self) -> str:
+        """Works only for a process on this node."""
+        if self._run_dir is None or not self._pid:
+            return ""
+        file = stacks_file(self._run_dir, self._source)
+        if not await asyncio.to_thread(writes_to, self._pid, file):
+            return ""
+        return await asyncio.to_thread(dump_stacks, self._pid, file)
+
+    async def hand_over(self, steps: StepId) -> None:
+        await self.actor.hand_over.remote(steps)
+
+    async def close(self) -> None:
+        """Closes only generators; other actors need no close."""
+        if self._kind == REPLICA:
+            await self.actor.close.remote()
+
+    def kill(self, *, hung: bool = False) -> None:
+        """Kill the actor and free its placement group."""
+        if self.actor is not None:
+            ray.kill(self.actor)
+        self._place.free()
+
+
+class RayProcesses:
+    """Makes actors. Each gets the plan and the actors of the scheduler, the stores and the gateway."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        packed: PackedPlan,
+        scheduler: Any,
+        trajectories: Any,
+        weights: Any,
+        gateway: Any = None,
+        epoch: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._packed = packed
+        self._given = (scheduler, trajectories, weights)
+        self._kept = {TRAJECTORY_STORE: trajectories, WEIGHTS_STORE: weights, GATEWAY: gateway}
+        self._epoch = epoch
+        self._pulse = Pulse.of(plan)
+        self._patient = Pulse(plan.heartbeat_s, plan.missed_beats * STORE_PATIENCE)
+        self.goodbye_s = GOODBYE_S
+        self.look_again_s = self._pulse.every_s or None
+
+    def make(self, kind: str, index: int, incarnation: Incarnation) -> RayProcess:
+        source, placed = source_of(kind, index), Place({})
+        if kind == REPLICA:
+            placed = place(self._plan, self._name(source, incarnation) if self._packed.lasts else None)
+        options: dict[str, Any] = {
+            REPLICA: {"max_concurrency": 100_000, **placed.options},
+            TRAINER: beside_the_run(self._plan.trainer_gpus),
+            SCORER: {"num_gpus": self._plan.scorer_gpus},
+            ADDED_STATES: {"max_concurrency": 100_000},
+        }[kind]
+        named = lasting(self._packed, source, incarnation)
+        try:
+            made = ray.remote(ACTORS[kind]).options(num_cpus=0, enable_task_events=False, **options, **named)
+            actor = made.remote(self._packed, index, incarnation, *self._given, self._kept[GATEWAY])
+        except BaseException:
+            placed.free()
+            raise
+        return self._process(kind, index, actor, placed)
+
+    def last(self, kind: str, index: int) -> bool:
+        return False
+
+    def check(self, prompt: Prompt) -> None:
+        plain_prompt(prompt)
+
+    def kept(self) -> Mapping[str, Process]:
+        return {kind: self._process(kind, 0, actor) for kind, actor in self._kept.items() if actor is not None}
+
+    async def room(self) -> int:
+        return await asyncio.to_thread(room_now, self._plan)
+
+    async def lacking(self, replicas: int) -> str | None:
+        if not self._plan.rollout_gpus:
+            return None
+        return clean(await asyncio.to_thread(shortfall, self._plan, replicas))
+
+    async def published(self) -> Version:
+        try:
+            newest: int = await asyncio.wait_for(self._kept[WEIGHTS_STORE].newest.remote(), self._pulse.patience_s)
+            return newest
+        except (RayError, TimeoutError):
+            return NO_VERSION
+
+    def found(self, living: Living) -> Found:
+        """The processes that a restarted scheduler has taken over, with their placement groups."""
+        several = self._plan.rollout_gpus > 1
+        known = {}
+        for (source, incarnation), actor in living.actors.items():
+            placed = found_place(self._name(source, incarnation)) if several else None
+            known[source, incarnation] = self._process(*key_of(source), actor, placed)
+        return Found(processes=known, silent=living.silent)
+
+    def _process(self, kind: str, index: int, actor: Any, placed: Place | None = None) -> RayProcess:
+        pulse = self._patient if kind in KEPT else self._pulse
+        return RayProcess(kind, index, actor, pulse, self._plan, self._epoch, placed or Place({}))
+
+    def _name(self, source: str, incarnation: Incarnation) -> str:
+        """The name of an incarnation's actor and placement group."""
+        return f"{self._packed.launch}/{source}/{incarnation}"
+
+
+class RayStores:
+    """The actors of the stores and the gateway, for the executor."""
+
+    def __init__(self, trajectories: Any, weights: Any, gateway: Any = None) -> None:
+        self._trajectories = trajectories
+        self._weights = weights
+        self._gateway = gateway
+
+    def discard(self, groups: Sequence[GroupId]) -> Any:
+        return self._trajectories.discard.remote(groups)
+
+    def retire(self, version: Version) -> Any:
+        return self._weights.retire.remote(version)
+
+    def cut_agents(self, groups: Sequence[GroupId]) -> bool:
+        if self._gateway is None:
+            return False
+        self._gateway.discard.remote(groups)
+        return True

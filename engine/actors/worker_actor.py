@@ -1,0 +1,268 @@
+"""The actors that host workers: each has a `runtime.worker.Worker` and an outbox, in its own process.
+
+Created by `ray_processes.RayProcesses`. The event loop handles messages; the worker loads and computes on threads.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from engine.actors.detached_actors import PackedPlan, end_when_orphaned, prepare_process
+from engine.actors.failures import Watched, awaited, failure_reason
+from engine.actors.store_actors import RemoteWeights, remote_trajectories
+from engine.actors.transports import transport_of
+from engine.errors import EngineError
+from engine.events import Event
+from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
+from engine.rollout.agents.agent_generator import AgentCall, AgentGenerator, GroupOutcome, OpenGroup
+from engine.rollout.backend import SampleResult
+from engine.runtime.plan import Restore
+from engine.runtime.process_port import source_of
+from engine.runtime.trajectory_service import MAX_ITEMS
+from engine.runtime.wire import InOrder, pack_events, unpack_orders
+from engine.runtime.worker import WORKERS, Peers, ReplicaWorker, TrainerWorker, Worker
+from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
+from engine.storage.weights import Trained
+
+# -- the client of the gateway actor, without its HTTP server ----------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+
+class GatewayLink:
+    """The gateway, for the actor of a replica. If the gateway is dead, calls never return: the run ends because of the
+    gateway, so failures of groups must not be reported first."""
+
+    def __init__(self, gateway: Any) -> None:
+        self._gateway = gateway
+        self._replica = ray.get_runtime_context().current_actor
+
+    async def open(self, work: OpenGroup) -> GroupOutcome:
+        outcome: GroupOutcome = await _answered(self._gateway.open_group.remote(work, self._replica))
+        return outcome
+
+    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
+        await _answered(self._gateway.cut.remote(group, attempt, how))
+
+
+async def _answered(call: Any) -> Any:
+    with awaited(GATEWAY):
+        try:
+            return await call
+        except RayActorError:
+            log.warning("the gateway has died: waiting for the end of the run")
+            return await asyncio.Event().wait()
+
+
+# -- the outbox --------------------------------------------------------------------------------------------------------
+
+
+Report = Callable[[int, bytes, list[tuple[StepId, Mapping[str, Any]]]], Awaitable[int]]
+"""(sequence, events, trainer's metrics) → the sequence, once the events are recorded."""
+
+
+class Outbox:
+    """Sends an actor's events to the scheduler. Each batch has a number; Ray resends it until it is acknowledged."""
+
+    def __init__(self, report: Report, lost: Callable[[str], None]) -> None:
+        """`lost(reason)` is called if an event cannot be sent, because the scheduler is gone or the event cannot be
+        packed. Then nothing more is sent."""
+        self._report = report
+        self._lost = lost
+        self._sequence = 0
+        self._events: list[Event] = []
+        self._figures: list[tuple[StepId, Mapping[str, Any]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, event: Event) -> None:
+        self._events.append(event)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._drain())
+
+    def add_figures(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        """Send the trainer's metrics with the next event, before it."""
+        self._figures.append((step, figures))
+
+    async def _drain(self) -> None:
+        try:
+            while self._events:
+                events, self._events = self._events[:MAX_ITEMS], self._events[MAX_ITEMS:]
+                figures, self._figures = self._figures, []
+                self._sequence += 1
+                await self._report(self._sequence, pack_events(events), figures)
+        except Exception as error:
+            log.exception("events cannot be sent to the scheduler")
+            self._lost(f"events cannot be sent to the scheduler: {failure_reason(error)}")
+            return  # `_task` stays set, so nothing more is sent
+        self._task = None
+
+
+class Inbox:
+    """The scheduler's side of all outboxes: remembers which batches it has received."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, Incarnation], int] = {}
+
+    def takes(self, source: str, incarnation: Incarnation, sequence: int) -> bool:
+        """Whether to handle a batch. False for a batch that Ray resent. The first batch of an outbox is always handled:
+        if an actor died while there was no scheduler, its successor has the same name and counts from 1 again. Handling
+        an event twice changes nothing."""
+        key = (source, incarnation)
+        if 1 < sequence <= self._taken.get(key, 0):
+            return False
+        self._taken[key] = sequence
+        return True
+
+
+# -- the actors --------------------------------------------------------------------------------------------------------
+
+
+class WorkerActor(Watched):
+    """Call `bring_up`, then `carry_out`; earlier orders wait. `alive` returns only once the worker has failed."""
+
+    kind: str
+
+    def __init__(
+        self,
+        plan: PackedPlan,
+        index: int,
+        incarnation: Incarnation,
+        scheduler: Any,
+        trajectories: Any,
+        weights: Any,
+        gateway: Any = None,
+    ) -> None:
+        self._plan = plan.unpack()
+        end_when_orphaned(plan, scheduler)
+        self.worker: Worker = WORKERS[self.kind](self._plan, index, incarnation)
+        self._source = source_of(self.kind, index)
+        self._incarnation = incarnation
+        self._scheduler = scheduler
+        self._gateway = gateway
+        self._prepared = False
+        self._orders: InOrder[bytes] = InOrder()
+        self._broken: asyncio.Future[str] | None = None
+        self._trajectories = remote_trajectories(trajectories)
+        self._weights = RemoteWeights(weights, transport_of(self._plan), self._reader(index))
+
+    def _reader(self, index: int) -> ReplicaId | None:
+        """The replica that fetches weights, if it is one."""
+        return None
+
+    async def bring_up(self, restore: Restore | None = None) -> None:
+        """Load the hosted role. Repeated calls share one load and its result."""
+        if not self._prepared:
+            self._prepared = True
+            prepare_process(self._source, self._plan.run_dir, self.worker.threads)
+        await self.worker.open(self._peers(), restore)
+
+    def _peers(self) -> Peers:
+        report = self._scheduler.report.remote
+        outbox = Outbox(
+            lambda sequence, events, figures: report(self._source, self._incarnation, sequence, events, figures),
+            lost=self._break,
+        )
+        return Peers(
+            trajectories=self._trajectories,
+            weights=self._weights,
+            emit=outbox.add,
+            report=outbox.add_figures,
+            broken=self._break,
+            ask_trainer=self._ask_trainer,
+        )
+
+    async def _ask_trainer(self, steps: StepId) -> None:
+        with awaited(TRAINER):
+            await self._scheduler.hand_over.remote(steps)
+
+    async def attach(self, epoch: int) -> None:
+        """Accept a restarted scheduler, and refuse the orders of earlier ones."""
+        if self._orders.begin(epoch):
+            self.worker.forget_early()
+
+    @ray.method(num_returns=0)
+    async def carry_out(self, epoch: int, sequence: int, orders: bytes) -> None:
+        await self.attach(epoch)  # Ray may run this call before `attach`
+        for batch in self._orders.take(epoch, sequence, orders):
+            for command, prompt in unpack_orders(batch):
+                self.worker.carry_out(command, prompt)
+
+    async def alive(self) -> str:
+        """Returns only on a failure, with the reason. If the actor dies, Ray fails the same call."""
+        return await asyncio.shield(self._brokenness())
+
+    async def close(self) -> None:
+        """Cancel everything, and close the hosted role."""
+        await self.worker.close()
+
+    def _brokenness(self) -> "asyncio.Future[str]":
+        if self._broken is None:
+            self._broken = asyncio.get_running_loop().create_future()
+        return self._broken
+
+    def _break(self, reason: str) -> None:
+        broken = self._brokenness()
+        if not broken.done():
+            broken.set_result(reason)
+
+
+class RolloutActor(WorkerActor):
+    """Hosts a replica, and also handles the calls of agents."""
+
+    kind = REPLICA
+    worker: ReplicaWorker
+
+    def _reader(self, index: int) -> ReplicaId:
+        return index
+
+    async def bring_up(self, restore: Restore | None = None) -> None:
+        await super().bring_up(restore)
+        rollout = self.worker.rollout
+        assert rollout is not None  # it is open
+        for agents in (rollout.generator, rollout.evaluator):
+            if isinstance(agents, AgentGenerator):
+                agents.connect(GatewayLink(self._gateway))
+
+    async def join(self) -> None:
+        """Report that the replica is up, with the initial weights; once."""
+        self.worker.join()
+
+    async def sample(self, call: AgentCall) -> SampleResult:
+        """Answer an agent's call, from the gateway. Held-out prompts have negative groups."""
+        rollout = self.worker.rollout
+        agents = None if rollout is None else rollout.evaluator if call.group < 0 else rollout.generator
+        if not isinstance(agents, AgentGenerator):
+            raise EngineError(f"{self._source} has no agents")
+        return await agents.sample(call)
+
+
+class TrainerActor(WorkerActor):
+    """Hosts the trainer, and also hands out weights."""
+
+    kind = TRAINER
+    worker: TrainerWorker
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Called for a scorer: hand over the weights after `steps` train steps, if they are still owed."""
+        await self.worker.hand_over(steps)
+
+    async def give(self, version: Version | Trained) -> Any:
+        """Called by the weights store: the weights being published."""
+        return self._weights.handed_out(version)
+
+
+class ScorerActor(WorkerActor):
+    kind = SCORER
+
+
+class AddedStatesActor(WorkerActor):
+    kind = ADDED_STATES
+
+
+ACTORS = {actor.kind: actor for actor in (RolloutActor, TrainerActor, ScorerActor, AddedStatesActor)}
+"""By kind of process. Separate classes, so that Ray and `ps` show the kind."""

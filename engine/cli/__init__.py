@@ -1,0 +1,278 @@
+"""`engine`: the command line. Parses the arguments, runs the command and prints its result.
+
+Exit codes: 0 done; 1 the run failed or the replay differs; 2 bad input, with the field or file, its value and what
+to do; 130 interrupted. Ray and torch are imported only inside the commands that need them, so that the others
+start fast.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine import __version__
+from engine.cli import run as running
+from engine.cli.control_commands import add_commands
+from engine.cli.interrupts import INTERRUPTED, complain, in_its_letters, notes_of, to_nowhere
+from engine.errors import ConfigError, EngineError, RecordError
+
+if TYPE_CHECKING:
+    from engine.config import Config
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Never raises, and never lets a traceback be the only message."""
+    arguments = _parser().parse_args(argv)
+    in_its_letters(sys.stdout)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError as error:
+        if arguments.run in (running.run, running.resume):
+            return _explain(error)
+        # The reader left; what is still buffered must not be complained about at exit.
+        to_nowhere(sys.stdout)
+        return DONE
+    except KeyboardInterrupt as error:
+        complain("; ".join(["interrupted", *notes_of(error)]))
+        return INTERRUPTED
+    except Exception as error:
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    """Say what went wrong, and whose fault it is by the exit code."""
+    own = _own_error(error)
+    if own is not None:
+        bad_input = isinstance(own, ConfigError | RecordError)
+        complain(str(own) if bad_input else f"{type(own).__name__}: {own}")
+        for note in notes_of(error):
+            complain(note)
+        return BAD_INPUT if bad_input else FAILED
+    missing = extra_for(error)
+    if missing is not None:
+        complain(missing)
+        return BAD_INPUT
+    complain(f"unexpected {type(error).__name__}: {error}")
+    with suppress(OSError):
+        traceback.print_exception(error, file=sys.stderr)
+    return FAILED
+
+
+EXTRAS = {
+    "ray": "ray",
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy"), "train"),
+}
+"""The extra of the distribution that brings each optional package."""
+
+
+def extra_for(error: BaseException | None) -> str | None:
+    """What to install if a package of an extra is missing, in one line; None if it is another error."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    package = "" if error is None or error.name is None else error.name.partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    needed = "ray,train" if sys.argv[1:2] in (["run"], ["resume"]) else EXTRAS[package]
+    return (
+        f"this command needs the package {package}, which is not installed; run `pip install 'step-engine[{needed}]'`"
+    )
+
+
+def _own_error(error: BaseException | None) -> EngineError | None:
+    """The engine's error in a chain of causes; errors that crossed Ray are wrapped in its own."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, EngineError):
+            return error
+        seen.append(error)
+        cause = getattr(error, "cause", None)
+        error = cause if isinstance(cause, BaseException) else error.__cause__
+    return None
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="engine", description="Asynchronous RL post-training of language models as explicit, recorded steps."
+    )
+    parser.add_argument("--version", action="version", version=f"step-engine {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = commands.add_parser("run", help="train a model")
+    _takes_config(run)
+    run.add_argument(
+        "--run-dir", metavar="D", help="directory of the new run; must not have a run yet (default: runs/<id>)"
+    )
+    run.add_argument(
+        "--resume",
+        choices=("auto",),
+        help="continue the newest unfinished run of this configuration, if any",
+    )
+    _takes_address(run)
+    run.add_argument("--plain", action="store_true", help="print a line for each train step instead of the live view")
+    run.set_defaults(run=running.run, force_from=None)
+
+    resume = commands.add_parser("resume", help="continue an unfinished run")
+    resume.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    resume.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field; may be repeated"
+    )
+    _takes_address(resume)
+    resume.add_argument(
+        "--force-from",
+        metavar="CHECKPOINT",
+        help="continue from this checkpoint (step-000020) or from the `initial` weights; later data is set aside",
+    )
+    resume.add_argument(
+        "--plain", action="store_true", help="print a line for each train step instead of the live view"
+    )
+    resume.set_defaults(run=running.resume)
+
+    replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
+    replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    replay.add_argument(
+        "--at", type=_event_number, metavar="N", help="show event N, its commands and the state after it"
+    )
+    replay.add_argument("--group", type=int, metavar="G", help="with --at: show the story of a prompt group")
+    replay.add_argument(
+        "--extensions", action="store_true", help="import the extensions named in the run's configuration"
+    )
+    replay.set_defaults(run=_replay)
+
+    top = commands.add_parser("top", help="watch a running run from another terminal; q leaves")
+    top.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    top.set_defaults(run=_top)
+
+    add_commands(commands)
+
+    check = commands.add_parser("check", help="check whether a configuration can run")
+    _takes_config(check)
+    check.set_defaults(run=_check)
+
+    states = commands.add_parser("states", help="print the state machines")
+    states.add_argument("config", nargs="?", metavar="CONFIG", help="include the added states of this configuration")
+    states.add_argument("--format", choices=("mermaid", "table", "both"), default="both", help="default: both")
+    states.set_defaults(run=_states)
+    return parser
+
+
+def _takes_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field; may be repeated"
+    )
+
+
+def _takes_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        dest="set",
+        action="append",
+        type=lambda address: f"cluster.address={json.dumps(address)}",
+        help="Ray cluster to join: auto or host:port; local: start a private one (default: RAY_ADDRESS, else local)",
+    )
+
+
+def _event_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an event number: use 0 or more")
+    return int(text)
+
+
+# -- engine check ------------------------------------------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from engine.config.inputs import check_inputs
+
+    config, lines = running.read_config(arguments)
+    for line in (*lines, *_proof(config), *check_inputs(config)):
+        print(line)
+    return DONE
+
+
+def _proof(config: "Config") -> list[str]:
+    """What small worlds say of policies and states that are not the engine's own. Raises: `ConfigError`."""
+    from engine.simulation.proof import prove
+
+    policies = config.policies()
+    own = [*policies.own, *(f"state {name}" for name in config.scheduler.states)]
+    if not own:
+        return []
+    return [f"ok: {prove(config.limits(), policies.names)} simulated runs keep every law under {', '.join(own)}"]
+
+
+# -- engine replay -----------------------------------------------------------------------------------------------------
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from engine.inspect import at_text, replay_text
+    from engine.storage.run_directory import open_run
+
+    if arguments.group is not None and arguments.at is None:
+        raise ConfigError(
+            "--group", arguments.group, "must be used together with --at", "add --at N, the event to stop at"
+        )
+    directory = open_run(arguments.directory).path
+    _load_recorded_extensions(directory, named=arguments.extensions)
+    try:
+        if arguments.at is not None:
+            print(at_text(directory, arguments.at, arguments.group))
+            return DONE
+        text, code = replay_text(directory)
+    except RecordError as error:
+        unknown = isinstance(error.__cause__, ConfigError)  # a name that nobody has registered here
+        if unknown and not arguments.extensions and running.names_extensions(directory):
+            error.add_note("the run's config names extensions: they are imported with --extensions")
+        raise
+    print(text)
+    return code
+
+
+def _load_recorded_extensions(directory: Path, *, named: bool) -> None:
+    """The extensions of installed packages; those that a record names only where its reader wishes, since an import
+    runs code and a record is data."""
+    from engine.config import load_extensions, load_extensions_of
+
+    load_extensions()
+    if named:
+        from engine.record import read
+
+        load_extensions_of(read(directory / "schedule").header.config)
+
+
+# -- engine states -----------------------------------------------------------------------------------------------------
+
+
+def _states(arguments: argparse.Namespace) -> int:
+    from engine.inspect import machines_text
+
+    added: tuple[str, ...] = ()
+    if arguments.config is not None:
+        from engine.config import load_config
+
+        added = load_config(arguments.config).scheduler.states
+    print(machines_text(arguments.format, added))
+    return DONE
+
+
+# -- engine top --------------------------------------------------------------------------------------------------------
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from engine.cli.top import watch
+
+    print(watch(arguments.directory, Console(highlight=False)))
+    return DONE

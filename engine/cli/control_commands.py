@@ -1,0 +1,98 @@
+"""`engine scale`, `set`, `drain`, `stop` and `waits`: control a running run, and ask what it waits for.
+
+Called by the CLI. They need the run's directory, for the token in it, and neither Ray nor torch.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.control.requests import Operation
+
+SHOWN = 8
+"""Maximum number of waits printed after a request."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to the parsers of the command line."""
+    scale = _command(commands, "scale", "change the number of replicas of a running run")
+    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="number of rollout replicas")
+    scale.set_defaults(run=_scale)
+    change = _command(commands, "set", "change settings of a running run: all of them, or none")
+    change.add_argument("settings", nargs="+", metavar="PATH=VALUE", help="for example scheduler.max_drops=2")
+    change.set_defaults(run=_set)
+    drain = _command(commands, "drain", "let a run come to rest and end resumably, or one replica go")
+    drain.add_argument("--replica", type=int, metavar="R", help="drain only this replica")
+    drain.set_defaults(run=_drain)
+    stop = _command(commands, "stop", "end a run resumably, at once")
+    stop.set_defaults(run=_stop)
+    waits = _command(commands, "waits", "say what a run waits for, by whom and since when")
+    waits.set_defaults(run=_waits)
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    parser.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    return parser
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import MOST_REPLICAS, Scale
+
+    if not 1 <= arguments.replicas <= MOST_REPLICAS:
+        raise ConfigError(
+            "--replicas", arguments.replicas, f"must be from 1 to {MOST_REPLICAS}", "use `engine drain` to stop the run"
+        )
+    return _tell(arguments, Scale(replicas=arguments.replicas))
+
+
+def _set(arguments: argparse.Namespace) -> int:
+    from engine.config.changeable_fields import require_live
+    from engine.control.requests import Set, Setting
+
+    settings = []
+    for text in arguments.settings:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError("PATH=VALUE", text, "must be path=value", "for example scheduler.max_drops=2")
+        settings.append(Setting(setting=require_live(path.strip()), value=value.strip()))
+    return _tell(arguments, Set(settings=tuple(settings)))
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import Drain
+
+    if arguments.replica is not None and not 0 <= arguments.replica < 1 << 31:
+        raise ConfigError("--replica", arguments.replica, "must be the number of a replica", "the first replica is 0")
+    return _tell(arguments, Drain(reason="asked by engine drain", replica=arguments.replica))
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import Stop
+
+    return _tell(arguments, Stop(reason="asked by engine stop"))
+
+
+def _waits(arguments: argparse.Namespace) -> int:
+    from engine.control.requests import Look
+
+    return _tell(arguments, Look(), shown=1000)
+
+
+def _tell(arguments: argparse.Namespace, asked: "Operation", shown: int = SHOWN) -> int:
+    from engine.control.client import tell
+    from engine.storage.run_directory import open_run
+
+    directory = open_run(arguments.directory)
+    answer = tell(directory.path, directory.shown, asked)
+    if answer.get("done"):
+        print(answer["done"])
+    waits = [str(wait) for wait in answer.get("waits", ())]
+    if asked.operation in ("state", "drain"):
+        for wait in waits[:shown]:
+            print(f"  waits for {wait}" if not wait.startswith("and ") else f"  {wait}")
+        if not waits:
+            print("no order is open" if answer.get("outcome") is None else f"the run has {answer['outcome']}")
+    return 0

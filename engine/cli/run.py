@@ -1,0 +1,273 @@
+"""`engine run` and `engine resume`: from a configuration, or a run that ended before its time, to the table at the end.
+
+Called by the CLI. Ray is imported late, so that what is wrong with a configuration is said at once.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from engine.cli.interrupts import INTERRUPTED, Interrupts, Output, complain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.actors.launch import RunHandle
+    from engine.cli.run_view import View
+    from engine.config import Config
+    from engine.metrics.status import Status
+    from engine.storage.run_directory import RunDirectory
+
+DONE, FAILED = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a run is shown, and whether and how it is resumed."""
+
+    plain: bool
+    resume: bool = False
+    settings: Sequence[tuple[str, str]] = ()
+    """Of the scheduler, that a resumed run is to have from now on."""
+    force_from: str | None = None
+    """The checkpoint that it goes back to."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`engine run CONFIG`."""
+    from engine.config.inputs import check_inputs
+    from engine.metrics.server import check_address
+    from engine.storage import run_directory
+
+    output = cast(TextIO, Output(sys.stdout))
+    with redirect_stdout(output), Interrupts() as interrupts:
+        config, lines = read_config(arguments)
+        for line in (*lines, *check_inputs(config)):
+            if not line.startswith("ok:"):
+                print(line)
+        name = _run_name(config, arguments.config)
+        if arguments.resume is not None:
+            before = _newest_unfinished(config, name, arguments.run_dir)
+            if before is not None:
+                print(f"resume: the newest unfinished run of this configuration is {before.shown}")
+                return _go_on(before, Path(arguments.config), arguments, interrupts)
+            print("resume: no unfinished run of this configuration; starting a new one")
+        check_address(config.metrics.host, config.metrics.port)
+        _require_packages()
+        _join(config)
+        directory = run_directory.create(config.run.dir, name, config_yaml=config.dump_yaml(), chosen=arguments.run_dir)
+        return _train(config, directory, interrupts, Way(plain=arguments.plain))
+
+
+def _require_packages() -> None:
+    """Raises: `ModuleNotFoundError` for what a run of a configuration needs besides the engine, before it makes
+    anything."""
+    for package in ("ray", "torch", "transformers"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """`engine resume RUN`."""
+    from engine.storage import run_directory
+
+    output = cast(TextIO, Output(sys.stdout))
+    with redirect_stdout(output), Interrupts() as interrupts:
+        directory = run_directory.open_run(arguments.directory)
+        return _go_on(directory, directory.config, arguments, interrupts)
+
+
+def read_config(arguments: argparse.Namespace) -> tuple["Config", list[str]]:
+    """The configuration, and what `engine check` says of it. Raises: `ConfigError`."""
+    from engine.config import check_config, load_config
+    from engine.metrics.sinks import check_sinks
+
+    config = load_config(arguments.config, arguments.set)
+    check_sinks(list(config.metrics.sinks.chosen()))
+    return config, check_config(config)
+
+
+def names_extensions(directory: Path) -> bool:
+    """Whether the recorded configuration of a run names modules of the user's."""
+    from engine.record import read
+
+    return bool(read(directory / "schedule").header.config.get("run", {}).get("extensions"))
+
+
+def _go_on(directory: "RunDirectory", path: Path, arguments: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Resume a run by the configuration that `path` says now."""
+    from engine.config.resumption import resumed
+    from engine.record import read
+    from engine.record.files import RecordLock
+
+    RecordLock(directory.schedule).release()  # one that another process writes is refused before Ray starts
+    forced: str | None = arguments.force_from
+    config, settings = resumed(path, read(directory.schedule, missing_end=bool(forced)).header.config, arguments.set)
+    _join(config)
+    way = Way(plain=arguments.plain, resume=True, settings=settings, force_from=forced)
+    return _train(config, directory, interrupts, way)
+
+
+def _join(config: "Config") -> None:
+    """Join the cluster that the configuration or `RAY_ADDRESS` names, if any. Raises: `ConfigError`."""
+    if config.cluster.joined() is not None:
+        from engine.actors.cluster import join_cluster
+
+        join_cluster(config, partial(print, flush=True))
+
+
+def _newest_unfinished(config: "Config", name: str, chosen: str | None) -> "RunDirectory | None":
+    """The newest run of a name that has begun and not finished, or the one in the chosen place. Raises: `RecordError`
+    for a record that cannot be read."""
+    from engine.storage import run_directory
+
+    if chosen is None:
+        places = run_directory.runs_named(config.run.dir, name)
+    else:
+        places = [run_directory.RunDirectory(Path(chosen))] if (Path(chosen) / "schedule").is_dir() else []
+    return next((place for place in places if _began(place) and not _finished(place)), None)
+
+
+def _began(directory: "RunDirectory") -> bool:
+    """Whether there is anything to continue with: a run may have ended before its record began."""
+    from engine.errors import RecordNotBegun
+    from engine.record import read
+    from engine.record.log import INDEX, SUFFIX
+
+    if not any(path.suffix == SUFFIX or path.name == INDEX for path in directory.schedule.iterdir()):
+        return False
+    try:
+        read(directory.schedule)
+    except RecordNotBegun:
+        return False
+    return True
+
+
+def _finished(directory: "RunDirectory") -> bool:
+    from engine.commands import FinishRun
+    from engine.record import Handled, read
+
+    last = None
+    for frame in read(directory.schedule).frames():
+        last = frame if type(frame) is Handled else last
+    end = last.commands[-1] if last is not None and last.commands else None
+    return isinstance(end, FinishRun) and end.outcome == "finished"
+
+
+def _run_name(config: "Config", path: str) -> str:
+    """`run.name` where it is given, else the name of the configuration file."""
+    if "name" in config.run.model_fields_set:
+        return config.run.name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.") or config.run.name
+
+
+def _train(config: "Config", directory: "RunDirectory", interrupts: Interrupts, way: Way) -> int:
+    """Carry a run out and show it, from making its model to the table at its end."""
+    from rich.console import Console
+
+    from engine.cli.run_view import summary
+
+    console = Console(highlight=False)
+    began = time.monotonic()
+    where = directory.shown
+    print(f"run: {where}", flush=True)
+    try:
+        status, told = _watch(config, directory, console, interrupts, way)
+    except BaseException as error:
+        error.add_note(f"what there is of the run is in {where}")
+        raise
+    if status is not None:
+        console.print(summary(status, where=where, wall_s=time.monotonic() - began))
+        for line in _next_commands(directory, finished=status.outcome == "finished"):
+            print(line)
+    if interrupts.count or interrupts.waiting:
+        complain(f"interrupted; the run is in {where}")
+        return INTERRUPTED
+    if status is None or status.outcome != "finished":
+        reason = "it ended without a word" if status is None else f"{status.outcome}: {status.reason}"
+        if told:
+            complain(f"the run ended on request, {reason.rstrip('.')}; it is in {where}")
+            return INTERRUPTED
+        complain(f"the run did not finish, {reason.rstrip('.')}; its directory is {where}")
+        return FAILED
+    return DONE
+
+
+def _watch(
+    config: "Config", directory: "RunDirectory", console: "Console", interrupts: Interrupts, way: Way
+) -> tuple["Status | None", bool]:
+    """Launch a run and show it to its end: the last status, and whether it was asked to end."""
+    from engine.actors.launch import launch
+    from engine.cli.run_view import Preparing, view_for
+
+    with Preparing(console, plain=way.plain) as preparing:
+        handle = launch(
+            config,
+            directory.path,
+            progress=preparing.show,
+            resume=way.resume,
+            settings=way.settings,
+            force_from=way.force_from,
+        )
+    try:
+        with view_for(console, title=f"Step Engine  {directory.shown}", plain=way.plain) as view:
+            handle.note = view.note
+            if handle.metrics_url is not None:
+                view.note(f"metrics: {handle.metrics_url}")
+            if way.resume:
+                view.note(handle.past())
+            status = _follow(handle, view, interrupts)
+    finally:
+        interrupts.closing = True
+        handle.close()
+    return status, handle.told
+
+
+def _follow(handle: "RunHandle", view: "View", interrupts: Interrupts) -> "Status | None":
+    """Show a run to its end. The first interrupt drains it, the second one stops it; the third ends the process."""
+    status: Status | None = None
+    orders = [
+        (handle.drain, "draining: nothing starts any more, a checkpoint is written; interrupt again to stop now"),
+        (handle.stop, "stopping now; interrupt again to end at once"),
+    ]
+    order = None
+    while True:
+        try:
+            if order is not None:
+                (tell, said), order = order, None
+                view.note(said)
+                tell("interrupted by the user")
+            for status in handle.updates():
+                view.show(status)
+            return status
+        except KeyboardInterrupt:
+            if not orders:
+                raise
+            order = orders.pop(0)
+            interrupts.waiting = True  # last: what comes from here on is to be caught above
+
+
+def _next_commands(directory: "RunDirectory", *, finished: bool) -> Iterator[str]:
+    from engine.record import Handled, read
+
+    place = shlex.quote(directory.shown)
+    yield "next:"
+    if not finished:
+        yield f"  engine resume {place}"
+    record = read(directory.schedule)
+    named = " --extensions" if names_extensions(directory.path) else ""
+    yield f"  engine replay {place}{named}"
+    frames = record.frames(answers=False)
+    first = [frame.event for frame in islice(frames, 101) if type(frame) is Handled]
+    if any(getattr(event, "group", None) == 0 for event in first):
+        yield f"  engine replay {place}{named} --at {first[-1].id} --group 0"

@@ -1,0 +1,214 @@
+"""`engine top`: watch a running run from another terminal.
+
+Called by the CLI. It asks the run's own endpoint for a `Status` once a second and draws it; it knows nothing of Ray,
+and nothing it does can disturb the run. Everything fits 80 columns.
+"""
+
+import http.client
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from engine.cli.run_view import clock, panel
+from engine.errors import ConfigError
+from engine.metrics.address_files import FILE, address_of
+from engine.metrics.status import Status, status_of
+from engine.storage.run_directory import RunDirectory, open_run
+
+EVERY_S = 1.0
+PATIENCE_S = 5.0
+"""How long the endpoint may take to answer."""
+GONE_S = 30.0
+"""How long a run that was seen may be without an answer: a scheduler that died comes back, at another address."""
+LARGEST_ANSWER_BYTES = 16 << 20
+LEAVES = "qQ\x1b\x03"
+REPLICAS_SHOWN = 16
+ROWS_ALWAYS = 18
+"""Rows of a screen without replicas and optional lines."""
+BAR_WIDTH = 24
+SILENCE_S = 5.0
+"""Shorter silence is not shown; the run itself reports a long one."""
+HELD, FREE = "█", "░"
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""What a proxy answers is no run."""
+
+
+def watch(run: str, console: Console) -> str:
+    """Show a run until its end, or until the user leaves; one picture of it where there is no terminal. The closing
+    line.
+
+    Raises: ConfigError for a run that is not there, has ended, or does not answer (any more, for `GONE_S`).
+    """
+    directory = open_run(run)
+    address = address_of(directory.path, directory.shown)
+    status = ask(address, directory.shown)
+    title = f"Step Engine  {directory.shown}"
+    if not console.is_terminal:
+        console.print(screen(status, title))
+        return f"as of {status.elapsed_s:.0f} s after its start"
+    live = Live(console=console, screen=True, auto_refresh=False)
+    head, answered_at = title, time.monotonic()
+    with suppress(KeyboardInterrupt), _keys() as pressed, live:
+        while True:
+            live.update(screen(status, head, height=console.height), refresh=True)
+            if pressed(EVERY_S) or status.outcome is not None:
+                break
+            try:
+                address = address_of(directory.path, directory.shown)
+                status, head, answered_at = ask(address, directory.shown), title, time.monotonic()
+            except ConfigError:
+                if not (directory.path / FILE).exists():
+                    return _ended(directory, status)
+                if time.monotonic() - answered_at > GONE_S:
+                    raise
+                head = f"Step Engine  no answer from {address}; retrying"
+    return _ended(directory, status) if status.outcome is not None else f"{directory.shown} continues"
+
+
+def ask(address: str, shown: str) -> Status:
+    """What a run is doing now. Raises: ConfigError where nothing answers, or not a run."""
+    try:
+        with _OPENER.open(f"http://{address}/status", timeout=PATIENCE_S) as answer:
+            body = answer.read(LARGEST_ANSWER_BYTES + 1)
+            if len(body) > LARGEST_ANSWER_BYTES:
+                raise ValueError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+            return status_of(json.loads(body))
+    except urllib.error.HTTPError as error:
+        raise _no_run(address, shown, error) from None
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        reason = getattr(error, "reason", None) or error
+        law = f"does not answer at {address} ({reason}): the run was killed, or its machine is unreachable"
+        raise ConfigError("RUN", shown, law, f"read its record with `engine replay {shown}`") from None
+    except (ValueError, TypeError, KeyError, AttributeError, http.client.HTTPException) as error:
+        raise _no_run(address, shown, error) from None
+
+
+def _no_run(address: str, shown: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())
+    law = f"the answer from {address} is not from a run of this engine version: {reason}"
+    return ConfigError("RUN", shown, law, "use the engine version that started this run")
+
+
+def screen(status: Status, title: str, *, height: int = 50) -> RenderableType:
+    """The whole picture: the live view of the run, and its machines below."""
+    further = (status.failures, status.silence, status.validation_now, *_going_on(status))
+    room = height - ROWS_ALWAYS - sum(map(bool, further))
+    upper = panel(status, title, replicas=False)
+    return Group(upper, _machines(status), _replicas(status, max(1, min(REPLICAS_SHOWN, room))))
+
+
+def _machines(status: Status) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="bold", no_wrap=True, width=9)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_row("groups", _counts(status.groups_live))
+    grid.add_row("ended", _counts(status.groups_ended))
+    step = f"{status.step_phase}; {status.ready} groups ready for the next, which takes {status.batch_size}"
+    grid.add_row("step", step)
+    grid.add_row("versions", f"{status.version} published, {status.versions_kept} kept")
+    limit = status.admission_limit.replace("_", " ")
+    running = f"{status.running} of K = {status.max_concurrent_groups} groups run; what limits the next: "
+    grid.add_row("admission", Text(running).append(limit, style="cyan"))
+    for name, said in _going_on(status).items():
+        grid.add_row(name, said)
+    return Panel(grid, title="machines", title_align="left", padding=(0, 1))
+
+
+def _going_on(status: Status) -> dict[str, Text]:
+    """What a resume would continue from; if there is any: a drain, how long nothing was heard, what was changed."""
+    rows: dict[str, Text] = {}
+    if status.checkpoint_every:
+        behind = status.step - status.checkpoint_steps
+        said = f"nothing yet; a checkpoint is written every {status.checkpoint_every} steps"
+        if status.checkpoint_steps:
+            age = clock(status.checkpoint_age_s)
+            said = f"a checkpoint of {status.checkpoint_steps} steps, {behind} fewer than trained; {age} old"
+        rows["saved"] = Text(said, style="yellow" if behind > 2 * status.checkpoint_every else "")
+    if status.draining:
+        rows["rest"] = Text(f"the run has been draining for {clock(status.draining_s)}", style="yellow")
+    if status.silent_s >= SILENCE_S and not status.silence:
+        rows["silence"] = Text(f"nothing has been heard for {clock(status.silent_s)}")
+    changes = [f"{how} {times}×" for how, times in status.recoveries.items()]
+    changes += [f"{name.rpartition('.')[2]} = {value}" for name, value in status.settings.items()]
+    if changes:
+        rows["changed"] = Text("; ".join(changes))
+    return rows
+
+
+def _counts(counts: dict[str, int]) -> Text:
+    """Those above 0, so that they fit."""
+    text = Text()
+    for state, count in counts.items():
+        if count:
+            text.append(f"{state} ", style="dim").append(f"{count}  ")
+    return text or Text("none", style="dim")
+
+
+def _replicas(status: Status, shown: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    for width, justify in ((7, "right"), (10, "left"), (9, "left"), (BAR_WIDTH, "left"), (9, "right")):
+        table.add_column(no_wrap=True, width=width, justify=justify)  # type: ignore[arg-type]
+    for id, state in list(status.replica_states.items())[:shown]:
+        held, slots = status.replica_slots.get(id, (0, 0))
+        full = round(BAR_WIDTH * held / slots) if slots else 0
+        bar = Text(HELD * full, style="green").append(FREE * (BAR_WIDTH - full), style="dim")
+        if id in status.replicas_slow:
+            state = "slow" if state == "ready" else state
+        style = "" if state == "ready" else "yellow"
+        version = f"v{status.replica_versions[id]}" if id in status.replica_versions else ""
+        table.add_row(f"{id}", Text(state, style=style), version, bar, f"{held}/{slots}" if slots else "")
+    more = len(status.replica_states) - shown
+    notes = [f"{more} more"] if more > 0 else []
+    there = len(status.replica_slots)
+    notes += [f"{there} of {status.replicas_wanted} wanted"] if there != status.replicas_wanted else []
+    notes += [f"{status.replicas_lost} lost"] if status.replicas_lost else []
+    title = "replicas" + (f" ({', '.join(notes)})" if notes else "")
+    return Panel(table, title=title, title_align="left", padding=(0, 1))
+
+
+def _ended(directory: RunDirectory, status: Status) -> str:
+    return f"the run has {status.outcome or 'ended'}; `engine replay {directory.shown}` looks into it"
+
+
+class _Pressed:
+    """Whether the user wants to leave. A call waits for a key, no longer than it is told."""
+
+    def __init__(self, keys: int | None) -> None:
+        self._keys = keys
+
+    def __call__(self, seconds: float) -> bool:
+        watched = [] if self._keys is None else [self._keys]
+        ready, _, _ = select.select(watched, [], [], seconds)
+        if not ready or self._keys is None:
+            return False
+        pressed = os.read(self._keys, 64).decode(errors="replace")
+        return not pressed or any(key in LEAVES for key in pressed)
+
+
+@contextmanager
+def _keys() -> Iterator[_Pressed]:
+    """Single keys from the terminal, without an echo; none where the input is no terminal."""
+    if not sys.stdin.isatty():
+        yield _Pressed(None)
+        return
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
+    try:
+        tty.setcbreak(keys)
+        yield _Pressed(keys)
+    finally:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)

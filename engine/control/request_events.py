@@ -1,0 +1,101 @@
+"""From an operation to the events that carry it out, after a pure check: what breaks a law never becomes an event.
+
+Called by the scheduler actor between two events, so that what is checked is what the events will meet.
+"""
+
+from collections.abc import Sequence
+
+from engine.control.requests import Drain, Look, Operation, Scale, Set, Stop
+from engine.errors import ConfigError
+from engine.events import DrainRequested, Event, ReplicaLeaves, ReplicasWanted, SettingChanged, StopRequested
+from engine.ids import ReplicaId
+from engine.policies import PolicySet
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.settings import (
+    FIGURES,
+    changed_limits,
+    changed_policies,
+    check_setting,
+    require_time_for_rewards,
+)
+from engine.states.limits import Limits
+
+REPLICAS = "rollout.replicas"
+"""Among the settings of a run that is resumed: how many replicas it has was said anew."""
+
+
+def decide(
+    asked: Operation, scheduler: Scheduler, most_replicas: int, reward_timeout_s: float = 0.0
+) -> tuple[Event, ...]:
+    """`reward_timeout_s`: how long one call of the reward may take. Raises: `ConfigError` with the law that it would
+    break; for a run that is over, too."""
+    outcome = scheduler.state.outcome
+    if isinstance(asked, Look):
+        return ()
+    if outcome is not None:
+        raise ConfigError(
+            "RUN", outcome.outcome, f"the run has ended: {outcome.reason}", "continue it with `engine resume`"
+        )
+    if isinstance(asked, Stop):
+        return (StopRequested(reason=asked.reason),)
+    if isinstance(asked, Scale):
+        check_replicas(asked.replicas, scheduler.state.limits, most_replicas)
+        return (ReplicasWanted(replicas=asked.replicas),)
+    if isinstance(asked, Set):
+        told = [(one.setting, one.value) for one in asked.settings]
+        return changes(told, scheduler.state.limits, scheduler.policies, reward_timeout_s)
+    if asked.replica is None:
+        return (DrainRequested(reason=asked.reason),)
+    return (_leaves(asked, asked.replica, scheduler),)
+
+
+def changes(
+    settings: Sequence[tuple[str, str]], limits: Limits, policies: PolicySet, reward_timeout_s: float = 0.0
+) -> tuple[Event, ...]:
+    """The events that change settings in this order. Raises: `ConfigError` for the first that breaks a law."""
+    for setting, value in settings:
+        check_setting(limits, policies, setting, value)
+        if setting in FIGURES:
+            limits = changed_limits(limits, setting, value)
+            if setting == "timeouts.group_s":
+                require_time_for_rewards(limits.timeouts, reward_timeout_s)
+        else:
+            policies = changed_policies(policies, setting, value)
+    return tuple(SettingChanged(setting=setting, value=value) for setting, value in settings)
+
+
+def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
+    """The events after the `RunResumed` of a run resumed with so many replicas: its settings, and where
+    nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
+    state = scheduler.state
+    wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())
+    told = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
+    if wanted in (0, replicas) or REPLICAS in dict(settings):
+        return told
+    return (*told, ReplicasWanted(replicas=wanted))
+
+
+def check_replicas(replicas: int, limits: Limits, most: int) -> None:
+    """Raises: `ConfigError` where there cannot be so many."""
+    standing = [id for pool in limits.pools for id in pool.replicas]
+    if standing:
+        law = f"the pools of this run fix its replicas: {sorted(standing)}"
+        raise ConfigError("replicas", replicas, law, "change `pools` and start a new run")
+    own = limits.validators()
+    if own and replicas > own.start:
+        law = f"must be at most {own.start}: the other replicas are reserved for validation"
+        raise ConfigError("replicas", replicas, law, f"use a number from 1 to {own.start}")
+    if not 1 <= replicas <= most:
+        law = f"must be from 1 to {most}"
+        raise ConfigError("replicas", replicas, law, f"use a number from 1 to {most}")
+
+
+def _leaves(asked: Drain, id: ReplicaId, scheduler: Scheduler) -> ReplicaLeaves:
+    replica = scheduler.state.fleet.replicas.get(id)
+    if replica is None or replica.state == "down":
+        there = [r.id for r in scheduler.state.fleet.replicas.values() if r.state != "down"]
+        law = (
+            "does not exist" if replica is None else f"is {replica.condition}: only a replica that is up can be drained"
+        )
+        raise ConfigError("--replica", id, law, f"use one of {there}")
+    return ReplicaLeaves(replica=id, incarnation=replica.incarnation, reason=asked.reason)

@@ -1,0 +1,259 @@
+"""Parses and checks agents' requests in OpenAI's format; faults become OpenAI error objects.
+
+Called by `server.py`. Unknown and unused fields are ignored, as other servers do. Temperature, top-p and seed are
+always those of the run, because tokens of another distribution would make the log-probs wrong.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from engine.gateway.tool_calls import ToolCall
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answered call. `logprobs`: (token text, log-prob) of each sampled token, if requested."""
+
+    id: str
+    created: int
+    model: str
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[tuple[str, float]] | None = None
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message. A later call must send it back unchanged."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [
+            {"id": f"{self.id}-{n}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for n, call in enumerate(self.tool_calls)
+        ]
+        return {"role": "assistant", "content": self.text or None, "tool_calls": calls}
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def chat_body(answer: Answer) -> dict[str, Any]:
+    """The body of an answer of `/v1/chat/completions`."""
+    choice = {
+        "index": 0,
+        "message": answer.message,
+        "finish_reason": _finish(answer),
+        "logprobs": _chat_logprobs(answer),
+    }
+    return {**answer.head("chat.completion"), "choices": [choice], "usage": answer.usage}
+
+
+def text_body(answer: Answer) -> dict[str, Any]:
+    """The body of an answer of `/v1/completions`."""
+    choice = {
+        "index": 0,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _text_logprobs(answer),
+    }
+    return {**answer.head("text_completion"), "choices": [choice], "usage": answer.usage}
+
+
+def chat_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
+    """The server-sent events of a streamed chat."""
+    message = answer.message
+    pieces: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None)]
+    if answer.text:
+        pieces.append(({"content": answer.text}, None))
+    for place, call in enumerate(message.get("tool_calls", ())):
+        pieces.append(({"tool_calls": [{"index": place, **call}]}, None))
+    pieces.append(({}, _finish(answer)))
+    head = answer.head("chat.completion.chunk")
+    for delta, finish in pieces:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        if delta.get("content"):
+            choice["logprobs"] = _chat_logprobs(answer)
+        yield _event({**head, "choices": [choice]})
+    yield from _ending(answer, head, with_usage)
+
+
+def text_events(answer: Answer, with_usage: bool) -> Iterator[bytes]:
+    """The server-sent events of a streamed completion."""
+    head = answer.head("text_completion")
+    for text, finish in ((answer.text, None), ("", answer.finish_reason)):
+        yield _event({**head, "choices": [{"index": 0, "text": text, "finish_reason": finish, "logprobs": None}]})
+    yield from _ending(answer, head, with_usage)
+
+
+def _ending(answer: Answer, head: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
+    if with_usage:
+        yield _event({**head, "choices": [], "usage": answer.usage})
+    yield b"data: [DONE]\n\n"
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _finish(answer: Answer) -> str:
+    return "tool_calls" if answer.tool_calls else answer.finish_reason
+
+
+def _chat_logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    content = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in answer.logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    tokens = [token for token, _ in answer.logprobs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [value for _, value in answer.logprobs],
+        "text_offset": [],
+        "top_logprobs": None,
+    }
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class RequestError(Exception):
+    """A request that is answered with an error: an HTTP status and OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = {401: "authentication_error", 404: "not_found_error"}.get(status)
+        kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Asking(BaseModel):
+    """Fields that both endpoints accept."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    n: int | None = 1
+    max_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> "Asking":
+        if self.n not in (None, 1):
+            raise ValueError("n must be 1: a rollout has one answer to each call")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in given if stop]
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class Part(BaseModel):
+    """A part of a message's content. Only text is accepted."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = Field(pattern="^text$")
+    text: str
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class Called(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    function: Function
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Part] | None = None
+    tool_calls: list[Called] | None = None
+
+
+class ChatAsking(Asking):
+    """A request to `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+
+    @property
+    def plain_messages(self) -> list[dict[str, Any]]:
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class TextAsking(Asking):
+    """A request to `/v1/completions`: a text, or token ids."""
+
+    prompt: str | Annotated[list[int], Field(min_length=1)]
+    logprobs: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+Kind = TypeVar("Kind", bound=Asking)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    """Parse a request body. Raises: `RequestError` that names the field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = _path(first["loc"])
+        told = first["msg"].removeprefix("Value error, ")
+        raise RequestError(400, f"{place}: {told}" if place else told, param=place or None) from None
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    return ".".join(str(part) for part in parts)

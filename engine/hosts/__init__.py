@@ -1,4 +1,0 @@
-"""Runs a user's `Generator` and `Trainer`: commands in, events out, the same in one process and in a Ray actor.
-
-Called by `runtime.workers`, which supplies the stores and receives the events. Must never import Ray or torch.
-"""

@@ -1,0 +1,178 @@
+"""`engine replay RUN --at N [--group G]`: the state at an event, the event, what it led to, and the story of a group.
+
+The record is replayed up to the event, so what is shown is the scheduler's own state, not a reconstruction of it.
+Called by the command line and by whoever debugs a schedule.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.commands import Command
+from engine.errors import ConfigError, EngineError
+from engine.events import Event
+from engine.ids import EventId, GroupId
+from engine.inspect.story import Story
+from engine.inspect.summary import SHOWN, stamped, summarize, summary_lines, worded
+from engine.record import Handled, Header, Record, Rejected, ReplayReport, read, replay
+from engine.record.replayer import build_scheduler
+from engine.scheduling.scheduler import Scheduler
+
+# -- the whole record --------------------------------------------------------------------------------------------------
+
+
+def open_record(run: str | Path) -> Record:
+    """The record of a run, by its directory or by the directory of the record itself.
+
+    Raises: `ConfigError` where there is none, `RecordError` where it cannot be read.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        raise ConfigError("RUN", str(run), "is not a directory", "give the directory of a run")
+    record = read(path / "schedule" if (path / "schedule").is_dir() else path)
+    record.require_index()
+    return record
+
+
+def replay_text(run: str | Path) -> tuple[str, int]:
+    """What a replay says, and the exit code: 0 identical, 1 diverged.
+
+    Raises: as `open_record`, and `RecordError` for damage further on.
+    """
+    report = replay(open_record(run))
+    return str(report), 0 if report.identical else 1
+
+
+# -- one event ---------------------------------------------------------------------------------------------------------
+
+
+SHOWN_COMMANDS = 5 * SHOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a run knew right after one event."""
+
+    event: Event
+    commands: tuple[Command, ...]
+    changes: tuple[str, ...]
+    """Changes of state that the event brought about: `group 3: queued → generating (start)`."""
+    summary: dict[str, Any]
+    """`summary.summarize` of the state after the event; of that before it where it was rejected."""
+    rejected: str = ""
+    """Why the scheduler could not handle it."""
+    story: Story | None = None
+    notes: tuple[str, ...] = ()
+    """What else is to be said of the record: its torn end, a divergence after this event."""
+
+    def __str__(self) -> str:
+        lines = [*self.notes, stamped(self.event)]
+        if self.rejected:
+            lines.append(f"  rejected: {self.rejected}")
+        lines += _cut([f"  {change}" for change in self.changes], "changes of state")
+        lines += _cut([f"  -> {worded(command)}" for command in self.commands], "commands")
+        if not self.commands and not self.rejected:
+            lines.append("  no command answers it")
+        lines += ["", f"state {'before' if self.rejected else 'after'} event {self.event.id}"]
+        lines += [f"  {line}" for line in summary_lines(self.summary)]
+        if self.story is not None:
+            lines += ["", f"story of group {self.story.group}", *self.story.lines(mark=self.event.id)]
+        return "\n".join(lines)
+
+
+def at_text(run: str | Path, n: EventId, group: GroupId | None = None) -> str:
+    """The text of `state_at` for the run in a directory. Raises: as `state_at` and `open_record`."""
+    return str(state_at(open_record(run), n, group))
+
+
+def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment:
+    """Replay up to event `n`; with a group, to the record's end, for its whole story.
+
+    Raises: `ConfigError` for an event or a group that the record does not have, `RecordError` where it cannot be read,
+    `EngineError` where this engine decides otherwise than the record before event `n`, so that the state is unknown.
+    """
+    if n < 0:
+        raise ConfigError("--at", n, "must not be negative: events are counted from 0", "use 0 or more")
+    if group is not None and group < 0:
+        raise ConfigError("--group", group, "must not be negative: groups are counted from 0", "use 0 or more")
+    watcher = _Watcher(n, group)
+    report = replay(record, n if group is None else None, watcher.build, watcher.watch)
+    return watcher.moment(report)
+
+
+class _Watcher:
+    """Looks over a replay's shoulder."""
+
+    def __init__(self, n: EventId, group: GroupId | None) -> None:
+        self.n = n
+        self.story = None if group is None else Story(group)
+        self._changes: list[tuple[str, int, str]] = []
+        """(machine, id, change) under the present event."""
+        self._at_n: dict[str, Any] | None = None
+        self._before_n: dict[str, Any] | None = None
+        self._scheduler: Scheduler
+
+    def build(self, header: Header) -> Scheduler:
+        def observe(machine: str, changed: Any, source: str, trigger: str) -> None:
+            self._changes.append((machine, changed.id, f"{source} → {changed.state} ({trigger})"))
+
+        self._scheduler = build_scheduler(header, observe)
+        if self.n == 0:
+            self._before_n = summarize(self._scheduler.state)
+        self._changes.clear()
+        return self._scheduler
+
+    def watch(self, frame: Handled) -> None:
+        state = self._scheduler.state
+        if frame.event.id == self.n:
+            self._at_n = {
+                "event": frame.event,
+                "commands": frame.commands,
+                "changes": tuple(f"{machine} {id}: {change}" for machine, id, change in self._changes),
+                "summary": summarize(state),
+            }
+        elif frame.event.id == self.n - 1:
+            self._before_n = summarize(state)
+        if self.story is not None:
+            mine = [text for machine, id, text in self._changes if machine == "group" and id == self.story.group]
+            self.story.tell(frame, mine, state)
+        self._changes.clear()
+
+    def moment(self, report: ReplayReport) -> Moment:
+        """What was seen, or why it was not. Raises: as `state_at`."""
+        rejected = [r for r in report.rejected if r.event.id == self.n]
+        notes = [f"cut: {report.torn}"] if report.torn else []
+        if report.divergence is not None:
+            if report.divergence.index <= self.n:
+                raise EngineError(f"the state at event {self.n} is unknown: {report.divergence}")
+            notes.append(f"the story ends early: {report.divergence}")
+        self._require_group()
+        if self._at_n is not None:
+            notes += [_rejection(r) for r in rejected]
+            return Moment(**self._at_n, story=self.story, notes=tuple(notes))
+        if rejected and self._before_n is not None:
+            return Moment(
+                event=rejected[-1].event, commands=(), changes=(), summary=self._before_n,
+                rejected=rejected[-1].reason, story=self.story, notes=tuple(notes),
+            )  # fmt: skip
+        if not report.events:
+            raise ConfigError("--at", self.n, "the record has no event")
+        raise ConfigError(
+            "--at", self.n, f"the record has {report.events} events", f"use a number from 0 to {report.events - 1}"
+        )
+
+    def _require_group(self) -> None:
+        drawn = self._scheduler.state.ledger.drawn
+        if self.story is not None and self.story.group >= drawn:
+            fix = f"use a number from 0 to {drawn - 1}" if drawn else ""
+            raise ConfigError("--group", self.story.group, f"the record has {drawn} groups", fix)
+
+
+def _rejection(rejected: Rejected) -> str:
+    return f"an event was rejected at this position before: {worded(rejected.event)}: {rejected.reason}"
+
+
+def _cut(lines: list[str], what: str) -> list[str]:
+    if len(lines) <= SHOWN_COMMANDS:
+        return lines
+    return [*lines[:SHOWN_COMMANDS], f"  … {len(lines)} {what} in all"]

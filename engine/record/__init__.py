@@ -1,0 +1,37 @@
+"""The record of a run: how events and commands become bytes, where the bytes lie, and how they are read and replayed.
+
+`Recorder` writes what the driver decides, `read` gives it back, `replay` feeds it to a fresh scheduler. Nothing here
+decides anything, and nothing that is read is ever unpickled.
+"""
+
+from engine.record.codec import CodecError, decode_command, decode_event, encode_command, encode_event
+from engine.record.frames import FORMAT_VERSION, Handled, Header, Rejected
+from engine.record.log import Torn
+from engine.record.reader import Record, read
+from engine.record.recorder import After, MemoryRecorder, NullRecorder, Recorder
+from engine.record.recovery import Recovered, recover
+from engine.record.replayer import Divergence, ReplayReport, replay
+
+__all__ = [
+    "FORMAT_VERSION",
+    "After",
+    "CodecError",
+    "Divergence",
+    "Handled",
+    "Header",
+    "MemoryRecorder",
+    "NullRecorder",
+    "Record",
+    "Recorder",
+    "Recovered",
+    "Rejected",
+    "ReplayReport",
+    "Torn",
+    "decode_command",
+    "decode_event",
+    "encode_command",
+    "encode_event",
+    "read",
+    "recover",
+    "replay",
+]

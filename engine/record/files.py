@@ -1,0 +1,240 @@
+"""Files of a run: made for its user only, opened only if regular, appended in whole frames, one writer each.
+
+Records and trajectories hold prompts and answers, so nobody else may read them. Used by everything that writes into a
+run's directory.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from engine.errors import RecordError, RecordHeld, RunDamaged
+
+# -- regular files only ------------------------------------------------------------------------------------------------
+
+
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def require_regular(path: Path, mode: int | None = None) -> None:
+    """`mode`: the mode of the file, if known. Raises: `RunDamaged` if it is not a regular file, `OSError` if it
+    does not exist."""
+    mode = os.stat(path).st_mode if mode is None else mode
+    if not stat.S_ISREG(mode):
+        raise RunDamaged(str(path), f"is {KINDS.get(stat.S_IFMT(mode), 'no file')}, but must be a regular file")
+
+
+def open_regular(path: Path, buffering: int = 1 << 18) -> BinaryIO:
+    """Open a file for reading without blocking on another process. Raises: as `require_regular`."""
+    require_regular(path)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        require_regular(path, os.fstat(handle).st_mode)
+        return os.fdopen(handle, "rb", buffering=buffering)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+# -- appending frames --------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Frames in memory, in the order in which they are to be written."""
+
+    __slots__ = ("_frames", "bytes")
+
+    def __init__(self) -> None:
+        self._frames: list[bytes] = []
+        self.bytes = 0
+
+    def add(self, frame: bytes) -> None:
+        self._frames.append(frame)
+        self.bytes += len(frame)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._frames)
+
+    def write(self, file: BinaryIO, *, fsync: bool) -> int:
+        """Hand everything to the operating system, with `fsync` to the disk; how many bytes. Nothing is held any more,
+        also where it raises `OSError`."""
+        if not self._frames:
+            return 0
+        data = bytes(self)
+        self._frames.clear()
+        self.bytes = 0
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+        if fsync:
+            os.fsync(file.fileno())
+        return len(data)
+
+
+def fsync(path: Path) -> None:
+    """Bring a file to the disk, or which files a directory has."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- the lock of a record ----------------------------------------------------------------------------------------------
+
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+"""What file systems say that lock no directories, network ones for the most part. There, a recorder looks for a segment
+of a higher epoch before it writes."""
+
+
+class RecordLock:
+    """Holds a record's directory, which is made if need be, until `release` or until the process ends.
+
+    Raises: `RecordHeld` where another process holds it, `RecordError` where it cannot be made.
+    """
+
+    def __init__(self, directory: Path, *, waits: bool = False) -> None:
+        """`waits`: until whoever holds it has ended, for as long as that takes."""
+        self._handle: int | None = None
+        self.exclusive = False
+        """No other process holds the directory. False where the file system has no locks."""
+        try:
+            make_directory(directory)
+            self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.exclusive = True
+        except BlockingIOError:
+            self.release()
+            raise RecordHeld(str(directory), 0, "another process is writing this record") from None
+        except OSError as error:
+            if self._handle is None or error.errno not in WITHOUT_LOCKS:
+                self.release()
+                raise RecordError(str(directory), 0, f"cannot be written: {error.strerror or error}") from None
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+# -- files for the user only -------------------------------------------------------------------------------------------
+
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+UMASK = 0o077
+"""For processes in which libraries write into a run's directory."""
+
+CONTENTS = (
+    "schedule",
+    "trajectories",
+    "checkpoints",
+    "logs",
+    "tensorboard",
+    "wandb",
+    "config.yaml",
+    "metrics.jsonl",
+    "control.json",
+    "endpoint.json",
+    "launch.txt",
+    "mlflow_run.txt",
+)
+"""The files and directories that a run writes into its directory. All others are the user's and keep their modes."""
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For `open(..., opener=private_opener)`: only this user can read the file."""
+    handle = os.open(path, flags, FILE_MODE)
+    try:
+        if stat.S_IMODE(os.fstat(handle).st_mode) != FILE_MODE:
+            os.fchmod(handle, FILE_MODE)
+    except OSError:
+        pass  # another user's file, or a file system without modes: its directory is private if possible
+    return handle
+
+
+def open_private(path: Path, mode: Literal["xb", "ab"]) -> FileIO:
+    """Create or append to a file, unbuffered, for this user only. Raises: OSError."""
+    return open(path, mode, buffering=0, opener=private_opener)
+
+
+def write_private(path: Path, text: str) -> None:
+    """`Path.write_text`, for this user only. Raises: OSError."""
+    with open(path, "w", encoding="utf-8", opener=private_opener) as file:
+        file.write(text)
+
+
+def make_directory(path: Path, *, exist_ok: bool = True) -> None:
+    """Create a directory for this user only. Missing parents get the mode of the umask; an existing directory keeps its
+    mode. Raises: OSError."""
+    try:
+        try:
+            os.mkdir(path, DIRECTORY_MODE)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.mkdir(path, DIRECTORY_MODE)
+    except FileExistsError:
+        if not exist_ok or not path.is_dir():
+            raise
+    else:
+        os.chmod(path, DIRECTORY_MODE)
+
+
+def make_run_private(run_dir: Path) -> OSError | None:
+    """Remove other users' access to a run's directory and to all files that the run wrote there. Creates the directory
+    if it is missing. Returns an error if a mode could not be set."""
+    failure = None
+    try:
+        make_directory(run_dir)
+    except OSError as error:
+        return error
+    for path in (run_dir, *(found for name in CONTENTS for found in _below(run_dir / name))):
+        failure = _restrict(path) or failure
+    return failure
+
+
+def make_tree_private(directory: Path) -> None:
+    """Remove other users' access to a directory and everything below it, as far as possible."""
+    for path in _below(directory):
+        _restrict(path)
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """A path and everything below it, each directory before its contents. Symbolic links are skipped."""
+    if path.is_symlink() or not path.exists():
+        return
+    yield path
+    if path.is_dir():
+        try:
+            inside = sorted(path.iterdir())
+        except OSError:
+            return
+        for inner in inside:
+            yield from _below(inner)
+
+
+def _restrict(path: Path) -> OSError | None:
+    """Restrict a path to its user. An executable file stays executable for the user."""
+    try:
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        wanted = DIRECTORY_MODE if path.is_dir() else mode & DIRECTORY_MODE | FILE_MODE
+        if mode != wanted:
+            path.chmod(wanted)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None

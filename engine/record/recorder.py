@@ -1,0 +1,353 @@
+"""Recorders: where the driver's frames go. On disk, into memory, or nowhere.
+
+Called by the driver through `runtime.driver.Recorder`: `write` or `reject` once per event in the order of their
+positions, `flush` before any of their commands leaves. A recorder never changes what is already written, and once a
+write failed it takes nothing more: a record with a hole in it would be worse than one that ends. It keeps the index of
+its segments (`log.py`), and it notices when its directory is deleted or moved: a run that nobody could resume must
+stop. It never writes behind a recorder of a higher epoch.
+"""
+
+import io
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+from engine.commands import Command, FinishRun, SaveCheckpoint
+from engine.errors import FULL, EngineError, RecordError, RecordHeld, RunDamaged, StorageFull
+from engine.events import Event
+from engine.record.files import Held, RecordLock, fsync, open_private
+from engine.record.frames import Header, encode_handled, encode_header, encode_rejected
+from engine.record.log import (
+    MAX_SEGMENT_BYTES,
+    PREAMBLE_BYTES,
+    SUFFIX,
+    Entry,
+    Segment,
+    Torn,
+    closed_entry,
+    first_event_of,
+    frame,
+    load_index,
+    preamble,
+    segment_name,
+    segments_of,
+    store_index,
+)
+from engine.record.msgpack_values import CodecError
+
+SEGMENT_BYTES = 64 << 20
+"""A segment is closed once it is at least this long."""
+HELD_BYTES = 1 << 20
+"""Frames wait in memory up to here, even where nobody flushes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class After:
+    """How far a record goes that was read to its end: so many events, and what a crash left behind the last."""
+
+    events: int
+    torn: Torn | None = None
+
+
+class Recorder:
+    """Appends frames to the segments of a new record, or of one that is there.
+
+    Args: `header` begins a new record; an `After` continues an existing one in a new segment,
+    what is torn cut off. `fsync`: `flush` returns only when the disk has the frames, not merely the operating system;
+    costs a disk's latency per flush and is what a power cut, but not a killed process, needs.
+    Raises: `RecordError` where the directory holds a record already, is held by another process or cannot be written,
+    now or later, `StorageFull` where it finds no room; `CodecError` for an event or a command that the format cannot
+    hold.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        header: Header | After,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        fsync: bool = False,
+        lock: RecordLock | None = None,
+    ) -> None:
+        """`lock`: on this directory, held already; it is released with the recorder."""
+        self.directory = Path(directory)
+        self.segment_bytes = min(segment_bytes, MAX_SEGMENT_BYTES // 2)
+        self.fsync = fsync
+        self.next_event = 0
+        self._number = -1
+        self._file: BinaryIO | None = None
+        self._offset = 0
+        """Bytes of the open segment that the operating system has."""
+        self._closed_bytes = 0
+        """Of the segments before."""
+        self._held = Held()
+        self._crc32 = 0
+        """Of the open segment, with what is held."""
+        self._index: list[Entry] = []
+        self._syncs = False
+        """The next flush waits for the disk: a checkpoint is ordered, which must not be ahead of the record."""
+        self._looks = False
+        """The next flush looks whether its file is still where it was."""
+        self._ends = False
+        """Nothing follows what is held: the record is closed with it."""
+        self._closed = False
+        first = encode_header(header) if isinstance(header, Header) else None
+        self._lock = lock or RecordLock(self.directory)
+        try:
+            if isinstance(header, After):
+                self._take_up(header)
+            else:
+                self._require_empty()
+            self.epoch = self._number + 1
+            self._begin_segment()
+            if first is not None:
+                self._append(first)
+            self.flush()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
+        self._append(encode_handled(_expected(event, self.next_event), commands, state_hash))
+        self.next_event += 1
+        for command in commands:
+            self._syncs |= isinstance(command, SaveCheckpoint)
+            self._looks |= self._syncs
+            self._ends |= isinstance(command, FinishRun)
+
+    def reject(self, event: Event, reason: str) -> None:
+        self._append(encode_rejected(_expected(event, self.next_event), reason))
+
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        """Append a snapshot of what the events so far have led to, as `encode_snapshot` gave it; one that is too long
+        for a segment is left out, since the record does without."""
+        size = sum(map(len, payloads))
+        if size > MAX_SEGMENT_BYTES // 4:
+            return
+        self._looks = True
+        for number, payload in enumerate(payloads):
+            self._append(payload, rest=number > 0)
+
+    def flush(self) -> None:
+        """Raises: as the class says, and `RunDamaged` where the directory was deleted or moved meanwhile."""
+        if self._closed:
+            return
+        file = self._open_file()
+        written = self._held.bytes > 0
+        try:
+            if not self._lock.exclusive and os.path.exists(self._next_path):
+                raise FileExistsError
+            self._offset += self._held.write(file, fsync=self.fsync or self._syncs)
+            if written or self._looks:
+                self._require_place(file)
+            if self._ends:
+                self._close_segment(file)
+                self._file, self._closed = None, True
+        except OSError as error:
+            raise self._give_up(error) from None
+        self._syncs = self._looks = False
+
+    def close(self) -> None:
+        """Flush and let go of the file. A second call does nothing, nor does one after a failed write."""
+        try:
+            if self._file is not None:
+                self._ends = True
+                self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self._lock.release()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(bytes that the operating system has, bytes that wait in memory). May be read from any thread."""
+        return self._closed_bytes + self._offset, self._held.bytes
+
+    @property
+    def path(self) -> Path:
+        """The segment being written."""
+        return self.directory / segment_name(self._number)
+
+    def _append(self, payload: bytes, rest: bool = False) -> None:
+        """`rest`: it belongs to what was appended before, and into the same segment."""
+        self._open_file()
+        if not rest and self._offset + self._held.bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
+            self._looks = True
+            self.flush()
+            self._begin_segment()
+        self._hold(frame(payload))
+        if self._held.bytes >= HELD_BYTES:
+            self.flush()
+
+    def _hold(self, data: bytes) -> None:
+        self._held.add(data)
+        self._crc32 = crc32(data, self._crc32)
+
+    def _take_up(self, after: After) -> None:
+        """Cut what is torn, so that whole frames alone lie before the segment that follows, and list what there is."""
+        self.next_event = after.events
+        segments = segments_of(self.directory, missing_end=True)
+        self._number = len(segments) - 1
+        if after.torn is not None:
+            self._cut(after.torn)
+        try:
+            listed = (load_index(self.directory) or [])[: self._number + 1]
+            for number in range(self._number + 1):
+                if number >= len(listed) or not listed[number].closed:
+                    path = self.directory / segment_name(number)
+                    fsync(path)  # else a power cut could tear a segment that another one follows
+                    listed[number:] = [closed_entry(path, first_event_of(path)), *listed[number + 1 :]]
+        except OSError as error:
+            raise self._give_up(error) from None
+        self._index = listed
+
+    def _cut(self, torn: Torn) -> None:
+        try:
+            if torn.offset == 0:
+                os.unlink(torn.path)
+                self._number -= 1
+            else:
+                os.truncate(torn.path, torn.offset)
+        except OSError as error:
+            reason = f"its torn end cannot be cut: {error.strerror or error}"
+            raise RecordError(torn.path, torn.offset, reason) from None
+
+    def _require_empty(self) -> None:
+        try:
+            taken = sorted(name for name in os.listdir(self.directory) if name.endswith(SUFFIX))
+        except OSError as error:
+            raise RecordError(str(self.directory), 0, f"cannot be written: {error.strerror or error}") from None
+        if taken:
+            raise RecordError(
+                str(self.directory / taken[0]), 0, "a record is here already; a new one needs an empty directory"
+            )
+
+    def _begin_segment(self) -> None:
+        """Bring the segment before to the disk, then the first bytes of this one, then list both."""
+        try:
+            if self._file is not None:
+                self._close_segment(self._file)
+            self._number += 1
+            self._closed_bytes, self._offset, self._crc32 = self._closed_bytes + self._offset, 0, 0
+            self._file = open_private(self.path, "xb")
+            self._next_path = self.directory / segment_name(self._number + 1)
+            self._hold(preamble(self._number, self.epoch, self.next_event))
+            self._offset = self._held.write(self._file, fsync=True)
+            fsync(self.directory)
+            self._index.append(Entry(self.next_event))
+            store_index(self.directory, self._index)
+        except OSError as error:
+            raise self._give_up(error) from None
+
+    def _close_segment(self, file: BinaryIO) -> None:
+        """List the open segment as closed, once the disk has all of it. Raises: `OSError`."""
+        os.fsync(file.fileno())
+        file.close()
+        self._index[-1] = Entry(self._index[-1].first_event, self._offset, self._crc32)
+        if self._ends:  # else the next segment is listed at once
+            try:
+                store_index(self.directory, self._index)
+            except OSError as error:
+                if error.errno not in FULL:  # the record is whole without it
+                    raise
+
+    def _require_place(self, file: BinaryIO) -> None:
+        """Raises: `RunDamaged` where the file being written cannot be found by its name any more."""
+        there = os.fstat(file.fileno())
+        if there.st_nlink and self._looks:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(there, os.stat(self.path)):
+                    return
+        elif there.st_nlink:
+            return
+        file.close()
+        self._file = None
+        self._lock.release()
+        raise RunDamaged(
+            str(self.directory),
+            "was deleted or moved while the run was running; the run stops, because it could not be resumed",
+        )
+
+    def _open_file(self) -> BinaryIO:
+        if self._file is None:
+            raise RecordError(
+                str(self.path), self._offset, "the record ended here: it was closed or could not be written"
+            )
+        return self._file
+
+    def _give_up(self, error: OSError) -> EngineError:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._lock.release()
+        if isinstance(error, FileExistsError):
+            return RecordHeld(
+                str(self.directory), 0, f"a scheduler of a higher epoch than {self.epoch} writes this record"
+            )
+        if error.errno in FULL:
+            return StorageFull(str(self.directory), self._closed_bytes + self._offset, str(error.strerror))
+        return RecordError(str(self.path), self._offset, f"cannot be written: {error.strerror or error}")
+
+
+class MemoryRecorder:
+    """The same frames, kept as bytes: for tests and embedding. `reader.read` takes it like a directory.
+
+    Args: `last`: keep only that many frames, the newest; such a record shows how a run ended but cannot be replayed.
+    """
+
+    epoch = 0
+
+    def __init__(self, header: Header, *, last: int | None = None) -> None:
+        self.header = encode_header(header)
+        self.frames: deque[bytes] = deque(maxlen=last)
+        """Payloads, without the header's."""
+        self.next_event = 0
+
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
+        self.frames.append(encode_handled(_expected(event, self.next_event), commands, state_hash))
+        self.next_event += 1
+
+    def reject(self, event: Event, reason: str) -> None:
+        self.frames.append(encode_rejected(_expected(event, self.next_event), reason))
+
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        self.frames.extend(payloads)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def to_bytes(self) -> bytes:
+        """The record as one segment."""
+        return preamble(0, 0, 0) + b"".join(map(frame, (self.header, *self.frames)))
+
+    def segments(self) -> list[Segment]:
+        return [Segment("(memory)", lambda: io.BytesIO(self.to_bytes()))]
+
+
+class NullRecorder:
+    """Keeps nothing."""
+
+    epoch = 0
+
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None: ...
+
+    def reject(self, event: Event, reason: str) -> None: ...
+
+    def snapshot(self, payloads: Sequence[bytes]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _expected(event: Event, position: int) -> Event:
+    if event.id != position:
+        raise CodecError(f"event {event.id} cannot be recorded at position {position}")
+    return event

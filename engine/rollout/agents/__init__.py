@@ -1,0 +1,1 @@
+"""Multi-turn rollouts: agents behind the gateway, and programs that run in the replica."""

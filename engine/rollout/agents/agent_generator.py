@@ -1,0 +1,220 @@
+"""The `Generator` of runs with agents: a gateway runs them, this replica samples what they ask for.
+
+Hosted by the rollout actor, one per replica, over any `RolloutBackend`. `generate` opens a group at the gateway and
+waits until its agents have ended; their calls come back here as `sample`. It must never answer a call of an attempt
+that is over, nor sample after `pause` has returned.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.errors import EngineError
+from engine.ids import GroupId, Version
+from engine.protocols import Generated, GroupWork
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
+from engine.rollout.generator import OverBackend
+from engine.rollout.scoring import Scorer
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCall:
+    """What the gateway asks a replica to sample."""
+
+    id: str
+    group: GroupId
+    attempt: int
+    prompt_ids: list[int]
+    prefix_ids: list[int]
+    """Tokens of this call that an earlier sampling brought; they count towards `max_tokens`."""
+    max_tokens: int
+    place: tuple[int, ...]
+    """Sample, segment and call: with the group, what the call's random numbers depend on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """A group that may sample on a replica from now on."""
+
+    group: GroupId
+    attempt: int
+    prompt: Prompt
+    samples: int
+    version: Version
+    """The weights that the replica has at least."""
+    truncate: bool = False
+    """Let nothing more be sampled: finish with what there is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutOutcome:
+    """What came of one agent: the segments of its conversation."""
+
+    trajectories: list[Trajectory]
+    reward: float | None
+    """The agent's own; None where it gave none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupOutcome:
+    """How an opening of a group ended."""
+
+    rollouts: list[RolloutOutcome] = field(default_factory=list)
+    aborted: bool = False
+    carried: bool = False
+    """Its agents had begun before this opening."""
+    missing: bool = False
+    """It was to be cut short and has no agents."""
+
+
+class Gateway(Protocol):
+    """The gateway as a replica sees it."""
+
+    async def open(self, work: OpenGroup) -> GroupOutcome:
+        """Let a group sample on this replica, until its agents have ended or it is cut."""
+
+    async def cut(self, group: GroupId, attempt: int, how: str) -> None:
+        """`park` or `truncate`: let no call of an attempt through any more, and answer its `open`."""
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """One running `generate` call."""
+
+    work: GroupWork
+    cut: str = ""
+    running: dict[str, None] = field(default_factory=dict)
+    """Ids of the requests that the backend has."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class AgentGenerator(OverBackend):
+    """Samples for agents with `backend`, under `params` but for their token bounds, and scores what they leave.
+
+    `connect` must be called once, before the first group.
+    """
+
+    def __init__(self, backend: RolloutBackend, scorer: Scorer, *, params: SamplingParams, seed: int) -> None:
+        super().__init__(backend, scorer)
+        self._params = params
+        self._seed = seed
+        self._gateway: Gateway | None = None
+        self._opened: dict[GroupId, Opened] = {}
+        self._version: Version = 0
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+
+    def connect(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def generate(self, work: GroupWork) -> Generated:
+        """Let the group's agents run here. Raises what they failed of, and `DataFailure` for a reward at fault."""
+        if self._gateway is None:
+            raise EngineError("no gateway is connected")
+        if work.group in self._opened:
+            raise EngineError(f"group {work.group} is already being generated", group=work.group)
+        opened = self._opened[work.group] = Opened(work, cut="truncate" if work.truncate else "")
+        try:
+            outcome = await self._gateway.open(
+                OpenGroup(
+                    group=work.group,
+                    attempt=work.attempt,
+                    prompt=work.prompt,
+                    samples=work.samples,
+                    version=self._version,
+                    truncate=work.truncate,
+                )
+            )
+            group = self._group_of(work, outcome)
+            oldest = group.versions() if outcome.carried else None
+            if not outcome.aborted:
+                await self._scorer.score(group, work.progress)
+            return Generated(group=group, aborted=outcome.aborted, oldest_version=None if oldest is None else oldest[0])
+        finally:
+            opened.done.set()
+            del self._opened[work.group]
+
+    async def sample(self, call: AgentCall) -> SampleResult:
+        """A call of an agent, on this replica. One of an attempt that is over, or cut, brings nothing."""
+        opened = self._opened.get(call.group)
+        await self._unpaused.wait()
+        if opened is None or opened.work.attempt != call.attempt or opened.cut or opened.done.is_set():
+            return SampleResult(token_ids=[], logprobs=[], spans=[], finish_reason="abort")
+        params = SamplingParams(
+            temperature=self._params.temperature,
+            top_p=self._params.top_p,
+            max_tokens=call.max_tokens,
+            stop_ids=self._params.stop_ids,
+        )
+        opened.running[call.id] = None
+        try:
+            result = await self._backend.sample(
+                SampleRequest(
+                    id=call.id,
+                    prompt_ids=call.prompt_ids,
+                    prefix_ids=call.prefix_ids,
+                    params=params,
+                    seed=derive_seed(self._seed, call.group, *call.place),
+                )
+            )
+            opened.work.progress()
+            return result
+        finally:
+            del opened.running[call.id]
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, "park")
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, "truncate")
+
+    async def pause(self, mode: str) -> None:
+        """See `protocols.Generator`. `wait` lets agents that have begun run to their end."""
+        if mode == "abort":
+            await self._cut(list(self._opened), "park")
+        elif mode == "wait":
+            for opened in list(self._opened.values()):
+                await opened.done.wait()
+        else:
+            self._unpaused.clear()
+        await self._backend.pause(mode)
+
+    async def install(self, version: Version) -> None:
+        await super().install(version)
+        self._version = version
+
+    async def resume(self) -> None:
+        await self._backend.resume()
+        self._unpaused.set()
+
+    async def close(self) -> None:
+        self._unpaused.set()
+        await super().close()
+
+    async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        opened = [self._opened[group] for group in groups if group in self._opened and not self._opened[group].cut]
+        for one in opened:
+            one.cut = how
+        if opened:
+            await self._backend.abort([id for one in opened for id in one.running])
+        assert self._gateway is not None or not opened
+        for one in opened:
+            await self._gateway.cut(one.work.group, one.work.attempt, how)  # type: ignore[union-attr]
+
+    def _group_of(self, work: GroupWork, outcome: GroupOutcome) -> TrajectoryGroup:
+        """The agents' conversations as a group; those kept from an earlier attempt where the agents are gone."""
+        group = TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[])
+        for rollout in outcome.rollouts:
+            for trajectory in rollout.trajectories:
+                trajectory.reward = rollout.reward
+            group.trajectories += rollout.trajectories
+        if outcome.missing:
+            kept = work.partial.trajectories if work.partial is not None else []
+            group.trajectories = [trajectory.copy() for trajectory in kept]
+            count = len(group.rollouts)
+            group.trajectories += [Trajectory() for _ in range(work.samples - count)]
+            for trajectory in group.trajectories:
+                trajectory.finish_reason = trajectory.finish_reason or "truncated"
+        return group

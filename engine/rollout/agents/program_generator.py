@@ -1,0 +1,328 @@
+"""The `Generator` of rollouts that a user writes in Python: a coroutine for each sample, run in the replica itself.
+
+Hosted by the rollout actor, one per replica, over any `RolloutBackend`. The coroutine samples through a
+`RolloutClient`, which keeps the conversation token by token. A rollout that an abort cut short is run again on the next
+replica; as long as it asks for the same, it is answered from what was sampled before. It must never sample after
+`pause` has returned.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from engine.errors import DataFailure, EngineError, message_of
+from engine.ids import GroupId
+from engine.protocols import Generated, GroupWork
+from engine.rollout.agents.conversation import Asked, Call, Chat, Conversation, Message, chat, ids, key_of, text
+from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams, derive_seed
+from engine.rollout.generator import OverBackend
+from engine.rollout.scoring import Scorer, name_of
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.user_code import awaited
+
+GOODBYE_S = 5.0
+"""How long a cancelled rollout may take to end."""
+
+Program: TypeAlias = Callable[["RolloutClient", Prompt], Awaitable[Trajectory | float | None]]
+"""`async def rollout(client, prompt)`: returns nothing, a reward, or a trajectory of its own making."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One answer of the model."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+
+    @property
+    def message(self) -> dict[str, str]:
+        """To be appended to the messages that it answers."""
+        return {"role": "assistant", "content": self.text}
+
+
+class RolloutClient:
+    """What a rollout samples with. One call at a time continues from where the last one ended."""
+
+    def __init__(self, program: "ProgramGenerator", running: "Running", index: int, recorded: list[Trajectory]) -> None:
+        self._program = program
+        self._running = running
+        self._index = index
+        self._recorded = dict(enumerate(recorded))
+        self._history: list[int] = []
+        self._calls = 0
+        self.conversation = Conversation()
+
+    def add(self, given: str | Sequence[int]) -> None:
+        """Put text or ids behind what there is, masked from the loss; before the first sample: the prompt."""
+        new = self._program.chat.encode(given, not self._history) if isinstance(given, str) else list(given)
+        self._history += new
+
+    async def sample(
+        self,
+        history: Sequence[Message] | Sequence[int] | str | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Sampled:
+        """The model's next answer: to messages, to a text, to ids, or (None) to what `add` has put there.
+
+        Raises: `DataFailure` where it does not fit the model's context.
+        """
+        program = self._program
+        call = self.conversation.begin(self._asked(history))
+        self._calls += 1
+        try:
+            self._replay(call, max_tokens or program.params.max_tokens)
+            await program.sample(self._running, self._index, self._calls, call, max_tokens)
+        except BaseException:
+            if not self._running.cut:  # what was sampled until a cut is kept
+                self.conversation.drop(call)
+            raise
+        stopped = program.chat.find_stop(call.token_ids, stop) if stop else None
+        if stopped is not None:
+            tokens, shown = stopped
+            call.cut(tokens)
+            call.finish_reason, hidden = "stop", program.chat.shown(call.token_ids)[len(shown) :]
+        else:
+            shown, hidden = program.chat.answer(call.token_ids), program.chat.ending(call.token_ids)
+        answer = Sampled(text=shown, token_ids=list(call.token_ids), finish_reason=call.finish_reason)
+        self.conversation.commit(call, shown=shown, hidden=hidden, key=key_of(answer.message))
+        self._history = call.segment.ids
+        return answer
+
+    def _asked(self, history: Any) -> Asked:
+        program = self._program
+        if history is None:
+            return ids(self._history, program.chat.encode)
+        if isinstance(history, str):
+            return text(history, program.chat.encode)
+        if history and not isinstance(history[0], int):
+            return chat(history, program.chat.template, program.chat.encode_rendered)
+        return ids(history, program.chat.encode)
+
+    def _replay(self, call: Call, most: int) -> None:
+        """Answer from what an earlier run of this rollout sampled at this very place, as far as that goes."""
+        recorded = self._recorded.get(call.segment.number)
+        if recorded is None:
+            return
+        at = len(call.segment.trajectory.token_ids)
+        first = at if call.fresh else at + len(call.given_ids)
+        before = recorded.prompt_ids if call.fresh else recorded.token_ids[at:first]
+        if before != call.given_ids or any(recorded.loss_mask[at:first]):
+            del self._recorded[call.segment.number]
+            return
+        stop = first
+        while stop < len(recorded.token_ids) and recorded.loss_mask[stop] and stop - first < most:
+            stop += 1
+            if recorded.token_ids[stop - 1] in self._program.chat.stop_ids:
+                break
+        spans = [
+            Span(max(s.start, first) - first, min(s.stop, stop) - first, s.version)
+            for s in recorded.spans
+            if s.start < stop and s.stop > first
+        ]
+        call.take(
+            SampleResult(
+                token_ids=recorded.token_ids[first:stop],
+                logprobs=recorded.logprobs[first:stop],
+                spans=spans,
+                finish_reason="abort",
+            )
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One running `generate` call."""
+
+    work: GroupWork
+    cut: str = ""
+    was_cut: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: dict[str, None] = field(default_factory=dict)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ProgramGenerator(OverBackend):
+    """Runs `program` for every sample, at most `timeout_s` long, and scores those without a reward of their own."""
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        chat: Chat,
+        scorer: Scorer,
+        program: Program,
+        *,
+        params: SamplingParams,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(backend, scorer)
+        self.chat = chat
+        self.params = params
+        self._program = program
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._groups: dict[GroupId, Running] = {}
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+
+    async def generate(self, work: GroupWork) -> Generated:
+        """See `protocols.Generator`. Raises: `DataFailure` for what program or reward do wrong."""
+        if work.group in self._groups:
+            raise EngineError(f"group {work.group} is already being generated", group=work.group)
+        running = self._groups[work.group] = Running(work, cut="truncate" if work.truncate else "")
+        try:
+            group = await self._run_group(running)
+            if running.cut == "abort" and not group.finished:
+                return Generated(group=group, aborted=True)
+            for trajectory in group.trajectories:
+                trajectory.finish_reason = trajectory.finish_reason or "truncated"
+            await self._scorer.score(group, work.progress)
+            return Generated(group=group)
+        finally:
+            running.done.set()
+            del self._groups[work.group]
+
+    async def sample(self, running: Running, index: int, number: int, call: Call, limit: int | None) -> None:
+        """Sample for a client until its call has its answer; does not return where the group was cut."""
+        await self._unpaused.wait()
+        work, most = running.work, min(limit or self.params.max_tokens, self.params.max_tokens)
+        name = f"{work.group}.{index}.{work.attempt}.{number}"
+        params = SamplingParams(
+            temperature=self.params.temperature,
+            top_p=self.params.top_p,
+            max_tokens=most,
+            stop_ids=self.params.stop_ids,
+        )
+        seed = derive_seed(self._seed, work.group, index, call.segment.number, call.segment.calls)
+        if not running.cut:
+            running.requests[name] = None
+            running.landed.clear()
+            try:
+                result = await self._backend.sample(
+                    SampleRequest(
+                        id=name, prompt_ids=call.prompt_ids, prefix_ids=list(call.token_ids), params=params, seed=seed
+                    )
+                )
+            finally:
+                del running.requests[name]
+                if not running.requests:
+                    running.landed.set()
+            call.take(result)
+            work.progress()
+            if result.finish_reason != "abort":
+                return
+        await asyncio.Event().wait()  # until the group's end cancels it
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, "abort")
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        await self._cut(groups, "truncate")
+
+    async def pause(self, mode: str) -> None:
+        """See `protocols.Generator`. `wait` lets rollouts that have begun run to their end."""
+        if mode == "abort":
+            running = list(self._groups.values())
+            await self._cut(list(self._groups), "abort")
+            for one in running:
+                await one.done.wait()
+        elif mode == "wait":
+            for one in list(self._groups.values()):
+                await one.done.wait()
+        else:
+            self._unpaused.clear()
+        await self._backend.pause(mode)
+
+    async def resume(self) -> None:
+        await self._backend.resume()
+        self._unpaused.set()
+
+    async def close(self) -> None:
+        self._unpaused.set()
+        await super().close()
+
+    # inside
+
+    async def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        chosen = [self._groups[group] for group in groups if group in self._groups]
+        for running in chosen:
+            running.cut = running.cut or how
+            running.was_cut.set()
+        await self._backend.abort([name for running in chosen for name in running.requests])
+
+    async def _run_group(self, running: Running) -> TrajectoryGroup:
+        """Every rollout of the group, whole or as far as it came before a cut."""
+        work = running.work
+        kept = work.partial.rollouts if work.partial is not None else []
+        kept = [[trajectory.copy() for trajectory in rollout] for rollout in kept]
+        kept += [[] for _ in range(work.samples - len(kept))]
+        finished = [bool(rollout) and all(t.finished for t in rollout) for rollout in kept]
+        group = TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[])
+        if work.truncate:
+            group.trajectories = [one for rollout in kept for one in rollout or [Trajectory()]]
+            return group
+        clients = {n: RolloutClient(self, running, n, kept[n]) for n, done in enumerate(finished) if not done}
+        outcomes = await self._run_all(running, clients)
+        for index, rollout in enumerate(kept):
+            if index in clients:
+                rollout = _trajectories(clients[index], outcomes.get(index))
+            group.trajectories += rollout
+        return group
+
+    async def _run_all(self, running: Running, clients: dict[int, RolloutClient]) -> dict[int, Any]:
+        """What each rollout returned that came to its end, as a list of one."""
+        prompt, loop = running.work.prompt, asyncio.get_running_loop()
+        tasks = {index: loop.create_task(_called(self._program, client, prompt)) for index, client in clients.items()}
+        cut = loop.create_task(running.was_cut.wait())
+        pending: set[asyncio.Task[Any]] = {*tasks.values(), cut}
+        deadline = loop.time() + self._timeout_s
+        try:
+            while any(not task.done() for task in tasks.values()) and not running.cut:
+                done, pending = await asyncio.wait(
+                    pending, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    story = f"rollouts of prompt row {prompt.row} took longer than {self._timeout_s:g} s"
+                    raise DataFailure(story, row=prompt.row)
+                for index in sorted(tasks):
+                    if tasks[index].done():
+                        self._check(tasks[index], prompt)
+            if running.requests:
+                await running.landed.wait()
+            return {index: [task.result()] for index, task in tasks.items() if task.done()}
+        finally:
+            cut.cancel()
+            for task in tasks.values():
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=GOODBYE_S)
+
+    def _check(self, task: asyncio.Task[Any], prompt: Prompt) -> None:
+        error = task.exception()
+        if isinstance(error, EngineError) and not isinstance(error, DataFailure):
+            raise error  # the replica's fault
+        if error is not None:
+            story = f"rollout {name_of(self._program)} raised {type(error).__name__} on prompt row {prompt.row}"
+            raise DataFailure(f"{story}: {message_of(error)}", row=prompt.row) from error
+
+
+async def _called(program: Program, client: RolloutClient, prompt: Prompt) -> Any:
+    return await awaited(program, client, prompt)
+
+
+def _trajectories(client: RolloutClient, returned: list[Any] | None) -> list[Trajectory]:
+    """The segments of a rollout; of one that came to its end, finished."""
+    if returned is not None and isinstance(returned[0], Trajectory):
+        own = returned[0]
+        own.finish_reason = own.finish_reason or "stop"
+        return [own]
+    found = client.conversation.trajectories()
+    if returned is not None:
+        for trajectory in found:
+            trajectory.finish_reason, trajectory.reward = "stop", returned[0]
+        found[-1].finish_reason = client.conversation.finish_reason or "stop"
+    return found

@@ -1,0 +1,1 @@
+"""The HTTP backend: an OpenAI-compatible server somewhere else."""

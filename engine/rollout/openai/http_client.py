@@ -1,0 +1,159 @@
+"""One server's HTTP: JSON calls and streams of server-sent events, with timeouts and errors that say whose fault it is.
+
+Used by `rollout.openai.openai_backend` and `rollout.openai.server_probe`. One pool of connections, on one event loop.
+It asks once: whether to ask again is the caller's to decide.
+"""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+
+from engine.errors import EngineError
+
+CONNECT_TIMEOUT_S = 5.0
+LARGEST_EVENT_BYTES = 16 * 2**20
+LARGEST_ANSWER_BYTES = 64 * 2**20
+SHOWN = 300
+"""Characters of a server's complaint that are repeated."""
+
+
+class Unavailable(EngineError):
+    """The server did not answer, or not to the end: asking again may help."""
+
+
+class Refused(EngineError):
+    """The server will not do this, however often it is asked. `details["status"]` is the HTTP status."""
+
+
+class Http:
+    """`url` may end in `/v1`. `timeout_s` bounds a call, and in a stream each wait for more."""
+
+    def __init__(self, url: str, key: str | None, *, timeout_s: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._key = key
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        further_s: float = 0.0,
+    ) -> Any:
+        """The JSON answer, None where it has no body. `further_s`: what the server may take beyond the usual time.
+
+        Raises: `Unavailable`, `Refused`.
+        """
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s + further_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._open().request(
+                method, self.url + path, json=body, params=query, timeout=timeout
+            ) as response:
+                await self._check(response, path)
+                text = await _bounded(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise Refused(f"{self.url}{path} did not answer with JSON", status=200) from None
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream until its `[DONE]`. Leaving early closes the connection, which ends the request.
+
+        Raises: `Unavailable`, also when the stream breaks off; `Refused`.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._timeout_s)
+        done = False
+        try:
+            async with self._open().post(self.url + path, json=body, timeout=timeout) as response:
+                await self._check(response, path)
+                async for data in _data_of(response):
+                    done = done or data == b"[DONE]"
+                    if not done:
+                        yield self._event(path, data)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+        if not done:
+            raise Unavailable(f"{self.url}{path} closed the connection during its answer")
+
+    async def close(self) -> None:
+        """Let go of every connection. The next call opens them again, on whatever loop it is made."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No bound of its own on connections: one for each running trajectory.
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+    def _event(self, path: str, data: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise Unavailable(f"{self.url}{path} streamed data that is not a JSON object: {self._shown(data)}")
+        if event.get("error"):
+            said: Any = event["error"]
+            code = said.get("code") if isinstance(said, dict) else None
+            message = said.get("message", said) if isinstance(said, dict) else said
+            raise self._complaint(path, code if isinstance(code, int) else 500, str(message))
+        return event
+
+    async def _check(self, response: aiohttp.ClientResponse, path: str) -> None:
+        if response.status >= 400:
+            raise self._complaint(path, response.status, (await _bounded(response)).decode(errors="replace"))
+
+    def _complaint(self, path: str, status: int, said: str) -> EngineError:
+        kind = Unavailable if status >= 500 or status in (408, 425, 429) else Refused
+        said = self._without_key(said)
+        return kind(f"{self.url}{path} answered {status}: {_shown(said)}", status=status, said=said)
+
+    def _without_key(self, said: str) -> str:
+        """What a server says is repeated in the record, and some repeat the key they were given."""
+        return said.replace(self._key, "(the key)") if self._key else said
+
+    def _shown(self, said: bytes) -> str:
+        return _shown(self._without_key(said.decode(errors="replace")))
+
+    def _unavailable(self, path: str, error: BaseException) -> Unavailable:
+        story = self._without_key(str(error)) or type(error).__name__
+        return Unavailable(f"{self.url}{path} cannot be reached or broke off: {_shown(story)}")
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The body, if it is no larger than an answer may be."""
+    whole = bytearray()
+    async for piece in response.content.iter_any():
+        whole += piece
+        if len(whole) > LARGEST_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
+    return bytes(whole)
+
+
+async def _data_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The `data:` lines. Lines are put together here: the library's own are bounded too low for long prompts."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > LARGEST_EVENT_BYTES:
+            raise aiohttp.ClientPayloadError(f"an event of more than {LARGEST_EVENT_BYTES} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def _shown(said: str) -> str:
+    text = " ".join(said.split())
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

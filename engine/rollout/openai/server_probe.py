@@ -1,0 +1,210 @@
+"""What a server can do, found out at start by asking it, and refused there where it would not do.
+
+Called by `rollout.openai.openai_backend` before anything is sampled. Every complaint is a `ConfigError` that names the
+field, the server and the fix. The only requests that sample are three of one token.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.rollout.backend import SamplingParams
+from engine.rollout.openai.completions import Ask, Completions, TokensInOut, Wire
+from engine.rollout.openai.http_client import Http, Refused, Unavailable
+
+PROBE_TEXT = "12 + 30 = 42. The quick brown fox,\n"
+DEV_MODE = "vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+EXTENSION = "engine.rollout.vllm.worker_extension.InstallWeights"
+UNIFORM = 1e-3
+"""Log-probs closer together than this tell nothing about temperature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a server can do beyond sampling."""
+
+    model: str
+    context: int | None
+    """Tokens of prompt and response together; None: it does not say."""
+    wire: Wire
+    pauses: bool
+    sleeps: bool
+    """It has the routes; whether it was started for it is known when it is asked to."""
+    installs: bool
+    health: str
+    """A path that is answered while the server can sample."""
+
+
+async def abilities_of(
+    http: Http, *, model: str | None, key_field: str, wait_s: float, encode: Callable[[str], Sequence[int]] | None
+) -> Abilities:
+    """Ask the server who it is. `wait_s`: how long it may take to come up. Raises: `ConfigError`."""
+    listed = await _until_up(http, key_field, wait_s)
+    card = _card(http, listed, model)
+    described = await _described(http)
+    paths = described.get("paths", {})
+    tells = all(
+        path in paths for path in (TokensInOut.path, "/abort_requests", "/update_weight_version", "/weight_info")
+    )
+    found = Abilities(
+        model=card["id"],
+        context=card.get("max_model_len"),
+        wire=TokensInOut() if tells else Completions(_fields(described)),
+        pauses="/pause" in paths and "/resume" in paths,
+        sleeps=all(path in paths for path in ("/sleep", "/wake_up", "/pause", "/resume")),
+        installs="/collective_rpc" in paths,
+        health="/health" if "/health" in paths else "/v1/models",
+    )
+    ids = await _same_tokens(http, found, encode)
+    if found.pauses:
+        await _awake(http)
+    await _check_samples(http, found, ids or [1])
+    await _check_logprobs(http, found, ids or [1])
+    return found
+
+
+def check_training(http: Http, found: Abilities, sync_mode: str) -> None:
+    """Raises: `ConfigError` where the server cannot take new weights in the way that is asked for."""
+    if not found.installs:
+        raise ConfigError(
+            "rollout.urls", http.url,
+            "this server cannot load new weights: it has no route /collective_rpc",
+            f"use {DEV_MODE}, started with --worker-extension-cls {EXTENSION}",
+        )  # fmt: skip
+    if sync_mode == "keep" and not (found.pauses and found.wire.tells_weights):
+        raise ConfigError(
+            "rollout.sync_mode", sync_mode,
+            f"{http.url} cannot pause requests and report the weights version of each token",
+            f"use abort or wait; keep needs /pause, /resume and {TokensInOut.path} ({DEV_MODE}, --enable-scale-out)",
+        )  # fmt: skip
+
+
+async def _until_up(http: Http, key_field: str, wait_s: float) -> list[dict[str, Any]]:
+    loop, pause_s = asyncio.get_running_loop(), 0.25
+    until = loop.time() + wait_s
+    while True:
+        try:
+            answer = await http.call("GET", "/v1/models")
+        except Refused as error:
+            if error.details["status"] in (401, 403):
+                law = f"{http.url} refuses the request without a valid key"
+                raise ConfigError(
+                    key_field, None, law, "set it to the environment variable that holds the key"
+                ) from None
+            fix = "use the address of an OpenAI-compatible server, like http://host:8000"
+            raise ConfigError("rollout.urls", http.url, error.message, fix) from None
+        except Unavailable as error:
+            if loop.time() + pause_s > until:
+                law = f"does not answer: {error.message}"
+                raise ConfigError("rollout.urls", http.url, law, "start the server first") from None
+            await _timer(pause_s)  # nothing tells when a server elsewhere comes up
+            pause_s *= 2
+        else:
+            listed = answer.get("data") if isinstance(answer, dict) else None
+            return [card for card in listed or [] if isinstance(card, dict) and "id" in card]
+
+
+async def _timer(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    rung: asyncio.Future[None] = loop.create_future()
+    loop.call_later(seconds, rung.cancel)
+    await asyncio.wait([rung])
+
+
+def _card(http: Http, listed: list[dict[str, Any]], model: str | None) -> dict[str, Any]:
+    names = [card["id"] for card in listed]
+    if model is None and len(listed) == 1:
+        return listed[0]
+    for card in listed:
+        if card["id"] == model:
+            return card
+    law = f"{http.url} serves {', '.join(names) or 'nothing'}"
+    raise ConfigError("rollout.served_model_name", model, law, "use one of these" if names else "")
+
+
+async def _described(http: Http) -> dict[str, Any]:
+    try:
+        answer = await http.call("GET", "/openapi.json")
+    except EngineError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _fields(described: dict[str, Any]) -> frozenset[str] | None:
+    schema = described.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
+    return frozenset(schema["properties"]) if schema.get("properties") else None
+
+
+async def _awake(http: Http) -> None:
+    """A run that was killed may have left the server paused: then it would answer nothing, without saying why."""
+    try:
+        await http.call("POST", "/resume")
+    except EngineError as error:
+        raise ConfigError("rollout.urls", http.url, error.message) from None
+
+
+async def _same_tokens(http: Http, found: Abilities, encode: Callable[[str], Sequence[int]] | None) -> list[int] | None:
+    """Token ids of a text, which this side and the server must agree on. A server without /tokenize is trusted."""
+    if encode is None:
+        return None
+    ours = list(encode(PROBE_TEXT))
+    try:
+        answer = await http.call("POST", "/tokenize", {"model": found.model, "prompt": PROBE_TEXT})
+    except EngineError:
+        return ours
+    theirs = answer.get("tokens") if isinstance(answer, dict) else None
+    if theirs is not None and theirs != ours:
+        law = f"{http.url} has another tokenizer: {PROBE_TEXT!r} is {theirs[:8]}… there and {ours[:8]}… here"
+        raise ConfigError("rollout.urls", http.url, law, "serve the model of model.path")
+    return ours
+
+
+async def _check_samples(http: Http, found: Abilities, ids: Sequence[int]) -> None:
+    """One token, asked for as the run will."""
+    ask = Ask(
+        id="probe", model=found.model, token_ids=ids, max_tokens=1, seed=1,
+        params=SamplingParams(max_tokens=1), salt="probe",
+    )  # fmt: skip
+    tokens = 0
+    try:
+        async for event in http.events(found.wire.path, found.wire.body(ask)):
+            piece = found.wire.piece(event)
+            tokens += len(piece.token_ids) if piece else 0
+    except EngineError as error:
+        raise ConfigError("rollout.urls", http.url, error.message) from None
+    if not tokens:
+        law = "the server returns no token ids when asked for one token (`return_token_ids`)"
+        raise ConfigError("rollout.urls", http.url, law, "use vLLM 0.10.2 or newer")
+
+
+async def _check_logprobs(http: Http, found: Abilities, ids: Sequence[int]) -> None:
+    """Twice the temperature halves the distance of two log-probs, if they are those that are sampled from."""
+    warm, hot = [await _top_two(http, found, ids, temperature) for temperature in (1.0, 2.0)]
+    common = [token for token in warm if token in hot]
+    if len(common) < 2:
+        return
+    apart = [float(top[common[0]]) - float(top[common[1]]) for top in (warm, hot)]
+    if abs(apart[0]) > UNIFORM and abs(apart[1] - apart[0] / 2) > abs(apart[1] - apart[0]):
+        law = "the server returns log-probs from before temperature and top_p, not of the sampling distribution"
+        raise ConfigError("rollout.urls", http.url, law, "start vLLM with --logprobs-mode processed_logprobs")
+
+
+async def _top_two(http: Http, found: Abilities, ids: Sequence[int], temperature: float) -> dict[str, float]:
+    body = {
+        "model": found.model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "logprobs": 4,
+        "return_tokens_as_token_ids": True,
+    }
+    try:
+        answer = await http.call("POST", Completions.path, {**body, "temperature": temperature})
+        top: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+    except EngineError as error:
+        raise ConfigError("rollout.urls", http.url, error.message) from None
+    except (KeyError, IndexError, TypeError):
+        law = "the server returns no log-probs (`logprobs`)"
+        raise ConfigError("rollout.urls", http.url, law, "use a server that returns one for each token") from None
+    return top or {}

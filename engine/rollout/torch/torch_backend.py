@@ -1,0 +1,319 @@
+"""The embedded rollout backend: any Hugging Face causal language model, sampled in this process by one thread of its
+own.
+
+Called by `rollout.generator` on its event loop. The loop posts orders to the thread's inbox; the thread carries them
+out between two tokens and answers through the loop. Must never block the loop, never poll (the thread sleeps on its
+inbox when it has nothing to sample), and never leave a caller waiting: whatever ends the thread fails every pending
+call.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import ConfigError, EngineError
+from engine.ids import Version
+from engine.rollout.backend import SampleRequest, SampleResult, nothing_new
+from engine.rollout.torch.batch_sampler import BatchSampler
+from engine.rollout.torch.causal_model import CausalModel
+from engine.rollout.torch.host_weights import StagedWeights, copy_to_host, swap_in
+
+log = logging.getLogger(__name__)
+
+PAUSE_MODES = ("keep", "abort", "wait")
+
+
+class Reply:
+    """A future of the caller's loop that the sampling thread may complete; later completions are ignored."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+
+    def send(self, outcome: Any) -> None:
+        """Complete the future: with the exception if `outcome` is one, else with the value. Any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._complete, outcome)
+        except RuntimeError:
+            log.debug("a reply of the sampling thread found its event loop closed")
+
+    def tell(self, told: Callable[[SampleResult], None], result: SampleResult) -> None:
+        """Have `told` called on the loop, before the future is completed or not at all. Any thread."""
+        try:
+            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else told(result))
+        except RuntimeError:
+            log.debug("a reply of the sampling thread found its event loop closed")
+
+    def _complete(self, outcome: Any) -> None:
+        if self.future.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+
+Order = tuple[Callable[[Reply], None], Reply]
+
+
+class TorchBackend:
+    """A `RolloutBackend`. Takes the model over: it is moved, put in evaluation mode and must not be trained by anyone
+    else.
+
+    `rows` trajectories are sampled at a time, the rest wait. `kv` says what becomes of frozen requests' keys and values
+    at an install: `keep` them, or `recompute` them under the new weights. `deterministic` decodes at one fixed shape on
+    one CPU thread, so that a trajectory's tokens and log-probs are the same to the bit whatever else is in the batch
+    and however many rows there are; it costs speed, and a cache of `rows` times `context` from the start.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        rows: int = 64,
+        context: int | None = None,
+        kv: str = "keep",
+        threads: int = 1,
+        deterministic: bool = False,
+        version: Version = 0,
+    ) -> None:
+        if kv not in ("keep", "recompute"):
+            raise ConfigError("rollout.kv", kv, "must be keep or recompute")
+        if rows < 1:
+            raise ConfigError("rollout.rows", rows, "must be at least 1", "for example 64")
+        if threads < 1:
+            raise ConfigError("rollout.threads", threads, "must be at least 1", "use 1")
+        if deterministic and threads != 1:
+            raise ConfigError("rollout.threads", threads, "must be 1 if rollout.deterministic is true", "use 1")
+        if deterministic and torch.device(device).type != "cpu":
+            raise ConfigError("rollout.device", device, "must be cpu if rollout.deterministic is true", "use cpu")
+        self._threads = threads
+        self._recompute = kv == "recompute"
+        self._model = CausalModel(
+            model, rows=rows, context=context, device=device, dtype=dtype, fixed_shapes=deterministic
+        )
+        self._sampler = BatchSampler(self._model, rows=rows, version=version, deterministic=deterministic)
+        self._staged: StagedWeights | None = None
+        self._inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # held to post and to close: no order can slip in after the thread's last look
+        self._closed = False
+        self._frozen = False
+        self._draining: Reply | None = None
+        self._held: list[tuple[SampleRequest, Reply]] = []
+        self._crash = ""
+        self._watchers: list[Reply] = []
+        self._thread = threading.Thread(target=self._run, name="rollout-torch", daemon=True)
+        self._thread.start()
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus response that a request may have."""
+        return self._model.context
+
+    def tokens_sampled(self) -> int:
+        return self._sampler.tokens_sampled
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        try:
+            result: SampleResult = await self._ask(lambda reply: self._submit(request, reply))
+        except asyncio.CancelledError:
+            self._post((lambda reply: self._abort([request.id], reply), Reply()), strict=False)
+            raise
+        return result
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        wanted = list(ids)
+        await self._ask(lambda reply: self._abort(wanted, reply))
+
+    async def pause(self, mode: str) -> None:
+        if mode not in PAUSE_MODES:
+            raise ConfigError("rollout.sync_mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
+        await self._ask(lambda reply: self._pause(mode, reply))
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        self._staged = await asyncio.to_thread(copy_to_host, self._model.model, version, weights)
+
+    async def install(self, version: Version) -> None:
+        await self._ask(lambda reply: self._install(version, reply))
+
+    async def resume(self) -> None:
+        await self._ask(self._resume)
+
+    async def sleep(self) -> None:
+        """See `protocols.Sleeper`: keys and values go, and weights on a GPU move to the CPU."""
+        await self._ask(self._sleep)
+
+    async def wake(self) -> None:
+        await self._ask(self._wake)
+
+    async def close(self) -> None:
+        """End the thread; requests still running fail. Closing twice is closing once."""
+        self._post((self._stop, Reply()), strict=False)
+        await asyncio.to_thread(self._thread.join)
+
+    async def failed(self) -> str:
+        reply = Reply()
+        with self._gate:
+            self._watchers.append(reply)
+            crash = self._crash
+        return crash or await reply.future
+
+    # The caller's side of the inbox.
+
+    async def _ask(self, act: Callable[[Reply], None]) -> Any:
+        reply = Reply()
+        self._post((act, reply))
+        return await reply.future
+
+    def _post(self, order: Order, strict: bool = True) -> None:
+        with self._gate:
+            if not self._closed:
+                self._inbox.put(order)
+                return
+        if strict:
+            raise EngineError("the rollout backend is closed")
+
+    # Everything below runs on the sampling thread.
+
+    def _run(self) -> None:
+        cause: BaseException = EngineError("the rollout backend was closed")
+        crash = ""
+        try:
+            torch.set_num_threads(self._threads)
+            while not self._closed:
+                self._turn()
+        except BaseException as error:
+            log.exception("the sampling thread ended")
+            crash = f"the sampling thread ended: {type(error).__name__}: {error}"
+            cause = EngineError(crash)
+        with self._gate:
+            self._closed = True
+            self._crash = crash
+        for watcher in self._watchers if crash else ():
+            watcher.send(crash)
+        self._fail_pending(cause)
+
+    def _turn(self) -> None:
+        """One order, or one token for everyone when there is none."""
+        if self._sampler.busy and not self._frozen and self._inbox.empty():
+            self._sample_once()
+        else:
+            self._obey(*self._inbox.get())
+        if self._draining is not None and not self._sampler.busy:
+            self._freeze(self._draining)
+
+    def _obey(self, act: Callable[[Reply], None], reply: Reply) -> None:
+        try:
+            act(reply)
+        except Exception as error:
+            reply.send(error)
+
+    def _sample_once(self) -> None:
+        """A failed step costs the requests in it one attempt each; the thread lives on for the next ones."""
+        try:
+            self._sampler.step()
+        except Exception as error:
+            log.exception("a sampling step failed")
+            failure = error if isinstance(error, EngineError) else EngineError(f"sampling failed: {error!r}")
+            failure.__cause__ = error if failure is not error else None
+            self._sampler.fail(failure)
+
+    def _submit(self, request: SampleRequest, reply: Reply) -> None:
+        if self._draining is not None:
+            self._held.append((request, reply))
+        else:
+            self._enter(request, reply)
+
+    def _enter(self, request: SampleRequest, reply: Reply) -> None:
+        tell = request.tell
+        self._sampler.submit(request, reply.send, None if tell is None else lambda result: reply.tell(tell, result))
+
+    def _abort(self, ids: list[str] | None, reply: Reply) -> None:
+        self._sampler.abort(ids)
+        kept = []
+        for request, waiting in self._held:
+            if ids is None or request.id in ids:
+                waiting.send(nothing_new("abort"))
+            else:
+                kept.append((request, waiting))
+        self._held = kept
+        reply.send(None)
+
+    def _pause(self, mode: str, reply: Reply) -> None:
+        if mode == "wait" and not self._frozen:
+            if self._draining is not None:
+                self._draining.send(EngineError("another pause took this one's place"))
+            self._draining = reply  # answered by `_turn` once nothing runs
+            return
+        if mode == "abort":
+            self._abort(None, reply)
+        self._freeze(reply)
+
+    def _freeze(self, reply: Reply) -> None:
+        """From here on no token is sampled; a pause that waited for the end of requests has what it wanted."""
+        self._frozen = True
+        if self._draining is not None and self._draining is not reply:
+            self._draining.send(None)
+        self._draining = None
+        held, self._held = self._held, []
+        for request, waiting in held:
+            self._enter(request, waiting)
+        reply.send(None)
+
+    def _install(self, version: Version, reply: Reply) -> None:
+        staged = self._staged
+        if staged is None or staged.version != version:
+            there = "nothing is" if staged is None else f"version {staged.version} is"
+            raise EngineError(f"version {version} cannot be installed: {there} staged", version=version)
+        if version < self._sampler.version:
+            raise EngineError(
+                f"version {version} is older than the installed version {self._sampler.version}", version=version
+            )
+        swap_in(self._model.model, staged)
+        self._staged = None
+        self._sampler.weights_changed(version, recompute=self._recompute)
+        reply.send(None)
+
+    def _sleep(self, reply: Reply) -> None:
+        if not self._frozen or self._sampler.running:
+            raise EngineError("the backend can sleep only when paused and without started requests")
+        self._model.sleep()
+        reply.send(None)
+
+    def _wake(self, reply: Reply) -> None:
+        self._model.wake()
+        reply.send(None)
+
+    def _resume(self, reply: Reply) -> None:
+        if self._draining is not None:
+            draining, self._draining = self._draining, None
+            draining.send(EngineError("resumed before the running requests had ended"))
+            self._freeze(reply)  # let the requests in that this pause held back
+        self._frozen = False
+        reply.send(None)
+
+    def _stop(self, reply: Reply) -> None:
+        self._closed = True
+        reply.send(None)
+
+    def _fail_pending(self, cause: BaseException) -> None:
+        """The thread's last act: nobody is left waiting."""
+        self._sampler.fail(cause)
+        for _, waiting in self._held:
+            waiting.send(cause)
+        if self._draining is not None:
+            self._draining.send(cause)
+        while True:
+            try:
+                _, reply = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            reply.send(cause)

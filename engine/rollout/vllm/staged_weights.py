@@ -1,0 +1,165 @@
+"""Stages weights for vLLM: a new directory of safetensors for each version, in shared memory if there is room.
+
+`rollout.vllm.vllm_backend` calls it on threads. A version is checked against the model before it is written, because
+vLLM would load a part of it without an error. At most two versions are kept: the installed one, to go back to, and the
+next.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.errors import EngineError
+from engine.ids import Version
+
+MEMORY = Path("/dev/shm")
+PREFIX = "step-engine-weights-"
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """Names in a model's `state_dict()`: the shape of each, and for tied names the first name of the same tensor."""
+
+    shapes: dict[str, torch.Size]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, model: str) -> "ModelTensors":
+        """Created without allocating memory for weights."""
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        shapes: dict[str, torch.Size] = {}
+        aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for name, tensor in whole.state_dict(keep_vars=True).items():
+            owner = first.setdefault(id(tensor), name)
+            if owner == name:
+                shapes[name] = tensor.shape
+            else:
+                aliases[name] = owner
+        return cls(shapes, aliases)
+
+    def checked(self, version: Version, weights: Any) -> dict[str, torch.Tensor]:
+        """One tensor for each tensor of the model. Raises: `EngineError` that names what does not fit."""
+        if not isinstance(weights, Mapping):
+            raise EngineError(
+                f"weights of version {version} must map names to tensors, not be {type(weights).__name__}"
+            )
+        found: dict[str, torch.Tensor] = {}
+        unknown: list[str] = []
+        for name, value in weights.items():
+            owner = self.aliases.get(name, name)
+            if owner not in self.shapes:
+                unknown.append(name)
+                continue
+            tensor = torch.as_tensor(value).detach()
+            if tensor.shape != self.shapes[owner]:
+                raise EngineError(
+                    f"weights of version {version} do not fit the model: {name} has shape {tuple(tensor.shape)}, the "
+                    f"model's has {tuple(self.shapes[owner])}", version=version, name=name,
+                )  # fmt: skip
+            before = found.setdefault(owner, tensor)
+            if before.data_ptr() != tensor.data_ptr() and not torch.equal(before, tensor):
+                raise EngineError(
+                    f"weights of version {version}: {owner} and {name} are one tensor in this model (tied) but were "
+                    "given different values", version=version, name=name,
+                )  # fmt: skip
+        missing = [name for name in self.shapes if name not in found]
+        if unknown or missing:
+            raise EngineError(
+                f"weights of version {version} do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}",
+                version=version, missing=missing, unknown=unknown,
+            )  # fmt: skip
+        return {name: found[name] for name in self.shapes}
+
+
+class StagingArea:
+    """The staging directories of one backend, below `root`. Directories of owners that died are removed by the next
+    one."""
+
+    def __init__(self, model: str, bucket_mb: float, place: Path | None = None) -> None:
+        self.tensors = ModelTensors.of(model)
+        self._bucket = int(bucket_mb * MIB)
+        place = place or (MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+        _sweep(place)
+        made = Path(tempfile.mkdtemp(prefix=".step-engine-", dir=place))
+        self._lock = _locked(made)
+        self.root = made.rename(place / f"{PREFIX}{made.name.rpartition('-')[2]}")  # locked before it can be swept
+        self._staged: dict[Version, Path] = {}
+
+    def write(self, version: Version, weights: Any) -> None:
+        """Write a version, in files of at most one bucket each; a larger tensor has a separate file. Blocks."""
+        tensors = self.tensors.checked(version, weights)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        free = shutil.disk_usage(self.root).free
+        if size > free:
+            raise EngineError(f"version {version} takes {size} bytes, {self.root} has {free} left", version=version)
+        directory = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.root))
+        try:
+            for number, bucket in enumerate(_buckets(tensors, self._bucket)):
+                save_file(bucket, directory / f"{number:06}.safetensors")
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        before = self._staged.pop(version, None)
+        self._staged[version] = directory
+        if before is not None:
+            shutil.rmtree(before)
+
+    def directory(self, version: Version) -> Path | None:
+        return self._staged.get(version)
+
+    def keep_only(self, *versions: Version) -> None:
+        for version in [one for one in self._staged if one not in versions]:
+            shutil.rmtree(self._staged.pop(version))
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _buckets(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Consecutive tensors, at most `limit` bytes together, each copied to separate memory, as the format requires."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _locked(root: Path) -> int | None:
+    """Lock `root` for the life of this process; None if another process holds the lock."""
+    lock = os.open(root / "owner", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _sweep(place: Path) -> None:
+    for root in place.glob(f"{PREFIX}*"):
+        if root.stat().st_uid != os.getuid() or not (root / "owner").exists():
+            continue
+        lock = _locked(root)
+        if lock is not None:
+            shutil.rmtree(root, ignore_errors=True)
+            os.close(lock)

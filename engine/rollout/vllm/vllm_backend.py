@@ -1,0 +1,435 @@
+"""The vLLM rollout backend: a `RolloutBackend` around an `AsyncLLM`, whose engine runs in a separate process.
+
+`rollout.generator` calls it on its event loop. While it is paused, it holds requests back, because vLLM would queue
+them without saying so. It must never report a token under another version than vLLM does, never leave a partly
+installed version, and never leave a caller waiting: if the engine ends, every pending call fails and `failed` is set.
+"""
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.ids import Version
+from engine.rollout.backend import (
+    RemoteEngine,
+    SampleRequest,
+    SampleResult,
+    budget_of,
+    derive_seed,
+    nothing_new,
+    over_already,
+    refusal_of,
+)
+from engine.rollout.vllm.engine_args import all_engine_args, prepare_environment
+from engine.rollout.vllm.staged_weights import StagingArea
+from engine.rollout.vllm.weight_receiver import Incoming
+from engine.trajectory import Span
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+class SleepingEngine(RemoteEngine):
+    """The `protocols.Sleeper` part of a `RolloutBackend`. Uses `_engine` and `_control` of its subclass."""
+
+    _engine: Any
+
+    def __init__(self, sleep_mode: bool) -> None:
+        super().__init__()
+        self._sleep_mode = sleep_mode
+
+    async def _control(self, call: Coroutine[Any, Any, Any], timeout_s: float = 0.0) -> Any:
+        raise NotImplementedError
+
+    async def sleep(self) -> None:
+        """Free memory (level 1): weights move to host memory, keys and values are dropped."""
+        self._check_open()
+        if not self._frozen:
+            raise EngineError("vLLM can sleep only when paused")
+        if self._sleep_mode:
+            await self._control(self._engine.sleep(level=1))
+        else:
+            await self._control(self._engine.reset_prefix_cache())
+
+    async def wake(self) -> None:
+        """Take the memory back with the same weights. The engine stays paused, although vLLM's own wake-up would let it
+        sample."""
+        self._check_open()
+        if self._sleep_mode:
+            if not await self._control(self._engine.wake_up()):
+                raise EngineError("vLLM woke up only partly")
+            await self._control(self._engine.pause_generation(mode="keep", clear_cache=False))
+
+
+# -- the backend -------------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+OWNER = "STEP_ENGINE_VLLM_OWNER"
+GOODBYE_S = 2.0
+"""Seconds that the engine gets to end by itself."""
+CONTROL_S = 120.0
+"""Seconds that vLLM gets to answer any call but an install. Then it counts as stuck, and the backend has failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One request, from its arrival to its result."""
+
+    request: SampleRequest
+    versions: list[Version] = field(default_factory=list)
+    """Versions that were installed since it was sent to vLLM; empty while it is held back."""
+    starts: list[int] = field(default_factory=list)
+    """Number of new tokens when each of these versions was installed."""
+    sampled: int = 0
+    """Number of new tokens so far."""
+    cut: bool = False
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the request may be sent, or was cut."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    work: "asyncio.Future[SampleResult] | None" = None
+
+    def goes_on_under(self, version: Version) -> None:
+        self.versions.append(version)
+        self.starts.append(self.sampled)
+
+    def spans(self) -> list[Span]:
+        """The version of each token so far, as counted here. vLLM reports it only at the end: see `spans_of`."""
+        stops = [*self.starts[1:], self.sampled]
+        spans = map(Span, self.starts, stops, self.versions)
+        return [span for span in spans if span.start < span.stop]
+
+
+class VllmBackend(SleepingEngine):
+    """A `RolloutBackend`. Starting it takes many seconds: construct it on a thread, use it on one event loop.
+
+    `rows` trajectories are sampled at a time unless `engine_args` says otherwise, the rest wait inside vLLM. `kv` says
+    what becomes of frozen requests' keys and values at a pause: `keep`, or `recompute` after it. Prefixes are cached by
+    version: no new request meets the keys and values of older weights.
+
+    A version is staged in files of at most `receive_bucket_mb`; its install may take `install_timeout_s`. One that
+    fails or takes longer is undone by loading the version before it again; if that fails too, the backend has failed.
+    With `weight_transfer` (`gloo` or `nccl`) it takes `SentWeights` too, which come in within the install.
+
+    Seeds: each request has its own, made of (seed, length of its prefix). So a request is repeatable, but one that was
+    aborted and resumed draws other random numbers than one left alone: vLLM's generators cannot be moved on.
+
+    At temperature 0 the log-probs are those of the softmax at temperature 1, as vLLM has it.
+
+    Raises: `ConfigError` for arguments that cannot be, `EngineError` when vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        rows: int = 64,
+        kv: str = "keep",
+        threads: int = 1,
+        seed: int = 0,
+        engine_args: Mapping[str, Any] | None = None,
+        receive_bucket_mb: float = 128,
+        install_timeout_s: float = 300.0,
+        weight_transfer: str | None = None,
+    ) -> None:
+        if kv not in ("keep", "recompute"):
+            raise ConfigError("rollout.kv", kv, "must be keep or recompute")
+        self._recompute = kv == "recompute"
+        self.install_timeout_s = install_timeout_s
+        arguments = all_engine_args(model, rows, seed, engine_args or {}, weight_transfer)
+        prepare_environment(threads)
+        self._area = StagingArea(model, receive_bucket_mb)
+        os.environ[OWNER] = f"{os.getpid()}:{self._area.root}"
+        try:
+            self._engine: Any = _start(arguments)
+        except BaseException:
+            self._area.close()
+            raise
+        self._incoming = Incoming(self._area, self._engine, self._control, CONTROL_S)
+        config = self._engine.model_config
+        self._context: int = config.max_model_len
+        self._vocabulary: int = config.get_vocab_size()
+        super().__init__(sleep_mode=bool(arguments.get("enable_sleep_mode")))
+        self._runs: dict[str, Running] = {}
+        self._opening: asyncio.Task[None] | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus response that a request may have."""
+        return self._context
+
+    @property
+    def version(self) -> Version:
+        """The installed version."""
+        return self._version
+
+    @property
+    def staging(self) -> Path:
+        """Directory of staged weights."""
+        return self._area.root
+
+    # Sampling.
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        await self._open()
+        refusal = refusal_of(request, context=self._context, vocabulary=self._vocabulary)
+        if refusal is None and request.id in self._runs:
+            refusal = EngineError(f"request {request.id} is running already", request=request.id)
+        if refusal is not None:
+            raise refusal
+        over = over_already(request, self._context)
+        if over is not None:
+            return over
+        run = self._runs[request.id] = Running(request)
+        run.work = asyncio.ensure_future(self._run(run))
+        try:
+            return await run.work
+        except asyncio.CancelledError:
+            if self._reason:
+                raise EngineError(self._reason) from None
+            raise
+        finally:
+            del self._runs[request.id]
+            run.ended.set()
+
+    async def _run(self, run: Running) -> SampleResult:
+        while self._paused and not run.cut:
+            run.turn.clear()
+            await run.turn.wait()
+        if run.cut:
+            return nothing_new("abort")
+        run.goes_on_under(self._version)
+        try:
+            return await self._stream(run)  # nothing between the gate and the send lets a pause in
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._refused(error) from error
+
+    async def _stream(self, run: Running) -> SampleResult:
+        from vllm.inputs.engine import tokens_input
+
+        request, tokens, logprobs = run.request, [], []
+        known = [*request.prompt_ids, *request.prefix_ids]
+        budget = budget_of(request, self._context) - len(request.prefix_ids)
+        last: Any = None
+        told = 0
+        async for output in self._engine.generate(
+            tokens_input(known, cache_salt=str(self._version)), _sampling_params(request, budget), request.id
+        ):
+            last = output.outputs[0]
+            tokens += last.token_ids
+            logprobs += [step[token].logprob for token, step in zip(last.token_ids, last.logprobs or (), strict=True)]
+            self._sampled += len(last.token_ids)
+            run.sampled = len(tokens)
+            if request.tell is not None and 0 < request.tell_every <= run.sampled - told and not last.finish_reason:
+                told = run.sampled
+                result = SampleResult(token_ids=[*tokens], logprobs=[*logprobs], spans=run.spans(), finish_reason="")
+                request.tell(result)
+        if last is None or last.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"vLLM ended a request with {getattr(last, 'finish_reason', 'nothing')}")
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(f"weights of version {self._version} give logits that are not finite")
+        spans = spans_of(last.weight_versions, len(tokens), run.versions)
+        return SampleResult(token_ids=tokens, logprobs=logprobs, spans=spans, finish_reason=last.finish_reason)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._open()
+        await self._cut([self._runs[name] for name in ids if name in self._runs])
+
+    async def _cut(self, runs: Sequence[Running]) -> None:
+        for run in runs:
+            run.cut = True
+            run.turn.set()
+        sent = [run.request.id for run in runs if run.versions]
+        if sent:
+            await self._control(self._engine.abort(sent))
+
+    # Weights.
+
+    async def pause(self, mode: str) -> None:
+        self._check_mode(mode)
+        await self._open()
+        self._paused = True
+        if mode == "wait" and self._frozen:
+            mode = "keep"  # vLLM would let them continue
+        if mode == "wait":
+            resumes = self._resumes
+            await self._all_ended([run for run in self._runs.values() if run.versions])
+            if resumes != self._resumes:
+                raise EngineError("resumed before the running requests had ended")
+        running = list(self._runs.values())
+        await self._control(self._engine.pause_generation(mode=mode, clear_cache=self._recompute))
+        if mode == "abort":
+            await self._cut([run for run in running if not run.ended.is_set()])
+            await self._all_ended(running)
+        self._frozen = True
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        """See `protocols.Generator`. Raises `EngineError` for weights that do not fit the model."""
+        await self._open()
+        await self._incoming.stage(version, weights)
+        self._incoming.keep_only(self._version, version)
+
+    async def install(self, version: Version) -> None:
+        await self._open()
+        self._check_install(version, staged=self._incoming.holds(version))
+        wrong = await self._incoming.swap(version, self.install_timeout_s)
+        if wrong:
+            undone = await self._incoming.swap(self._version, self.install_timeout_s + CONTROL_S)
+            if undone:
+                self._fail(f"after version {version} ({wrong}) the one before it could not be restored: {undone}")
+            raise EngineError(f"version {version} could not be installed: {wrong}", version=version)
+        await self._control(self._engine.update_weight_version(str(version)))
+        self._version = version
+        for run in self._runs.values():  # what was sampled before the pause has arrived before these answers
+            if run.versions:
+                run.goes_on_under(version)
+        self._incoming.keep_only(version)
+
+    async def resume(self) -> None:
+        await self._open()
+        await self._control(self._engine.resume_generation())
+        self._paused = self._frozen = False
+        self._resumes += 1
+        for run in self._runs.values():
+            run.turn.set()
+
+    # The engine's life.
+
+    async def close(self) -> None:
+        """End the engine; requests that still run fail. Can be called twice."""
+        if self._engine is None:
+            return
+        if not self._reason:
+            self._reason = "the rollout backend was closed"
+            self._unwatch()
+        self._cancel_runs()
+        if self._engine.output_handler is not None:
+            self._engine.output_handler.cancel()
+        await asyncio.to_thread(self._shut_down)
+        self._engine = None  # or it would end itself once more, and fail, as the interpreter goes down
+
+    async def _open(self) -> None:
+        """Called once, on the event loop in use: watch the engine's process and name the first version."""
+        self._check_open()
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._begin())
+        if not self._opening.done():
+            await asyncio.shield(self._opening)
+
+    async def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        for sentinel in self._sentinels():
+            loop.add_reader(sentinel, self._fail, "vLLM's engine process died")
+        await self._control(self._engine.get_supported_tasks())  # cached: from now on no send waits for it
+        await self._control(self._engine.update_weight_version(str(self._version)))
+
+    def _fail(self, reason: str) -> None:
+        """Fail every waiting call, and end what is left of the engine."""
+        self._unwatch()
+        if not self._ends(reason):
+            return
+        log.error("the vLLM backend failed: %s", reason)
+        self._cancel_runs()
+        asyncio.get_running_loop().run_in_executor(None, self._shut_down)
+
+    def _cancel_runs(self) -> None:
+        for run in self._runs.values():
+            if run.work is not None:
+                run.work.cancel()
+
+    def _shut_down(self) -> None:
+        self._engine.shutdown(timeout=GOODBYE_S)
+        self._area.close()
+
+    def _sentinels(self) -> list[int]:
+        sentinels: list[int] = self._engine.engine_core.resources.engine_manager.sentinels()
+        return sentinels
+
+    def _unwatch(self) -> None:
+        if self._opening is not None:
+            loop = asyncio.get_running_loop()
+            for sentinel in self._sentinels():
+                loop.remove_reader(sentinel)
+
+    async def _all_ended(self, runs: Sequence[Running]) -> None:
+        for run in runs:
+            await run.ended.wait()
+        self._check_open()
+
+    async def _control(self, call: Coroutine[Any, Any, Any], timeout_s: float = CONTROL_S) -> Any:
+        """vLLM's answer to a call. Raises: `EngineError` if it refuses, dies or does not answer in time."""
+        if self._reason:
+            call.close()
+            raise EngineError(self._reason)
+        asked = asyncio.ensure_future(call)
+        over = self._end()
+        await asyncio.wait([asked, over], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            self._fail(f"vLLM did not answer for {timeout_s:g} s")
+            raise EngineError(self._reason)
+        error = asked.exception()
+        if error is not None:
+            raise self._refused(error) from error
+        return asked.result()
+
+    def _refused(self, error: BaseException) -> EngineError:
+        """What a caller is told; the end of the engine is known by it before its process has gone."""
+        said = f"{type(error).__name__}: {error}"
+        if self._engine is not None and self._engine.errored:
+            self._fail(f"vLLM's engine failed: {said}")
+        return EngineError(self._reason or f"vLLM refused: {said}")
+
+
+def spans_of(reported: Any, tokens: int, in_force: Sequence[Version]) -> list[Span]:
+    """The version of each of `tokens` tokens, as vLLM reports it, checked against the versions installed meanwhile.
+
+    Raises: `EngineError` if they differ.
+    """
+    spans = [Span(one.start, one.end, int(one.version)) for one in reported or () if one.end > one.start]
+    versions = [span.version for span in spans]
+    ends = [0, *(span.stop for span in spans)]
+    gapless = [span.start for span in spans] == ends[:-1] and ends[-1] == tokens
+    if not gapless or versions != [version for version in in_force if version in versions]:
+        raise EngineError(f"vLLM reports the spans {spans} for {tokens} tokens under the versions {list(in_force)}")
+    return spans
+
+
+def _sampling_params(request: SampleRequest, budget: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = request.params
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_tokens=budget,
+        stop_token_ids=list(params.stop_ids),
+        ignore_eos=True,  # the request's stop ids are the only ones
+        logprobs=0,  # of the token sampled
+        detokenize=False,
+        seed=derive_seed(request.seed, len(request.prefix_ids)) >> 1,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _start(arguments: Mapping[str, Any]) -> Any:
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError("rollout.backend", "vllm", f"vLLM cannot be imported: {error}") from error
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except TypeError as error:
+        raise ConfigError("rollout.engine_args", dict(arguments), f"vLLM refuses them: {error}") from error
+    except Exception as error:
+        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error

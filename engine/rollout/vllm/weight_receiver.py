@@ -1,0 +1,149 @@
+"""Brings weights into one vLLM engine: from staged files, or sent by the weights store during the install.
+
+Used by `rollout.vllm.vllm_backend.VllmBackend`, which pauses the engine first and undoes a failed swap with another
+one.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from engine.errors import EngineError
+from engine.ids import Version
+from engine.rollout.sent_weights import Answer, Call, Join, Manifest, Send, SentWeights, Turn
+from engine.rollout.vllm.staged_weights import ModelTensors, StagingArea
+
+Control = Callable[..., Awaitable[Any]]
+"""`VllmBackend._control`: calls vLLM and returns its answer. The number is a limit in seconds, after which the backend
+has failed."""
+JOIN_S = 300.0
+"""Seconds that forming a group may take. Most of it is the first import of vLLM in the store's process."""
+
+
+class Incoming:
+    """The staged weights of one engine, and how they are installed."""
+
+    def __init__(self, area: StagingArea, engine: Any, control: Control, grace_s: float) -> None:
+        """`grace_s`: seconds beyond its limit that vLLM gets to answer an install before it counts as stuck."""
+        self._area = area
+        self._engine = engine
+        self._control = control
+        self._grace_s = grace_s
+        self._sent: dict[Version, tuple[SentWeights, tuple[tuple[str, str], ...]]] = {}
+        self._group: str | None = None
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        """Raises: `EngineError` if the weights do not fit the model, or no group can be formed."""
+        if isinstance(weights, SentWeights):
+            wanted = wanted_names(self._area.tensors, version, weights.manifest)
+            await self._join(weights)
+            self._sent[version] = weights, wanted
+        else:
+            await asyncio.to_thread(self._area.write, version, weights)
+            self._sent.pop(version, None)
+
+    def holds(self, version: Version) -> bool:
+        return version in self._sent or self._area.directory(version) is not None
+
+    def keep_only(self, *versions: Version) -> None:
+        self._area.keep_only(*versions)
+        self._sent = {version: sent for version, sent in self._sent.items() if version in versions}
+
+    async def swap(self, version: Version, limit_s: float) -> str:
+        """Install a version. Returns nothing, or why it failed. A version that is not staged is the one that the engine
+        started with.
+
+        A worker stops an install that exceeds its limit; one that does not is stuck. Raises: `EngineError` if vLLM is
+        stuck.
+        """
+        if version in self._sent:
+            weights, wanted = self._sent[version]
+            return await self._receive(weights, version, wanted, limit_s)
+        directory = self._area.directory(version)
+        arguments = (None if directory is None else str(directory), self._area.tensors.aliases, limit_s)
+        calls = self._engine.collective_rpc("install_staged_weights", args=arguments)
+        return "; ".join(filter(None, await self._control(calls, limit_s + self._grace_s)))
+
+    async def _receive(
+        self, weights: SentWeights, version: Version, wanted: tuple[tuple[str, str], ...], limit_s: float
+    ) -> str:
+        try:
+            await self._join(weights)
+            assert self._group is not None
+            await self._converse(weights, Send(group=self._group, version=version, wanted=wanted), limit_s)
+        except EngineError as error:
+            return await self._leave(str(error))
+        return ""
+
+    async def _join(self, weights: SentWeights) -> None:
+        """Form the group: once for each engine, and again after a failure."""
+        if self._group is not None:
+            return
+        parallel = self._engine.vllm_config.parallel_config
+        workers = parallel.world_size * parallel.data_parallel_size
+        group = secrets.token_hex(8)
+        await self._converse(weights, Join(group=group, workers=workers), JOIN_S)
+        self._group = group
+
+    async def _leave(self, wrong: str) -> str:
+        """Give up the group and partly received weights. Returns the reason, or why vLLM cannot."""
+        self._group = None
+        try:
+            await self._control(self._engine.collective_rpc("abandon_weight_update"))
+        except EngineError as error:
+            return f"{wrong}; the engine could not leave its group: {error}"
+        return wrong
+
+    async def _converse(self, weights: SentWeights, turn: Turn, limit_s: float) -> None:
+        """Carry out the calls of the store's side until it is done. Raises: `EngineError`."""
+        until = time.monotonic() + limit_s
+        group = turn.group
+        try:
+            async with asyncio.timeout(limit_s):
+                call = await weights.exchange(turn)
+            while call is not None:
+                wrong = await self._carry_out(call, until - time.monotonic())
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    call = await weights.exchange(Answer(group=group, wrong=wrong))
+        except TimeoutError:
+            raise EngineError(f"the weights did not arrive within {limit_s:g} s") from None
+
+    async def _carry_out(self, call: Call, left_s: float) -> str:
+        """Carry out one call. Returns nothing, or why vLLM refused it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        requests: dict[str, Callable[[Any], Any]] = {
+            "init_weight_transfer_engine": lambda info: WeightTransferInitRequest(init_info=info),
+            "update_weights": lambda info: WeightTransferUpdateRequest(update_info=info),
+        }
+        made = [requests[call.name](call.argument)] if call.name in requests else []
+        try:
+            await self._control(getattr(self._engine, call.name)(*made), max(0.0, left_s) + self._grace_s)
+        except EngineError as error:
+            return str(error)
+        return ""
+
+
+def wanted_names(model: ModelTensors, version: Version, manifest: Manifest) -> tuple[tuple[str, str], ...]:
+    """(name in the model, name in the manifest) for every name of the model, including tied names: vLLM may keep a
+    packed copy for each, and does not update names that are not given. Raises: `EngineError` that names what does not
+    fit."""
+    shapes = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in manifest.tensors]
+    owners: dict[str, tuple[str, int]] = {}
+    for name, index in manifest.names:
+        owner = model.aliases.get(name, name)
+        held, place = owners.setdefault(owner, (name, index))
+        if place != index:
+            raise EngineError(
+                f"weights of version {version}: {held} and {name} are one tensor in this model (tied) but are two "
+                "where they were published", version=version, name=name,
+            )  # fmt: skip
+    model.checked(version, {name: shapes[index] for name, index in manifest.names})
+    return tuple(
+        [(name, owners[name][0]) for name in model.shapes]
+        + [(alias, owners[owner][0]) for alias, owner in model.aliases.items()]
+    )

@@ -1,0 +1,132 @@
+"""Runs inside vLLM's worker processes: installs staged weights, and ends the process with its owner.
+
+`rollout.vllm.engine_args` names it to vLLM as the worker extension; only vLLM's workers import it. The import starts
+the watch: a worker must never outlive the process that started it, even if that process was killed.
+"""
+
+import os
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from engine.rollout.vllm.gloo_transfer import register
+
+OWNER = "STEP_ENGINE_VLLM_OWNER"
+"""Environment variable with the owner's process id, a colon, and the directory to remove when the owner dies."""
+
+register()
+
+
+class InstallWeights:
+    """Mixed into vLLM's worker class. `collective_rpc` calls its methods while generation is paused."""
+
+    model_runner: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def install_staged_weights(self, directory: str | None, aliases: Mapping[str, str], limit_s: float) -> str:
+        """Install the tensors of a staged directory, or with None those that the model was first loaded from.
+
+        `aliases` maps tied names to the staged name. Returns nothing, or why it failed. After a failure the weights are
+        undefined until another call installs a complete version.
+        """
+        until = time.monotonic() + limit_s
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._forget_half_loaded()
+                source = self._first_weights() if directory is None else staged_tensors(Path(directory))
+                self.model_runner.reload_weights(weights_iterator=in_time(with_aliases(source, aliases), until))
+            self.synchronize_device()  # type: ignore[attr-defined]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def abandon_weight_update(self) -> None:
+        """After a failed update by vLLM's weight transfer: leave the group and drop the partly received weights."""
+        if self.weight_transfer_engine is not None:
+            self._weight_update_active = False
+            self.weight_transfer_engine.reset_weight_update_target()
+            self.weight_transfer_engine.shutdown()
+        with set_current_vllm_config(self.vllm_config):
+            self._forget_half_loaded()
+
+    def _forget_half_loaded(self) -> None:
+        """Restore the parameters that an interrupted reload has taken apart; does nothing if none was."""
+        model = self.model_runner.get_model()
+        begun = [info for info in map(get_layerwise_info, model.modules()) if info.can_load()]
+        for info in begun:
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        if begun:
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+
+    def _first_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        loader: Any = get_model_loader(self.vllm_config.load_config)
+        weights: Iterator[tuple[str, torch.Tensor]] = loader.get_all_weights(
+            self.vllm_config.model_config, self.model_runner.get_model()
+        )
+        return weights
+
+
+def staged_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a staged version, memory-mapped, in the order in which they were written."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, file.get_tensor(name)
+
+
+def with_aliases(
+    source: Iterator[tuple[str, torch.Tensor]], aliases: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tied tensors under all their names: vLLM may keep a packed copy for each, and does not update names that are not
+    given."""
+    seen: set[str] = set()
+    wanted = set(aliases.values())
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in source:
+        seen.add(name)
+        if name in wanted:
+            kept[name] = tensor
+        yield name, tensor
+    for alias, name in aliases.items():
+        if alias not in seen and name in kept:
+            yield alias, kept[name].clone()
+
+
+def in_time(source: Iterator[tuple[str, torch.Tensor]], until: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes tensors on. Raises: TimeoutError before the first tensor that comes after the limit."""
+    for item in source:
+        if time.monotonic() > until:
+            raise TimeoutError(f"the install took too long; {item[0]} was next")
+        yield item
+
+
+def end_with(owner: int, directory: str) -> None:
+    """Kill this process when its owner has ended, and remove the owner's `directory`."""
+    try:
+        watch = select.poll()
+        watch.register(os.pidfd_open(owner), select.POLLIN)
+        watch.poll()
+    except ProcessLookupError:
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if OWNER in os.environ:
+    _owner, _, _directory = os.environ[OWNER].partition(":")
+    threading.Thread(target=end_with, args=(int(_owner), _directory), name="end-with-owner", daemon=True).start()

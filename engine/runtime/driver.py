@@ -1,0 +1,155 @@
+"""The one loop between the world and the scheduler: stamp, decide, record, then act.
+
+Used unchanged over Ray, in one process, in simulation and in benchmarks. It holds no policy and no knowledge of
+machines; it must never let a command leave before its frame is written.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.commands import Command, FinishRun
+from engine.events import Event, stamp
+from engine.record.frames import encode_snapshot
+from engine.record.msgpack_values import CodecError
+from engine.record.snapshots import Books, snapshot
+from engine.scheduling.scheduler import Scheduler
+
+# -- what the driver needs ---------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds since the run began; never falls."""
+
+
+class Recorder(Protocol):
+    def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
+        """Append one frame. It must be in the record before any of its commands leaves."""
+
+    def reject(self, event: Event, reason: str) -> None:
+        """Append one frame of an event that the scheduler could not handle."""
+
+    def snapshot(self, payloads: Sequence[bytes]) -> None:
+        """Append the whole state after the event written last, as `record.frames.encode_snapshot` gave it."""
+
+    def flush(self) -> None:
+        """Hand every frame written so far to the operating system."""
+
+    def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    def execute(self, commands: Sequence[Command]) -> None:
+        """Begin to carry out commands, in order, and return at once. What comes of them arrives later as events."""
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+NEVER = float("inf")
+REASON_LENGTH = 1000
+"""Characters of an error that go into the record."""
+
+
+class Driver:
+    """Feeds events to a scheduler one at a time.
+
+    `deliver` may be called by the executor while it carries out commands; such events wait their turn in the inbox.
+    After a
+    `FinishRun` nothing is handled any more: `outcome` holds it. After an event that could not be handled nothing is
+    either: `failure` holds what was raised.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        recorder: Recorder,
+        executor: Executor,
+        observe: Callable[[Event, tuple[Command, ...]], None] | None = None,
+        events_before: int = 0,
+        snapshot_every: int = 0,
+        books: Books | None = None,
+    ) -> None:
+        """`events_before`: handled by earlier lives of the run, whose record this one continues. `snapshot_every`:
+        the whole state goes into the record after so many events, with the `books` of who counts along; 0: never."""
+        self.scheduler = scheduler
+        self.clock = clock
+        self.recorder = recorder
+        self.executor = executor
+        self.observe = observe
+        self.events_handled = events_before
+        self.outcome: FinishRun | None = None
+        self.failure: Exception | None = None
+        self.snapshot_every = snapshot_every
+        self.books = books
+        self._next_snapshot: float = events_before + snapshot_every if snapshot_every else NEVER
+        self._inbox: deque[Event] = deque()
+        self._draining = False
+
+    @property
+    def waiting(self) -> int:
+        """Events taken in and not handled yet. May be read from any thread."""
+        return len(self._inbox)
+
+    def deliver(self, *events: Event) -> None:
+        """Take events in; handle everything that waits unless a call further up the stack is doing so already.
+
+        Raises: whatever `Scheduler.handle` raised, after recording the event as rejected and carrying out the commands
+        of the events before it; the same again for every later call, since the state is not to be trusted any more.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._inbox.extend(events)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._inbox:
+                self.executor.execute(self._handle_waiting())
+                if self.failure is not None:
+                    raise self.failure
+        finally:
+            self._draining = False
+
+    def _handle_waiting(self) -> list[Command]:
+        """Handle what is in the inbox now; the commands leave together, after their frames are flushed."""
+        commands: list[Command] = []
+        for _ in range(len(self._inbox)):
+            event = self._inbox.popleft()
+            if self.outcome is not None:
+                continue
+            stamp(event, self.events_handled, self.clock.now())
+            try:
+                answer = self.scheduler.handle(event)
+            except Exception as error:  # recorded as rejected, then raised: the run stops resumably
+                self.failure = error
+                self.recorder.reject(event, f"{type(error).__name__}: {error}"[:REASON_LENGTH])
+                break
+            self.events_handled += 1
+            self.recorder.write(event, answer, self.scheduler.state_hash)
+            if self.observe is not None:
+                self.observe(event, answer)
+            commands.extend(answer)
+            if answer and isinstance(answer[-1], FinishRun):
+                self.outcome = answer[-1]
+            elif self.events_handled >= self._next_snapshot:
+                self._write_snapshot()
+        self.recorder.flush()
+        return commands
+
+    def _write_snapshot(self) -> None:
+        """Its cost grows with the live groups, and so do the events until the next. A state that has no plain form goes
+        without, and the log says so: a run must not end for what only makes its recovery quicker."""
+        try:
+            payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
+        except CodecError as error:
+            log.warning("snapshots are off from now on, so a resume replays all later events: %s", error)
+            self._next_snapshot = NEVER
+            return
+        self.recorder.snapshot(payloads)
+        self._next_snapshot = self.events_handled + max(self.snapshot_every, len(self.scheduler.state.groups))

@@ -1,0 +1,385 @@
+"""`run`: runs a user's generators and trainer in this process until the run ends, and returns the result.
+
+Called by users. It makes a plan from the arguments, and a session whose processes are all in this process. Must never
+leave anything open, however the run ends.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine.commands import FinishRun
+from engine.errors import ConfigError, EngineError, RunFailed
+from engine.events import StopRequested
+from engine.ids import ReplicaId, StepId
+from engine.metrics.server import check_address
+from engine.metrics.transitions import Transitions
+from engine.policies import PolicySet
+from engine.protocols import Generator, Restorable, Scorer, Trainer
+from engine.record import MemoryRecorder, NullRecorder, Recorder, read
+from engine.record.files import make_run_private
+from engine.runtime.local.local_processes import LocalProcesses, LocalStores, LocalTrajectories, LocalWeights
+from engine.runtime.plan import Plan, Restore, Rollout
+from engine.runtime.prompts import Prompts, as_prompts, listed
+from engine.runtime.recovery import past_of
+from engine.runtime.session import Session, Watchers, header_of, recorder_of
+from engine.runtime.trajectory_service import TrajectoryService
+from engine.states.group import GROUP
+from engine.states.limits import Limits, ValidationLimits
+from engine.storage.checkpoints import list_checkpoints
+from engine.trajectory import Prompt
+from engine.workers.stage import Work, unchanged
+from engine.workers.threads import contained
+
+log = logging.getLogger(__name__)
+
+Generators = Sequence[Generator] | Callable[[ReplicaId], Generator]
+Tasks = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The result of a run."""
+
+    outcome: str
+    """`finished` or `stopped`; a failed run raises instead."""
+    reason: str
+    steps: int
+    """Number of finished train steps."""
+    version: int
+    """Newest published weights version."""
+    groups: dict[str, int]
+    """Number of prompt groups by final state: consumed, filtered, dropped, failed."""
+    staleness_mean: float
+    staleness_max: int
+    """Staleness of the trained groups, in train steps."""
+    tokens: int
+    """Response tokens trained on."""
+    events: int
+    seconds: float
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """The trainer's metrics of each step, with `step`."""
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    """Each ended validation, with the fields of its line in `metrics.jsonl`: `version`, `steps`, `outcome`,
+    `accuracy`, `reward_mean` and so on."""
+    resumed: str = ""
+    """What a resumed run continued from, in words."""
+    record: MemoryRecorder | Path | None = None
+    """The schedule's record, or its directory if it is on disk. `engine.record.read` accepts either."""
+
+
+def run(**options: Any) -> RunResult:
+    """`run_async` for a program without an event loop. Ctrl-C stops the run; it can be resumed."""
+    return asyncio.run(run_async(**options))
+
+
+async def run_async(
+    *,
+    generators: Generators,
+    trainer: Trainer,
+    prompts: Sequence[Prompt | str] | Prompts,
+    limits: Limits,
+    samples: int,
+    slots: int = 8,
+    prefix_every_tokens: int = 1024,
+    replicas: int = 1,
+    epochs: int = 1,
+    replacements: int | None = None,
+    policies: Mapping[str, str] | None = None,
+    run_dir: str | Path | None = None,
+    held_out: Sequence[Prompt | str] = (),
+    make_scorer: Callable[[Tasks], Scorer] | None = None,
+    works: Mapping[str, Work] | None = None,
+    state_timeout_s: float | None = None,
+    resume: bool = False,
+    force_from: str | None = None,
+    trajectories: str = "disk",
+    metrics_port: int | None = None,
+    control_port: int | None = None,
+) -> RunResult:
+    """Run until the run ends, on the current event loop.
+
+    `generators`: one generator for each replica, or a function that makes a replica's generator (on a thread, one at a
+    time); then there are `replicas`, and a lost one is replaced, up to `replacements` times in a row without a train
+    step in between (None: `limits.replica_restarts` times). `samples`: trajectories per prompt. `slots`: concurrent
+    groups per replica. `prefix_every_tokens`: tokens between two prefixes that a generator may save; 0: none.
+    `epochs`: passes over a list of prompts. `policies`: names by decision. `held_out`: prompts to measure, with one
+    response each (`GroupWork.held_out`), as `limits.validation` says, or before and after training. `make_scorer`:
+    makes the scorer of tasks that `limits.pools` separates from `train`. `works`: the work of those
+    `limits.added_states` whose policies have no `work`; it has `state_timeout_s` for each group.
+
+    `run_dir`: directory of the record, `metrics.jsonl`, checkpoints and trajectories (`trajectories`: `disk` or
+    `memory`); None: all stay in memory. `resume`: continue the run in it, with the same limits and a trainer in its
+    initial state, which has `load` (`protocols.Restorable`) if there is a checkpoint. `force_from`: an older checkpoint
+    to go back to, or `initial`. `metrics_port`, `control_port`: ports for `engine top`, `waits`, `drain` and so on.
+
+    Raises: `ConfigError` for invalid arguments, `RunFailed` with the cause if the run fails, `EngineError` for a
+    defect of the engine.
+    """
+    _require_counts(limits, samples, slots, run_dir, trajectories)
+    if run_dir is None and (resume or control_port is not None):
+        raise ConfigError("run_dir", None, "is required by resume and control_port", "set run_dir")
+    keeps = run_dir is not None and trajectories == "disk" and limits.checkpoint_every > 0
+    limits = _for_one_process(_with_held_out(limits, held_out, samples), replacements, keeps)
+    given = _Given(generators, replicas + len(limits.validators()), trainer, make_scorer, works or {})
+    plan = given.plan(
+        limits,
+        samples=samples,
+        make_prompts=lambda: listed(prompts, epochs) if isinstance(prompts, Sequence) else prompts,
+        slots=slots,
+        prefix_every_tokens=prefix_every_tokens,
+        state_timeout_s=state_timeout_s,
+        policies=policies or {},
+        run_dir=None if run_dir is None else Path(run_dir),
+        held_out=as_prompts(held_out),
+        resume=resume,
+        force_from=force_from,
+        trajectories=trajectories,
+        metrics_port=metrics_port,
+        control_port=control_port,
+    )
+    if plan.resume:
+        _require_same(plan, given.trainer)
+    return await LocalRun(plan, given.can_make).to_end()
+
+
+def run_plan(plan: Plan) -> RunResult:
+    """Run a `Plan` in this process, as `actors.launch.start` does over Ray. Resume it with `replace(plan,
+    resume=True)`.
+
+    Raises: as `run_async`.
+    """
+
+    async def to_end() -> RunResult:
+        return await LocalRun(replace(plan, limits=replace(plan.limits, run_restarts=0)), lambda replica: True).to_end()
+
+    plan.require_scorers()
+    return asyncio.run(to_end())
+
+
+def _load(trainer: Trainer, restore: Restore) -> None:
+    assert isinstance(trainer, Restorable) and restore.checkpoint is not None
+    trainer.load(restore.checkpoint)
+
+
+class LocalRun:
+    """A session whose processes are all in this process."""
+
+    def __init__(self, plan: Plan, can_make: Callable[[ReplicaId], bool]) -> None:
+        """`can_make`: whether another incarnation of a replica can be made."""
+        prompts = plan.make_prompts()
+        for port in (plan.metrics_port, plan.control_port):
+            if port is not None:
+                check_address(plan.metrics_host, port)
+        if plan.run_dir is not None:
+            make_run_private(plan.run_dir)
+        self.transitions = Transitions()
+        self.past = past_of(plan, self.transitions) if plan.resume else None
+        directory = plan.trajectories_dir
+        self._reports: list[dict[str, Any]] = []
+        with ExitStack() as opened:
+            if self.past is not None:
+                opened.callback(self.past.lock.release)
+            self._store = (
+                LocalTrajectories()
+                if directory is None
+                else TrajectoryService(directory, plan.store_policy, fresh=not plan.resume)
+            )
+            self.recorder: Any = recorder_of(plan, self.past)
+            if isinstance(self.recorder, NullRecorder):
+                self.recorder = MemoryRecorder(header_of(plan))
+            opened.callback(self.recorder.close)
+            self.session = session = Session(plan, self.recorder, self.transitions, Watchers(), self.past)
+            session.take_settings()
+            weights = LocalWeights()
+            processes = LocalProcesses(plan, self._store, weights, session.deliver, self._report, can_make)
+            session.connect(prompts, processes, LocalStores(self._store, weights), self._store.stats)
+            opened.pop_all()
+
+    async def to_end(self) -> RunResult:
+        """Run until the run ends, then close everything. Raises: `RunFailed` with the cause, `EngineError` for a
+        defect of the engine."""
+        session = self.session
+        try:
+            await session.control.open()
+            await session.supervisor.open(None if self.past is None else self.past.restore)
+            session.begin(self.past)
+            finish = await asyncio.shield(session.over)
+        except asyncio.CancelledError:
+            if session.driver.events_handled:
+                session.deliver(StopRequested(reason="interrupted"))
+            raise
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._close()))
+        if finish.outcome == "failed":
+            raise RunFailed(finish.reason, steps=session.scheduler.state.steps_trained)
+        return self._result(finish)
+
+    async def _close(self) -> None:
+        """Close everything, the record last. A failure is logged: it must not hide why the run ended."""
+        session = self.session
+        session.stop()
+        try:
+            for close in (session.control.close, session.supervisor.close, self._store.close):
+                try:
+                    await close()
+                except Exception:
+                    log.exception("the run could not be closed completely")
+        finally:
+            session.close()
+            begun = session.driver.events_handled or session.driver.failure is not None
+            if isinstance(self.recorder, Recorder) and not begun:
+                shutil.rmtree(self.recorder.directory)  # a run that never began must not be in the way of the next
+
+    def _report(self, step: StepId, figures: Mapping[str, Any]) -> None:
+        self._reports.append({"step": step} | dict(figures) | {"step": step})
+        self.session.metrics.report(step, figures)
+
+    def _result(self, finish: FinishRun) -> RunResult:
+        session = self.session
+        metrics, state = session.metrics, session.scheduler.state
+        return RunResult(
+            outcome=finish.outcome,
+            reason=finish.reason,
+            steps=state.steps_trained,
+            version=state.latest_version,
+            groups={name: self.transitions.entered("group", name) for name in GROUP.terminal},
+            staleness_mean=metrics.staleness.mean or 0.0,
+            staleness_max=int(metrics.staleness.largest or 0),
+            tokens=metrics.tokens_trained,
+            events=session.driver.events_handled,
+            seconds=session.now(),
+            metrics=self._reports,
+            validations=metrics.validations,
+            resumed="" if self.past is None else str(self.past),
+            record=self.recorder.directory if isinstance(self.recorder, Recorder) else self.recorder,
+        )
+
+
+class _Given:
+    """The user's arguments: generators or a function that makes them, a trainer, scorers, works."""
+
+    def __init__(
+        self,
+        generators: Generators,
+        replicas: int,
+        trainer: Trainer,
+        make_scorer: Callable[[Tasks], Scorer] | None,
+        works: Mapping[str, Work],
+    ) -> None:
+        self._make: Callable[[ReplicaId], Generator] | None = None
+        self._generators: dict[ReplicaId, Generator] = {}
+        if isinstance(generators, Sequence):
+            if not generators:
+                raise ConfigError("generators", "[]", "there must be at least one", "give a generator")
+            self._generators = dict(enumerate(generators))
+            replicas = len(generators)
+        else:
+            self._make = generators
+            if replicas < 1:
+                raise ConfigError("replicas", replicas, "must be at least 1", "use 1")
+        self._replicas = replicas
+        self.trainer = trainer
+        self._make_scorer = make_scorer
+        self._works = works
+
+    def plan(self, limits: Limits, **settings: Any) -> Plan:
+        """Raises: `ConfigError`."""
+        _require_numbers(limits, self._replicas)
+        made = Plan(
+            limits=limits,
+            make_rollout=self._rollout,
+            make_trainer=lambda: self.trainer,
+            replicas=self._replicas - len(limits.validators()),
+            make_scorer=None if self._make_scorer is None else self._scorer,
+            make_work=lambda name: self._works.get(name, unchanged),
+            most_replicas=4096 if self._make is not None else self._replicas,
+            restore_trainer=_load if isinstance(self.trainer, Restorable) else None,
+            **settings,
+        )
+        made.require_scorers()
+        return made
+
+    def _rollout(self, replica: ReplicaId) -> Rollout:
+        """Make the generator of a replica's next incarnation. Raises what the user's function raises."""
+        if self._make is not None:
+            generator = contained(self._make, replica)
+        elif replica in self._generators:
+            generator = self._generators.pop(replica)
+        else:
+            raise EngineError("no generator is left: pass a function as generators to add or replace replicas")
+        return Rollout(generator=generator, evaluator=generator)
+
+    def _scorer(self, tasks: Tasks) -> Scorer:
+        assert self._make_scorer is not None
+        return contained(self._make_scorer, tasks)
+
+    def can_make(self, replica: ReplicaId) -> bool:
+        return self._make is not None or replica in self._generators
+
+
+def _for_one_process(limits: Limits, replacements: int | None, keeps_batches: bool) -> Limits:
+    """The limits without automatic restarts of the run. `keeps_batches`: keep batches that no checkpoint contains."""
+    restarts = limits.replica_restarts if replacements is None else replacements
+    return replace(limits, replica_restarts=restarts, run_restarts=0, keeps_batches=keeps_batches)
+
+
+def _require_same(plan: Plan, trainer: Trainer) -> None:
+    """Raises: `ConfigError` if the recorded run has other limits or was started from a configuration, or if the trainer
+    cannot load its checkpoints."""
+    assert plan.run_dir is not None
+    header = read(plan.run_dir / "schedule", missing_end=plan.force_from is not None).header
+    if header.config:
+        law = "holds a run that was started from a configuration"
+        raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
+    if plan.restore_trainer is None and list_checkpoints(plan.run_dir / "checkpoints"):
+        law = "has no load(directory), but the run has a checkpoint"
+        raise ConfigError("trainer", type(trainer).__name__, law, "define load: roles.Restorable")
+    names = PolicySet.from_names(plan.policies).names
+    if dict(header.policies) != dict(names):
+        changed = {decision: name for decision, name in names.items() if header.policies.get(decision) != name}
+        law = f"are not those with which the run in {plan.run_dir} began"
+        raise ConfigError("policies", changed, law, "resume it with the same policies")
+    then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
+    for name, value in then.items():
+        if now[name] != value:
+            law = f"was {value!r} when the run in {plan.run_dir} began"
+            argument = {"replica_restarts": "limits.replica_restarts or replacements", "keeps_batches": "trajectories"}
+            field = argument.get(name, f"limits.{name}")
+            raise ConfigError(field, now[name], law, "resume it with the same limits")
+
+
+def _with_held_out(limits: Limits, held_out: Sequence[Prompt | str], samples: int) -> Limits:
+    """The limits with the number of held-out prompts. Raises: `ConfigError` if they state another number."""
+    given = len(held_out)
+    if limits.validation is None:
+        if not given:
+            return limits
+        return replace(limits, validation=ValidationLimits(rows=given, rows_per_slot=samples))
+    if limits.validation.rows != given:
+        law = f"there are {given} held_out prompts to measure"
+        raise ConfigError("limits.validation.rows", limits.validation.rows, law, f"use {given}" if given else "")
+    return limits
+
+
+def _require_numbers(limits: Limits, generators: int) -> None:
+    own = limits.validators()
+    limits.require_replicas(generators - len(own))
+    if own and (own.start < 1 or own.stop != generators):
+        law = f"the last {len(own)} of {generators} generators validate"
+        raise ConfigError("limits.validation.own_from", own.start, law, f"use {generators - len(own)}")
+
+
+def _require_counts(limits: Limits, samples: int, slots: int, run_dir: str | Path | None, trajectories: str) -> None:
+    for name, value in (("samples", samples), ("slots", slots)):
+        if value < 1:
+            raise ConfigError(name, value, "must be at least 1", "use 1")
+    if trajectories not in ("disk", "memory"):
+        raise ConfigError("trajectories", trajectories, "must be disk or memory", "use disk")
+    if limits.checkpoint_every and run_dir is None:
+        raise ConfigError("limits.checkpoint_every", limits.checkpoint_every, "checkpoints need a run_dir", "use 0")

@@ -1,0 +1,182 @@
+"""The interface between the runtime and the processes of a run.
+
+Called by `supervisor.py` and `executor.py`; implemented over Ray by `actors.ray_processes`, in one process by
+`runtime.local.local_processes`. An implementation starts, messages, probes and stops processes, and reports what
+happened. It must never decide anything.
+"""
+
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from engine.commands import Command
+from engine.ids import GroupId, Incarnation, StepId, Version
+from engine.runtime.plan import Restore
+from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
+from engine.trajectory import Prompt
+
+# -- calls that are still open -----------------------------------------------------------------------------------------
+
+
+class Waits:
+    """The open calls of one process."""
+
+    def __init__(self) -> None:
+        self._calls: dict[object, str] = {}
+
+    @contextmanager
+    def on(self, process: str) -> Iterator[None]:
+        """Context manager around a call to a process, given by name."""
+        call = object()
+        self._calls[call] = process
+        try:
+            yield
+        finally:
+            del self._calls[call]
+
+    @property
+    def oldest(self) -> str:
+        """The process that has not answered for longest; empty if no call is open."""
+        return next(iter(self._calls.values()), "")
+
+
+# -- the port ----------------------------------------------------------------------------------------------------------
+
+
+Key = tuple[str, int]
+"""(kind, index) of a process."""
+KEPT = (TRAJECTORY_STORE, WEIGHTS_STORE, GATEWAY)
+"""Kinds that start and end with the run."""
+SINGLE = {
+    TRAINER: "trainer",
+    ADDED_STATES: "states",
+    TRAJECTORY_STORE: "trajectories",
+    WEIGHTS_STORE: "weights",
+    GATEWAY: "gateway",
+}
+NUMBERED = {REPLICA: "rollout", SCORER: "scorer"}
+
+
+def source_of(kind: str, index: int) -> str:
+    """The name of a process in its reports and logs."""
+    return f"{NUMBERED[kind]}-{index}" if kind in NUMBERED else SINGLE[kind]
+
+
+def key_of(source: str) -> Key:
+    """The inverse of `source_of`."""
+    name, _, number = source.rpartition("-")
+    if name in NUMBERED.values():
+        return next(kind for kind, known in NUMBERED.items() if known == name), int(number)
+    return next(kind for kind, known in SINGLE.items() if known == source), 0
+
+
+class Order(NamedTuple):
+    """A command for a process, with the prompt that a generator needs."""
+
+    command: Command
+    prompt: Prompt | None = None
+
+
+class Sign(NamedTuple):
+    """A sign of life. `waits_for`: the process whose answer it has awaited longest, by name; empty: none."""
+
+    pid: int
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an incarnation of a process ended."""
+
+    reason: str
+    told: bool = False
+    """The process reported it itself."""
+    silent: bool = False
+    """The process does not respond, but may still run."""
+
+
+class Process(Protocol):
+    """One incarnation of a process."""
+
+    def bring_up(self, restore: Restore | None) -> Awaitable[None]:
+        """Load the hosted role. A trainer begins from `restore`. Raises: the user's exception, or an `EngineError`
+        that describes it."""
+
+    def join(self) -> None:
+        """Make a replica report that it is up, once, before its other events."""
+
+    def send(self, orders: Sequence[Order]) -> None:
+        """Send orders, to be executed after those sent before."""
+
+    async def probe(self) -> Sign | None:
+        """Return once the process responds; None: it is dead."""
+
+    async def lost(self) -> Ended:
+        """Return once the process is lost."""
+
+    async def stacks(self) -> str:
+        """Make a hung process write its stacks. Returns where they are, in words; empty if it wrote none."""
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Make the trainer give scorers the weights after `steps` train steps. Raises the reason if it cannot."""
+
+    async def close(self) -> None:
+        """End its work and close the hosted role."""
+
+    def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
+        """End the process at once. Returns an awaitable to wait for before the next incarnation starts, if needed.
+        `hung`: a call into the user's code does not return, so do not wait for that call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The processes that a restarted scheduler finds."""
+
+    processes: Mapping[tuple[str, Incarnation], Process]
+    """By source and incarnation."""
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Why a process could not be taken over, by its source."""
+
+
+class Processes(Protocol):
+    """The processes of one run."""
+
+    goodbye_s: float
+    """Seconds that processes get to close at the end of the run."""
+    look_again_s: float | None
+    """Seconds after which `lacking` may have another answer."""
+
+    def make(self, kind: str, index: int, incarnation: Incarnation) -> Process:
+        """Make an incarnation; returns at once. Raises the reason if it cannot be made."""
+
+    def last(self, kind: str, index: int) -> bool:
+        """Whether a process cannot be replaced any more."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises: `DataFailure` for a prompt that cannot be sent."""
+
+    def kept(self) -> Mapping[str, Process]:
+        """The processes that start and end with the run, by kind."""
+
+    async def room(self) -> int:
+        """Number of replicas that fit."""
+
+    async def lacking(self, replicas: int) -> str | None:
+        """The resources that are missing for this many replicas, in words; empty: none. None: they need none."""
+
+    async def published(self) -> Version:
+        """The newest version in the weights store; -1 if it does not answer."""
+
+
+class Stores(Protocol):
+    """The executor's calls to the stores and the gateway. Await the result for the answer; None: already done."""
+
+    def discard(self, groups: Sequence[GroupId]) -> Awaitable[object] | None:
+        """Delete the trajectories of groups."""
+
+    def retire(self, version: Version) -> Awaitable[object] | None:
+        """Delete a published version."""
+
+    def cut_agents(self, groups: Sequence[GroupId]) -> bool:
+        """Stop the agents of groups; False: there are none."""

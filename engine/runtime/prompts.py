@@ -1,0 +1,109 @@
+"""Sources of prompts, and the checked calls to a user's source.
+
+An executor draws prompts for the scheduler and reads them when a group starts. `CountedPrompts` makes a source of any
+function from numbers to prompts, such as the order of draws of `tasks.dataset.PromptSource`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from engine.commands import DrawPrompts
+from engine.errors import ConfigError, DataFailure, EngineError, reason_of
+from engine.events import DrawFailed, PromptsDrawn
+from engine.ids import GroupId
+from engine.trajectory import Prompt
+from engine.workers.threads import contained
+
+
+class Prompts(Protocol):
+    """A source of prompts. Group i is the i-th prompt drawn; the same i must always give the same prompt."""
+
+    def draw(self, first: GroupId, count: int) -> tuple[int, bool]:
+        """Draw the prompts `first`, `first + 1`, …: how many there are, at most `count`, and whether the source is now
+        exhausted.
+
+        It may return fewer than `count`; the rest is ordered again. An attempt fails if it raises, or returns more
+        than `count`, or 0 without being exhausted; `scheduler.infrastructure_attempts` failures in a row end the run.
+        It runs on a separate thread, so it may block. Meanwhile `prompt` may be called for earlier prompts.
+        """
+
+    def prompt(self, group: GroupId) -> Prompt:
+        """The prompt of a drawn group. Raises: `DataFailure` if it cannot be read."""
+
+
+class CountedPrompts:
+    """Prompts from a function of their number: `total` of them, or endless if it is None."""
+
+    def __init__(self, total: int | None, prompt: Callable[[GroupId], Prompt]) -> None:
+        self._total = total
+        self._prompt = prompt
+
+    def draw(self, first: GroupId, count: int) -> tuple[int, bool]:
+        if self._total is None:
+            return count, False
+        given = max(0, min(count, self._total - first))
+        return given, first + given >= self._total
+
+    def prompt(self, group: GroupId) -> Prompt:
+        return self._prompt(group)
+
+
+def draw_prompts(prompts: Prompts, order: DrawPrompts, first: GroupId) -> PromptsDrawn | DrawFailed:
+    """Execute an order for prompts, starting at `first`; returns the event that answers it. Never raises."""
+    try:
+        count, exhausted = contained(_checked_draw, prompts, first, order.count)
+    except Exception as error:
+        return DrawFailed(number=order.number, reason=reason_of(error))
+    return PromptsDrawn(first=first, count=count, exhausted=exhausted, number=order.number)
+
+
+def read_prompt(prompts: Prompts, group: GroupId) -> Prompt:
+    """The prompt of a group. Raises: `DataFailure` if it is not a valid `Prompt`, and what the source raises."""
+    return contained(_checked_prompt, prompts, group)
+
+
+def _checked_draw(prompts: Prompts, first: GroupId, most: int) -> tuple[int, bool]:
+    given: Any = prompts.draw(first, most)
+    said = f"{type(prompts).__name__}.draw({first}, {most}) returned"
+    whole = isinstance(given, tuple | list) and len(given) == 2
+    if not whole or type(given[0]) is not int or not isinstance(given[1], bool):
+        raise EngineError(f"{said} {given!r:.80}, not (how many prompts, whether they are the last)")
+    count, exhausted = given
+    if not 0 <= count <= most:
+        raise EngineError(f"{said} {count} prompts, which must be 0 to {most}, the number ordered")
+    if not count and not exhausted:
+        raise EngineError(f"{said} no prompt and did not say that the source is exhausted; return (0, True) if it is")
+    return count, exhausted
+
+
+def _checked_prompt(prompts: Prompts, group: GroupId) -> Prompt:
+    prompt: Any = prompts.prompt(group)
+    if not isinstance(prompt, Prompt):
+        law = f"{type(prompts).__name__}.prompt returned a {type(prompt).__name__} for group {group}, not a Prompt"
+        raise DataFailure(law, group=group)
+    row, text, fields = [getattr(prompt, name) for name in ("row", "text", "fields")]
+    problem = ""
+    if not isinstance(row, int) or not -(2**63) <= row < 2**63:
+        problem = f"row is a {type(row).__name__}, not an int of 64 bits"
+    elif not isinstance(text, str):
+        problem = f"text is a {type(text).__name__}, not a str"
+    elif not isinstance(fields, Mapping):
+        problem = f"fields is a {type(fields).__name__}, not a mapping"
+    if problem:
+        raise DataFailure(f"the prompt of group {group}: {problem}", group=group)
+    return prompt
+
+
+def as_prompts(items: Sequence[Prompt | str]) -> list[Prompt]:
+    """Turn strings into prompts, with their index as the row."""
+    return [item if isinstance(item, Prompt) else Prompt(row=row, text=item) for row, item in enumerate(items)]
+
+
+def listed(items: Sequence[Prompt | str], epochs: int = 1) -> CountedPrompts:
+    """The prompts of a list, in order, `epochs` times. Strings become prompts, with their index as the row."""
+    if not items:
+        raise ConfigError("prompts", "[]", "there must be at least one prompt", "give a prompt")
+    if epochs < 1:
+        raise ConfigError("epochs", epochs, "must be at least 1", "use 1")
+    rows = as_prompts(items)
+    return CountedPrompts(epochs * len(rows), lambda group: rows[group % len(rows)])

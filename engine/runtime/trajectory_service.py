@@ -1,0 +1,180 @@
+"""The trajectory store of a run: a service that executes calls on one thread, and its client.
+
+Workers use the client. Over Ray the service is an actor; in one process it shares the event loop. It stores packed
+groups and must never unpack them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from engine.errors import reason_of
+from engine.ids import GroupId, StepId
+from engine.states.process import TRAJECTORY_STORE
+from engine.storage.durable_trajectories import DurableStore, StorePolicy
+from engine.storage.group_codec import pack_group, unpack_group
+from engine.storage.trajectories import ScoreRow, StoreStats, TrajectoryStore, pack_scores, unpack_scores
+from engine.trajectory import TrajectoryGroup
+from engine.workers.threads import OneThread, on_a_thread
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Packed = tuple[GroupId, int, bytes]
+"""(group, attempt, packed group)"""
+MAX_ITEMS = 4096
+"""Maximum number of items of one call."""
+
+
+class Batcher(Generic[Item]):
+    """Sends items in order, one call at a time. `put` returns once the call with its item has been answered."""
+
+    def __init__(self, send: Callable[[Sequence[Item]], Awaitable[object]]) -> None:
+        self._send = send
+        self._waiting: list[tuple[Item, asyncio.Future[None]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def put(self, item: Item) -> None:
+        """Send an item. Raises the exception of the call."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, done))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._drain())
+        await done
+
+    async def _drain(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MAX_ITEMS], self._waiting[MAX_ITEMS:]
+            error: Exception | None = None
+            try:
+                await self._send([item for item, _ in batch])
+            except Exception as raised:
+                error = raised
+            for _, done in batch:
+                if done.done():
+                    continue
+                if error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(error)
+        self._task = None
+
+
+class TrajectoryService:
+    """The server of a trajectory store: on disk if it has a directory, otherwise in memory.
+
+    One thread executes all calls in order, so a slow disk does not delay the event loop."""
+
+    def __init__(self, directory: Path | None = None, policy: StorePolicy | None = None, fresh: bool = True) -> None:
+        """`fresh`: `directory` must hold no trajectories; otherwise they are read."""
+        self._thread = OneThread("trajectories")
+        self._failed = asyncio.Event()
+        self._reason = ""
+        self._store: TrajectoryStore[bytes] | DurableStore = (
+            TrajectoryStore() if directory is None else DurableStore(directory, policy, fresh=fresh)
+        )
+
+    async def alive(self) -> str:
+        """Return only once a write has failed, with the reason."""
+        await self._failed.wait()
+        return self._reason
+
+    async def put(self, groups: list[Packed]) -> None:
+        def put_all() -> None:
+            for group, attempt, payload in groups:
+                self._store.put(group, attempt, payload, len(payload))
+
+        await self._write(put_all)
+
+    async def replace(self, group: GroupId, attempt: int, payload: bytes) -> None:
+        await self._write(self._store.replace, group, attempt, payload, len(payload))
+
+    async def partial(self, group: GroupId) -> bytes | None:
+        return await self._call(self._store.partial, group)
+
+    async def get(self, groups: list[GroupId]) -> list[bytes]:
+        return await self._call(self._store.get, groups)
+
+    async def put_scores(self, step: StepId, task: str, groups: list[GroupId], packed: list[bytes]) -> None:
+        await self._write(self._store.put_scores, step, task, groups, packed)
+
+    async def scores(self, step: StepId, task: str, groups: list[GroupId]) -> list[bytes]:
+        return await self._call(self._store.scores, step, task, groups)
+
+    async def discard(self, groups: list[GroupId], attempt: int | None = None) -> None:
+        await self._write(self._store.discard, groups, attempt)
+
+    async def stats(self) -> StoreStats:
+        return await self._call(self._store.stats)
+
+    async def close(self) -> None:
+        """Close the store and release its directory."""
+        await self._call(self._store.close)
+        self._thread.abandon()
+
+    async def _call(self, operation: Callable[..., Result], *given: Any) -> Result:
+        return await self._thread.call(operation, *given)
+
+    async def _write(self, change: Callable[..., object], *given: Any) -> None:
+        """Change the store; returns once that is flushed. After a failure it never returns, so that no caller loses an
+        attempt; `alive` then reports the failure and the run ends."""
+
+        def keep() -> None:
+            change(*given)
+            self._store.flush()
+
+        try:
+            await self._call(keep)
+        except Exception as error:
+            if not self._failed.is_set():
+                log.exception("the trajectory store cannot store anything more")
+                self._reason = reason_of(error)
+                self._failed.set()
+            await asyncio.Event().wait()
+
+
+class PackedTrajectories:
+    """The client of a `TrajectoryService`: packs groups, and sends concurrent puts in one call."""
+
+    def __init__(self, store: Any, awaited: Callable[[str], AbstractContextManager[None]]) -> None:
+        """`store`: has the methods of a `TrajectoryService`. `awaited(process)`: context manager for each call."""
+        self._store = store
+        self._awaited = awaited
+        self._puts: Batcher[Packed] = Batcher(lambda groups: store.put(list(groups)))
+
+    async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+        with self._awaited(TRAJECTORY_STORE):
+            await self._puts.put((group.group, attempt, pack_group(group)))
+
+    async def replace(self, group: TrajectoryGroup, attempt: int) -> None:
+        with self._awaited(TRAJECTORY_STORE):
+            await self._store.replace(group.group, attempt, pack_group(group))
+
+    async def partial(self, group: GroupId) -> TrajectoryGroup | None:
+        with self._awaited(TRAJECTORY_STORE):
+            packed = await self._store.partial(group)
+        return None if packed is None else unpack_group(packed)
+
+    async def get(self, groups: Sequence[GroupId]) -> list[TrajectoryGroup]:
+        with self._awaited(TRAJECTORY_STORE):
+            packed = await self._store.get(list(groups))
+        return await on_a_thread(lambda: [unpack_group(one) for one in packed])
+
+    async def put_scores(
+        self, step: StepId, task: str, groups: Sequence[GroupId], scores: Sequence[Sequence[ScoreRow]]
+    ) -> None:
+        with self._awaited(TRAJECTORY_STORE):
+            await self._store.put_scores(step, task, list(groups), [pack_scores(rows) for rows in scores])
+
+    async def scores(self, step: StepId, task: str, groups: Sequence[GroupId]) -> list[list[ScoreRow]]:
+        with self._awaited(TRAJECTORY_STORE):
+            packed = await self._store.scores(step, task, list(groups))
+        return [unpack_scores(data) for data in packed]
+
+    async def discard(self, groups: Sequence[GroupId], attempt: int | None = None) -> None:
+        with self._awaited(TRAJECTORY_STORE):
+            await self._store.discard(list(groups), attempt)

@@ -1,0 +1,79 @@
+"""The format of messages between the actors: batches of events and orders as bytes, and calls in their order.
+
+Events and commands use the record's strict format, so the sender fails if something cannot be recorded. The lists
+around them are pickled, as Ray does with every call: they pass only between processes of one run and are never read
+from disk. Trajectories are not pickled: `storage.group_codec`.
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from engine.events import Event
+from engine.record.codec import command_from, event_from, plain_command, plain_event
+from engine.runtime.process_port import Order
+from engine.trajectory import Prompt
+
+Item = TypeVar("Item")
+
+
+def pack_events(events: Sequence[Event]) -> bytes:
+    return pickle.dumps([plain_event(event) for event in events], 5)
+
+
+def unpack_events(data: bytes) -> list[Event]:
+    return [event_from(_listed(plain), -1, 0.0) for plain in pickle.loads(data)]
+
+
+def pack_orders(orders: Sequence[Order]) -> bytes:
+    return pickle.dumps([(c.cause, plain_command(c), _plain_prompt(prompt)) for c, prompt in orders], 5)
+
+
+def unpack_orders(data: bytes) -> list[Order]:
+    return [
+        Order(
+            command_from(_listed(plain), cause),
+            None if prompt is None else Prompt(row=prompt[0], text=prompt[1], fields=prompt[2]),
+        )
+        for cause, plain, prompt in pickle.loads(data)
+    ]
+
+
+def _plain_prompt(prompt: Prompt | None) -> tuple[object, ...] | None:
+    return None if prompt is None else (prompt.row, prompt.text, dict(prompt.fields))
+
+
+def _listed(plain: Sequence[object]) -> list[object]:
+    """With lists for tuples, as the codec decodes it from bytes."""
+    return [list(value) if isinstance(value, tuple) else value for value in plain]
+
+
+class InOrder(Generic[Item]):
+    """Restores the order of numbered calls to an asynchronous actor, which may start in any order. Each sender numbers
+    its calls from 1 in each epoch. A call of a higher epoch ends the current one."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._next = 1
+        self._early: dict[int, Item] = {}
+
+    def begin(self, epoch: int) -> bool:
+        """Begin an epoch: drop waiting calls of earlier epochs, and refuse later ones of them. False: the epoch has
+        begun before."""
+        if epoch <= self._epoch:
+            return False
+        self._epoch, self._next = epoch, 1
+        self._early.clear()
+        return True
+
+    def take(self, epoch: int, sequence: int, item: Item) -> list[Item]:
+        """The calls that can be executed now; none for repeated calls and calls of earlier epochs."""
+        self.begin(epoch)
+        if epoch < self._epoch or sequence < self._next:
+            return []
+        self._early[sequence] = item
+        ready = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next += 1
+        return ready

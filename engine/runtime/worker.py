@@ -1,0 +1,311 @@
+"""The workers inside the processes of a run: each hosts a user's generator, trainer, scorer or work; orders in, events
+out.
+
+A process makes the worker of its kind from the plan, calls `open`, then `carry_out`. Workers run on an event loop;
+blocking calls run on threads. They must never depend on where they run.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from engine.commands import Command, DiscardGroups
+from engine.errors import ConfigError, EngineError
+from engine.events import Event
+from engine.ids import NO_VERSION, Incarnation, StepId
+from engine.policies.custom_states import work_of
+from engine.protocols import Trainer
+from engine.runtime.plan import Plan, Restore, Rollout
+from engine.states.limits import REWARDING
+from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
+from engine.storage.trajectories import Trajectories
+from engine.storage.weights import Weights
+from engine.trajectory import Prompt
+from engine.workers.measurement import HeldOut
+from engine.workers.replica import ReplicaHost
+from engine.workers.scorer import ScorerHost
+from engine.workers.stage import AddedStatesHost, Work, unchanged
+from engine.workers.threads import on_a_thread
+from engine.workers.trainer import Report, TrainerHost, taking_turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The stores and callbacks of a worker."""
+
+    trajectories: Trajectories
+    weights: Weights
+    emit: Callable[[Event], None]
+    """Reports an event to the scheduler."""
+    report: Report
+    """Reports the trainer's metrics of a step, before its next event."""
+    broken: Callable[[str], None]
+    """Reports that this process cannot continue."""
+    ask_trainer: Callable[[StepId], Awaitable[None]]
+    """Makes the trainer hand over the weights after so many train steps. Raises the reason if it cannot."""
+
+
+class Worker:
+    """One incarnation of a process, from the inside. Orders that arrive before it is open wait."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, plan: Plan, index: int, incarnation: Incarnation) -> None:
+        self.plan = plan
+        self.index = index
+        self.incarnation = incarnation
+        self._opening: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
+        self._early: list[tuple[Command, Prompt | None]] = []
+        self._abandoned = False
+
+    async def open(self, peers: Peers, restore: Restore | None = None) -> None:
+        """Load the hosted role. Repeated calls share one load and its result. Raises what the user's factory
+        raises."""
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._open_once(peers, restore))
+        await asyncio.shield(self._opening)
+
+    async def _open_once(self, peers: Peers, restore: Restore | None) -> None:
+        await self._open(peers, restore)
+        self._opened.set()
+        early, self._early = self._early, []
+        for command, prompt in early:
+            self._carry_out(command, prompt)
+
+    async def _open(self, peers: Peers, restore: Restore | None) -> None:
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int | None:
+        """CPU threads for numerical libraries; 0: one for each core; None: unchanged."""
+        return None
+
+    def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
+        """Start a command and return at once. `prompt` is required for commands that start or resume a group."""
+        if self._opened.is_set():
+            self._carry_out(command, prompt)
+        else:
+            self._early.append((command, prompt))
+
+    def forget_early(self) -> None:
+        """Drop the waiting orders: a restarted scheduler reissues them."""
+        self._early.clear()
+
+    def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """A call into the user's code hangs: `close` does not wait for it."""
+        self._abandoned = True
+
+    async def close(self) -> None:
+        """Cancel everything, without reports, and close the hosted role. What is being loaded is loaded before: nobody
+        else could close it."""
+        if self._opening is not None:
+            if self._abandoned:
+                self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._close()
+
+    async def _close(self) -> None:
+        raise NotImplementedError
+
+
+class ReplicaWorker(Worker):
+    """Hosts a generator."""
+
+    kind = REPLICA
+    rollout: Rollout | None = None
+    _host: ReplicaHost | None = None
+    _joined = False
+
+    @property
+    def threads(self) -> int:
+        return self.plan.rollout_threads
+
+    async def _open(self, peers: Peers, restore: Restore | None) -> None:
+        plan = self.plan
+        self.rollout = rollout = await on_a_thread(plan.make_rollout, self.index)
+        self._host = ReplicaHost(
+            replica=self.index,
+            incarnation=self.incarnation,
+            generator=rollout.generator,
+            samples=plan.samples,
+            trajectories=peers.trajectories,
+            weights=peers.weights,
+            emit=peers.emit,
+            broken=peers.broken,
+            prefix_every_tokens=plan.prefix_every_tokens,
+            held_out=self._held_out(rollout),
+            rewarded=plan.rewarded,
+            progress_every_s=plan.limits.timeouts.progress_every_s,
+        )
+
+    def _held_out(self, rollout: Rollout) -> HeldOut | None:
+        """The held-out prompts that this replica may measure. Raises: `ConfigError` if it has no evaluator."""
+        if self.plan.limits.validation is None:
+            return None
+        if rollout.evaluator is None:
+            law = "validation needs an evaluator, but the plan's rollouts have none"
+            raise ConfigError("limits.validation", f"{len(self.plan.held_out)} rows", law, "add one, or use None")
+        return HeldOut(prompts=self.plan.held_out, evaluator=rollout.evaluator)
+
+    def join(self) -> None:
+        """Report that the replica is up, with the initial weights; once."""
+        if self._host is None:
+            raise EngineError(f"replica {self.index} is not open")
+        if not self._joined:
+            self._joined = True
+            self._host.join(self.plan.slots)
+
+    def _carry_out(self, command: Command, prompt: Prompt | None) -> None:
+        assert self._host is not None
+        self._host.carry_out(command, prompt)
+
+    async def _close(self) -> None:
+        if self._host is not None:
+            await self._host.close()
+
+
+class TrainerWorker(Worker):
+    """Hosts the trainer."""
+
+    kind = TRAINER
+    _host: TrainerHost | None = None
+
+    @property
+    def threads(self) -> int:
+        return self.plan.trainer_threads
+
+    async def _open(self, peers: Peers, restore: Restore | None) -> None:
+        plan = self.plan
+        if restore is not None and restore.version != NO_VERSION:
+            restore = replace(restore, weights=await peers.weights.get(restore.version))
+        trainer = await on_a_thread(self._make, restore)
+        host = TrainerHost(
+            trainer=trainer,
+            trajectories=peers.trajectories,
+            weights=peers.weights,
+            emit=peers.emit,
+            report=peers.report,
+            checkpoints=None if plan.run_dir is None else plan.run_dir / "checkpoints",
+            own_tasks=[task for task in plan.limits.scoring_tasks if task not in plan.limits.scored_apart],
+            scored_apart=plan.limits.scored_apart,
+            hands_over=plan.hands_over,
+        )
+        for redo in () if restore is None else restore.redo:
+            await host.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
+        if restore is not None and restore.reaches:
+            await host.hand_over(restore.reaches)
+        self._host = host
+
+    def _make(self, restore: Restore | None) -> Trainer:
+        trainer = self.plan.make_trainer()
+        if restore is not None and restore.steps:
+            if self.plan.restore_trainer is None:
+                raise EngineError("this trainer cannot be restored")
+            self.plan.restore_trainer(trainer, restore)
+        return taking_turns(trainer) if self.plan.limits.trains_in_turns else trainer
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
+        cannot."""
+        await self._opened.wait()
+        assert self._host is not None
+        await self._host.hand_over_again(steps)
+
+    def _carry_out(self, command: Command, prompt: Prompt | None) -> None:
+        assert self._host is not None
+        self._host.carry_out(command)
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._host is not None:
+            self._host.abandon()
+
+    async def _close(self) -> None:
+        if self._host is not None:
+            await self._host.close()
+
+
+class ScorerWorker(Worker):
+    """Hosts the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
+
+    kind = SCORER
+    _host: ScorerHost | None = None
+
+    @property
+    def threads(self) -> int:
+        given = self.plan.scorer_threads
+        return given[self.index] if self.index < len(given) else self.plan.trainer_threads
+
+    async def _open(self, peers: Peers, restore: Restore | None) -> None:
+        make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
+        assert make is not None  # `Plan.require_scorers` has checked it
+        self._host = ScorerHost(
+            scorer=await on_a_thread(make, tasks),
+            trajectories=peers.trajectories,
+            weights=peers.weights,
+            emit=peers.emit,
+            ask=peers.ask_trainer,
+        )
+
+    def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
+        assert self._host is not None
+        self._host.carry_out(command)
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._host is not None:
+            self._host.abandon()
+
+    async def _close(self) -> None:
+        if self._host is not None:
+            await self._host.close()
+
+
+class StatesWorker(Worker):
+    """Hosts the work of added states, user coroutines that run concurrently. Its orders are `EnterState` and
+    `DiscardGroups`."""
+
+    kind = ADDED_STATES
+    _host: AddedStatesHost | None = None
+
+    async def _open(self, peers: Peers, restore: Restore | None) -> None:
+        self._host = AddedStatesHost(
+            works=await on_a_thread(self._works),
+            trajectories=peers.trajectories,
+            emit=peers.emit,
+            timeout_s=self.plan.state_timeout_s,
+            untimed=(REWARDING,),
+            broken=peers.broken,
+        )
+
+    def _works(self) -> dict[str, Work]:
+        """Import and make the work of each state. Raises what the user's code raises."""
+        from engine.config import load_extensions_of  # late: only this worker needs it
+
+        plan = self.plan
+        load_extensions_of(plan.config)
+        own = {state.name: work_of(state.name) for state in plan.limits.added_states}
+        made = {name: plan.make_work(name) for name, work in own.items() if work is None and plan.make_work is not None}
+        return {name: work or made.get(name, unchanged) for name, work in own.items()}
+
+    def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
+        assert self._host is not None
+        if isinstance(command, DiscardGroups):
+            self._host.discard(command.groups)
+        else:
+            self._host.carry_out(command)
+
+    async def _close(self) -> None:
+        if self._host is not None:
+            await self._host.close()
+
+
+WORKERS: Mapping[str, type[Worker]] = {
+    worker.kind: worker for worker in (ReplicaWorker, TrainerWorker, ScorerWorker, StatesWorker)
+}
+"""By kind of process."""

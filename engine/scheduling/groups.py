@@ -1,0 +1,364 @@
+"""Groups on replicas: drawing, admission, dispatch, abort and resume, failure and retry.
+
+Called by `scheduler.py` for each event about a group, and once after every event to fill free slots. Changes state only
+through `State`'s operations.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from engine.commands import AbortGroup, DrawPrompts, ParkGroup, ResumeGroup, StartGroup
+from engine.events import (
+    DrawFailed,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    PrefixStored,
+    PromptsDrawn,
+    StateFailed,
+    StateLeft,
+)
+from engine.ids import NO_VERSION, ReplicaId, Version
+from engine.scheduling.decisions import Decisions
+from engine.scheduling.issued_commands import MOST_STARTS, Orders
+from engine.scheduling.lifetimes import REASON_LENGTH, Lifetimes
+from engine.scheduling.pace import PaceScheduling
+from engine.scheduling.stages import StageScheduling
+from engine.states.group import Group
+from engine.states.laws import require
+from engine.states.orders import KINDS_OF_SUBJECTS
+from engine.states.replica import Replica
+from engine.states.state import Key, State
+from engine.states.timeouts import CUT_SHORT
+from engine.states.view import view_group
+
+MOST_DRAWN = 4096
+"""Prompts that are asked for at once."""
+
+
+@dataclass(eq=False)
+class RolloutScheduling:
+    """Keeps slots busy within the laws."""
+
+    state: State
+    decisions: Decisions
+    orders: Orders
+    stages: StageScheduling
+    pace: PaceScheduling
+    lifetimes: Lifetimes
+
+    # facts
+
+    def on_prompts_drawn(self, event: PromptsDrawn) -> None:
+        state = self.state
+        ordered: Any = state.orders.matched[0].command
+        require(
+            event.first == state.ledger.drawn and 0 <= event.count <= ordered.count,
+            "law 5: prompts were drawn that were not ordered",
+            first=event.first, drawn=state.ledger.drawn, count=event.count, ordered=ordered.count,
+        )  # fmt: skip
+        require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
+        state.failed_draws = 0
+        state.exhausted = state.exhausted or event.exhausted
+        state.draw(event.first, event.count)
+
+    def on_draw_failed(self, event: DrawFailed) -> None:
+        """The prompts are ordered again; a source that only fails ends the run."""
+        state = self.state
+        state.failed_draws += 1
+        if state.failed_draws >= state.limits.infrastructure_attempts:
+            times = f"{state.failed_draws} times in a row"
+            self.orders.end_run("failed", f"the data source failed {times}; last error: {event.reason[:REASON_LENGTH]}")
+
+    def on_group_generated(self, event: GroupGenerated) -> None:
+        group = self.state.groups[event.group]
+        self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+        replica = self.state.fleet.replicas[event.replica]
+        if replica.failed_groups:
+            replica.failed_groups = 0
+        if group.seated_at and self.state.limits.straggler_factor is not None:
+            self.pace.generated(group, replica)
+        group.failed_on = -1
+        group.reward_mean = event.reward_mean
+        if not self.state.stages.by_name or not self.stages.enter(group):
+            self._settle(group, event)
+
+    def on_state_left(self, event: StateLeft) -> None:
+        outcome = self.stages.left(event)
+        if outcome is not None:
+            self._settle(self.state.groups[event.group], outcome)
+
+    def on_state_failed(self, event: StateFailed) -> None:
+        spent = self.stages.failed(event)
+        if spent is not None:
+            self._give_up(spent)
+
+    def _settle(self, group: Group, event: GroupGenerated) -> None:
+        """A group has its tokens, and whatever added states make of them: it is ready, or not worth training on."""
+        self.state.failed_in_a_row = 0
+        group.ready_at = event.at
+        keep = self.decisions.ask("filter", (event,), (bool,))
+        if group.replica >= 0:
+            self.state.unseat(group)
+        self.state.fire_group(group, "generate")
+        if keep:
+            self.state.filtered_in_a_row = 0
+        else:
+            self.state.filtered_in_a_row += 1
+            self.release(group, "filter")
+
+    def on_group_aborted(self, event: GroupAborted) -> None:
+        group = self.state.groups[event.group]
+        if event.tokens:
+            self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+            group.kept = True
+            group.unfinished = event.unfinished
+        unasked = self.state.fleet.replicas[event.replica].state == "ready"
+        parks = [order.command for order in self.state.orders.matched if isinstance(order.command, ParkGroup)]
+        self.state.unseat(group)
+        if parks and parks[0].reason:
+            self.park_after_failure(group, "infrastructure", parks[0].reason)
+            return
+        if parks:
+            group.moved, group.failed_on, unasked = True, event.replica, False
+        if unasked:  # nobody paused the replica: an attempt was lost, else this could continue forever
+            self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
+            return
+        self._park_uncharged(group)
+
+    def on_prefix_stored(self, event: PrefixStored) -> None:
+        if not event.tokens:
+            return
+        group = self.state.groups[event.group]
+        self._note_tokens(group, event.tokens, event.oldest_version, event.newest_version)
+        self.state.update(group, kept=True, unfinished=event.unfinished)
+
+    def on_group_failed(self, event: GroupFailed) -> None:
+        group = self.state.groups[event.group]
+        if event.cause == "data" and group.kept:
+            group.forget_tokens()
+        group.failed_on = event.replica
+        self.state.unseat(group)
+        self.park_after_failure(group, event.cause, event.reason)
+        if event.cause == "infrastructure":
+            self._blame(self.state.fleet.replicas[event.replica], event)
+
+    def _blame(self, replica: Replica, event: GroupFailed) -> None:
+        """A replica on which different groups fail one after another is sick: another life may be better."""
+        if replica.failed_group != event.group:
+            replica.failed_group = event.group
+            replica.failed_groups += 1
+        if replica.failed_groups >= self.state.limits.infrastructure_attempts:
+            self.stop_replica(
+                replica, f"{replica.failed_groups} groups in a row failed on it; last error: {event.reason}"
+            )
+
+    def stop_replica(self, replica: Replica, reason: str) -> None:
+        """Give a replica up: another life of it may do better."""
+        self.lose_replica(replica, reason)
+        self.lifetimes.stop(replica.process, reason)
+
+    def lose_replica(self, replica: Replica, reason: str, *, hung: bool = False) -> None:
+        """Its process has ended, or is to. Park what ran there: each group loses an attempt of the infrastructure
+        budget, not its place. If the replica hung, only groups that exceeded their own limit lose one."""
+        state = self.state
+        hung = hung or any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
+        parks = [order.command for order in state.orders.fail(replica.id) if isinstance(order.command, ParkGroup)]
+        overdue = {park.group for park in parks if park.reason}
+        replica.staged = replica.staging = None
+        replica.failed_groups = 0
+        state.fire_replica(replica, "lose")
+        state.validations.lose(replica, failed=not hung)
+        for id in list(replica.groups):
+            group = state.groups[id]
+            state.unseat(group)
+            if not hung or id in overdue:
+                self.park_after_failure(group, "infrastructure", reason)
+            else:
+                self._park_uncharged(group)
+
+    def park_after_failure(self, group: Group, cause: str, reason: str) -> None:
+        """An attempt was lost: park the group for another one, or fail it. Its slot has been taken back already."""
+        self.state.last_failure = reason
+        again = self.decisions.another_attempt(group, cause)
+        self.park(group)
+        if not again:
+            self._give_up(group)
+        elif group.truncate and not group.kept:
+            self.release(group, "drop")
+
+    def _park_uncharged(self, group: Group) -> None:
+        """Park a group through no fault of its own. One that is to be truncated needs tokens."""
+        self.park(group)
+        if group.truncate and not group.kept:
+            self.release(group, "drop")
+
+    def _give_up(self, group: Group) -> None:
+        """A retry budget is spent."""
+        self.release(group, "fail")
+        self.state.failed_in_a_row += 1
+
+    def park(self, group: Group) -> None:
+        """Cut a group short: it keeps its place, and waits among the others in the order of the resume policy."""
+        self.state.fire_group(group, "abort", self.resume_key(group))
+
+    def resume_key(self, group: Group) -> Key:
+        """Where a group stands among those that wait to resume."""
+        key: Key = self.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
+        return key
+
+    def release(self, group: Group, trigger: str) -> None:
+        """End a group that will not be trained on; its place is free at once."""
+        self.state.fire_group(group, trigger)
+        self.orders.discard(group.id)
+
+    def drop(self, group: Group) -> None:
+        """End a live group that no step has taken, wherever it is."""
+        if group.replica >= 0:
+            replica = self.state.fleet.replicas[group.replica]
+            self.orders.add(
+                AbortGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
+                           number=self.orders.number, cause=self.orders.cause)
+            )  # fmt: skip
+            self.state.unseat(group)
+        self.release(group, "drop")
+
+    def _note_tokens(self, group: Group, tokens: int, oldest: Version, newest: Version) -> None:
+        group.tokens = tokens
+        if oldest == NO_VERSION:
+            return
+        require(
+            group.admitted_version <= oldest <= newest <= self.state.latest_version,
+            "law 6: a replica reports tokens of versions the group cannot have",
+            group=group.id, admitted=group.admitted_version, oldest=oldest, newest=newest,
+            latest=self.state.latest_version,
+        )  # fmt: skip
+        group.oldest_version = oldest
+        group.newest_version = max(newest, group.newest_version)
+
+    # orders
+
+    def advance(self) -> None:
+        """Fill free slots: parked groups first, since they hold places and deadlines already, then new ones; draw
+        ahead."""
+        state = self.state
+        if not state.started or state.outcome is not None or state.draining:
+            return
+        left = MOST_STARTS
+        if state.ledger.parked:
+            left = self._resume(left)
+        if state.waiting:
+            self._admit(left)
+        if not state.exhausted and not state.asked:
+            self._draw()
+
+    def _resume(self, most: int) -> int:
+        """Resume so many groups at most; how many more could be started then."""
+        state = self.state
+        while state.ledger.running < state.limits.max_concurrent_groups:
+            newest = state.fleet.newest_open_version()
+            group = state.next_parked(newest) if newest >= 0 else None
+            if group is None:
+                return most
+            if not most:
+                self.orders.go_on_at_once()
+                return 0
+            replica = self._dispatch(group, group.resumes_from)
+            if replica is None:
+                return most
+            most -= 1
+            state.fire_group(group, "resume")
+            state.seat(group, replica)
+            order = {
+                "group": group.id,
+                "attempt": group.attempt,
+                "replica": replica.id,
+                "incarnation": replica.incarnation,
+                "admitted_version": group.admitted_version,
+            }
+            if group.kept:
+                self.orders.add(ResumeGroup(**order, truncate=group.truncate, cause=self.orders.cause))
+            else:
+                self.orders.add(StartGroup(**order, cause=self.orders.cause))
+        return most
+
+    def _admit(self, most: int) -> None:
+        """Start so many new groups at most."""
+        state = self.state
+        limits = state.limits
+        legal = min(state.capacity, len(state.waiting))
+        if legal <= 0:
+            return
+        if not most:
+            self.orders.go_on_at_once()
+            return
+        law = f"it must be an integer from 0 to {legal}"
+        count = self.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
+        for started in range(count):
+            if started == most:
+                self.orders.go_on_at_once()
+                return
+            oldest = self._oldest_admissible()
+            group = state.groups[state.waiting[0]]
+            replica = None if oldest is None else self._dispatch(group, oldest)
+            if replica is None:
+                return
+            state.waiting.popleft()
+            group.admitted_version = replica.version
+            group.deadline = state.steps_in[replica.version] + limits.max_staleness_steps
+            group.started_at = state.now
+            state.fire_group(group, "start")
+            state.seat(group, replica)
+            self.orders.add(
+                StartGroup(group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation,
+                           admitted_version=group.admitted_version, cause=self.orders.cause)
+            )  # fmt: skip
+
+    def _oldest_admissible(self) -> Version | None:
+        """The oldest version with a place left (law 3); places grow with the version, so newer ones have one too."""
+        oldest, held = None, self.state.held
+        for version in reversed(self.state.steps_in):
+            if held >= self.state.places(version):
+                break
+            oldest = version
+        return oldest
+
+    def _dispatch(self, group: Group, oldest: Version) -> Replica | None:
+        state = self.state
+
+        def unlawful(id: ReplicaId | None) -> str:
+            replica = None if id is None else state.fleet.replicas.get(id)
+            if id is None or (
+                replica is not None
+                and replica.state == "ready"
+                and replica.free_slots > 0
+                and replica.version >= oldest
+            ):
+                return ""
+            return f"it must be ready, have a free slot and version {oldest} or newer"
+
+        id = self.decisions.ask("dispatch", (oldest, group.id), (int, type(None)), unlawful)
+        return None if id is None else state.fleet.replicas[id]
+
+    def _draw(self) -> None:
+        """Ask for prompts while fewer wait than could start now; ahead by a batch, never beyond what the run needs."""
+        state = self.state
+        limits = state.limits
+        waiting = len(state.waiting)
+        if waiting and waiting > limits.max_concurrent_groups - state.ledger.running:
+            return
+        room = state.capacity
+        if waiting > room:
+            return
+        want = min(MOST_DRAWN, room + limits.train_batch_size - waiting)
+        if limits.max_steps is not None:
+            most = limits.max_steps * limits.train_batch_size + state.surplus_left
+            want = min(want, most - state.held - waiting)
+        if want > 0:
+            self.orders.add(DrawPrompts(count=want, number=self.orders.number, cause=self.orders.cause))
+
+
+def _unlawful_key(key: tuple[Any, ...]) -> str:
+    numbers = all(type(part) in (int, float) and isfinite(part) for part in key)
+    return "" if key and numbers else "it must be a tuple of numbers"

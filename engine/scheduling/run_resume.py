@@ -1,0 +1,105 @@
+"""A run that continues after its processes have ended: back to the weights there are, and on from there.
+
+Called by `scheduler.py`. Replicas and the weights of every version are gone with the processes that held them. Where
+the trajectories are still there and the trainer has done its steps again from them (`kept`), nothing else is lost.
+Else the run branches at a checkpoint, or at the initial weights: what those do not hold did not happen. The state says
+what was true before; this makes it say what is true now, and asks for the one thing that everything else waits for:
+those weights as a new version.
+"""
+
+from engine.events import RunResumed
+from engine.scheduling.groups import RolloutScheduling
+from engine.scheduling.processes import ProcessScheduling
+from engine.scheduling.steps import TrainingScheduling
+from engine.scheduling.validation import ValidationScheduling
+from engine.states.group import phase_of
+from engine.states.laws import require
+from engine.states.machine import Phase
+from engine.states.state import State
+
+
+def resume(
+    event: RunResumed,
+    state: State,
+    rollout: RolloutScheduling,
+    training: TrainingScheduling,
+    processes: ProcessScheduling,
+    validation: ValidationScheduling,
+) -> None:
+    """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
+    _require_possible(event, state)
+    state.stages.put_back()
+    validation.begin_again(event.steps)
+    state.orders.clear()
+    _lose_replicas(event, state, rollout)
+    if event.kept:
+        if event.checkpoint > state.checkpoints.newest:
+            training.take_saved(event.checkpoint)
+        _take_up(event, state, rollout, training)
+        if state.checkpoint_ordered > state.checkpoints.newest:
+            training.checkpoint()
+    else:
+        state.branch(event.steps, event.consumed, event.released)
+        state.checkpoint_ordered = event.steps
+    training.delete_checkpoints()
+    state.begin_again()
+    if not event.again:
+        state.restarts, state.restarted_at = 0, event.steps
+    processes.begin(event.replicas)
+    training.publish()
+
+
+def _require_possible(event: RunResumed, state: State) -> None:
+    again = (*event.consumed, *event.released)
+    require(
+        0 <= event.steps <= state.steps_trained, "law 5: a run resumes after steps that it did not train",
+        steps=event.steps, trained=state.steps_trained,
+    )  # fmt: skip
+    require(
+        event.steps in state.updates_in, "law 5: a run resumes after steps that no checkpoint holds", steps=event.steps,
+    )  # fmt: skip
+    require(
+        len(set(again)) == len(again) and all(0 <= id < state.ledger.drawn and id not in state.groups for id in again),
+        "law 5: a group is said to have ended that has not", groups=again[:8],
+    )  # fmt: skip
+    if event.kept:
+        require(
+            event.steps == state.steps_trained and not again, "law 5: a run that loses no step does none again",
+            steps=event.steps, trained=state.steps_trained, groups=again[:8],
+        )  # fmt: skip
+    gone = [id for id in event.missing if id not in state.groups or phase_of(state.groups[id].state) is Phase.BATCHED]
+    require(
+        not gone and (event.kept or not event.missing), "law 5: trajectories are missing that nothing can make again",
+        groups=gone[:8],
+    )  # fmt: skip
+
+
+def _lose_replicas(event: RunResumed, state: State, rollout: RolloutScheduling) -> None:
+    """Whatever ran is parked, or queued by the branch that follows; it is nobody's failure and costs no attempt."""
+    for replica in state.fleet.replicas.values():
+        for id in list(replica.groups):
+            group = state.groups[id]
+            state.unseat(group)
+            if event.kept:
+                rollout.park(group)
+        replica.staged = replica.staging = None
+        replica.failed_groups = 0
+        if replica.state != "down":
+            state.fire_replica(replica, "lose")
+
+
+def _take_up(event: RunResumed, state: State, rollout: RolloutScheduling, training: TrainingScheduling) -> None:
+    """Let what was running outside the replicas begin again: the work of added states, and a formed batch."""
+    for id in event.missing:
+        group = state.groups[id]
+        group.forget_tokens()
+        state.begin_anew(group, rollout.resume_key(group))
+    for step in state.formed_steps:
+        training.begin_again(step)
+        if step.failures >= state.limits.infrastructure_attempts:
+            step.failures = 0  # it ended the run, which continues once the cause is gone
+    state.steps[state.steps_batched].timer = None
+    for lease in state.pools.leases:
+        if lease.task:
+            state.give_back(lease)
+    state.retire_all()

@@ -1,0 +1,321 @@
+"""The user's side of a simulated run: a generator, a trainer, a scorer and the work of added states that take virtual
+time and fail by chance.
+
+`world.World` makes them, and the real workers host them. They keep the protocols of `engine.protocols` and nothing
+else.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from engine.errors import DataFailure
+from engine.ids import GroupId, StepId, Version
+from engine.protocols import Batch, Generated, GroupWork, Scores
+from engine.runtime.plan import Restore
+from engine.simulation.run_settings import Setting
+from engine.states.limits import REWARDING
+from engine.storage.trajectories import copy_group
+from engine.trajectory import Span, Trajectory, TrajectoryGroup
+
+SAMPLES = 2
+"""Trajectories of a group. The first has half of the group's length, rounded up."""
+ROUNDING = 1e-6
+"""Tolerance in tokens: sums of durations are rounded."""
+
+
+class Fault(RuntimeError):
+    """A fault that the setting asked for."""
+
+
+def row_reward(row: int, version: Version) -> float | None:
+    """The reward of a held-out row under a version; None for a row that cannot be measured. Depends on nothing else."""
+    return None if row % 11 == 10 else float((row * 7 + version * 3) % 5 < 2)
+
+
+class Dice:
+    """The random draws of one world, and the sleeps whose length they decide."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.random = Random(setting.seed)
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.random.random() < probability
+
+    async def work(self, seconds: float) -> float:
+        """Sleep between half and one and a half times as long. Returns the seconds slept."""
+        seconds *= self.random.uniform(0.5, 1.5)
+        await asyncio.sleep(seconds)
+        return seconds
+
+    def length(self, group: GroupId) -> int:
+        """The length of a group's longest trajectory in tokens. It depends on the seed and the group alone."""
+        draw = Random(self.setting.seed * 1_000_003 + group).paretovariate(1.5)
+        length = max(1, round(self.setting.mean_tokens / 3 * draw))
+        return length if self.setting.max_tokens is None else min(length, self.setting.max_tokens)
+
+
+@dataclass(slots=True)
+class Sampling:
+    """A group that is being sampled."""
+
+    group: TrajectoryGroup
+    work: GroupWork
+    target: int
+    """Length of the longest trajectory."""
+    progress: float
+    """Tokens of the longest trajectory so far, with the fraction of the next one."""
+    since: float
+    """When `progress` was brought up to date."""
+    stuck: bool
+    cut: str = ""
+    saved: float = 0.0
+    wake: "asyncio.Future[None] | None" = field(default=None)
+
+
+class SimGenerator:
+    """Samples a token of every trajectory each `token_s`. It is a `protocols.Generator`."""
+
+    def __init__(self, dice: Dice) -> None:
+        self._dice = dice
+        self._setting = dice.setting
+        self._rewarded = all(state.name != REWARDING for state in dice.setting.limits.added_states)
+        self.version: Version = 0
+        self.frozen = False
+        self.groups: dict[GroupId, Sampling] = {}
+        self.measuring = 0
+        """Held-out rows that are being answered."""
+
+    async def generate(self, work: GroupWork) -> Generated:
+        if work.held_out:
+            return await self._answer(work)
+        group = TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[])
+        if work.partial is not None:
+            group = copy_group(work.partial)
+        group.trajectories += [Trajectory() for _ in range(work.samples - len(group.trajectories))]
+        reached = max(len(one.token_ids) for one in group.trajectories)
+        sampling = Sampling(
+            group, work, self._dice.length(work.group), reached, _now(), self._dice.chance(self._setting.faults.stick),
+            "truncate" if work.truncate else "", reached,
+        )  # fmt: skip
+        self.groups[work.group] = sampling
+        try:
+            await self._sample_to_the_end(sampling)
+        finally:
+            del self.groups[work.group]
+        if sampling.cut == "abort":
+            self._mark_finished(sampling)
+            return Generated(group=group, aborted=True)
+        if not sampling.cut:
+            self._fail_by_chance()
+        self._finish(sampling)
+        return Generated(group=group)
+
+    async def _sample_to_the_end(self, sampling: Sampling) -> None:
+        """Return once every trajectory is as long as it will be, or the group is cut."""
+        loop = asyncio.get_running_loop()
+        while not sampling.cut and sampling.progress < sampling.target - ROUNDING:
+            sampling.wake = loop.create_future()
+            timer = None
+            if not (self.frozen or sampling.stuck):
+                tokens = sampling.target - sampling.progress
+                every = sampling.work.save_every_tokens
+                if every:
+                    tokens = min(tokens, max(sampling.saved + every - sampling.progress, 0.0))
+                timer = loop.call_later(tokens * self._setting.token_s, _wake, sampling)
+            try:
+                await sampling.wake
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            self._sample(sampling)
+            self._save(sampling)
+
+    def _sample(self, sampling: Sampling) -> None:
+        """Sample the tokens up to the present."""
+        now = _now()
+        if not (self.frozen or sampling.stuck):
+            grown = sampling.progress + (now - sampling.since) / self._setting.token_s
+            sampling.progress = min(grown, float(sampling.target))
+            tokens = int(sampling.progress + ROUNDING)
+            for one, target in zip(sampling.group.trajectories, _targets(sampling.target), strict=True):
+                fresh = min(tokens, target) - len(one.token_ids)
+                if fresh > 0:
+                    one.extend([0] * fresh, [0.0] * fresh, [Span(0, fresh, self.version)])
+        sampling.since = now
+
+    def _save(self, sampling: Sampling) -> None:
+        save, every = sampling.work.save, sampling.work.save_every_tokens
+        if save is None or sampling.cut or sampling.progress >= sampling.target - ROUNDING:
+            return
+        if sampling.progress - sampling.saved >= every - ROUNDING:
+            sampling.saved = sampling.progress
+            self._mark_finished(sampling)
+            save(copy_group(sampling.group))
+
+    def _mark_finished(self, sampling: Sampling) -> None:
+        for one, target in zip(sampling.group.trajectories, _targets(sampling.target), strict=True):
+            one.finish_reason = "stop" if len(one.token_ids) >= target else ""
+
+    def _finish(self, sampling: Sampling) -> None:
+        spread = not sampling.cut and not self._dice.chance(1.0 - self._setting.spread)
+        for index, (one, target) in enumerate(zip(sampling.group.trajectories, _targets(sampling.target), strict=True)):
+            one.finish_reason = "stop" if len(one.token_ids) >= target else "truncated"
+            one.reward = float(index) if spread or sampling.cut else 0.5
+            if not self._rewarded:
+                one.reward = None
+
+    def _fail_by_chance(self) -> None:
+        if self._dice.chance(self._setting.faults.fail_group):
+            raise Fault("fault")
+        if self._dice.chance(self._setting.faults.fail_data):
+            raise DataFailure("fault")
+
+    async def _answer(self, work: GroupWork) -> Generated:
+        """Answer a held-out row. It takes no turns with groups, and waits for no pause."""
+        self.measuring += 1
+        try:
+            await self._dice.work(self._setting.measure_s)
+        finally:
+            self.measuring -= 1
+        if self._dice.chance(self._setting.faults.fail_rows):
+            raise Fault("fault")
+        reward = row_reward(work.prompt.row, self.version)
+        if reward is None:
+            raise DataFailure("this row cannot be measured")
+        answer = Trajectory(finish_reason="stop", reward=reward)
+        return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=[answer]))
+
+    def sample_all(self) -> None:
+        """Sample the tokens of every group up to the present, before the weights or the pace change."""
+        for sampling in self.groups.values():
+            self._sample(sampling)
+
+    async def abort(self, groups: Sequence[GroupId]) -> None:
+        self._cut(groups, "abort")
+
+    async def truncate(self, groups: Sequence[GroupId]) -> None:
+        self._cut(groups, "truncate")
+
+    def _cut(self, groups: Sequence[GroupId], how: str) -> None:
+        for group in groups:
+            sampling = self.groups.get(group)
+            if sampling is not None:
+                self._sample(sampling)
+                sampling.cut = sampling.cut or how
+                _wake(sampling)
+
+    async def pause(self, mode: str) -> None:
+        await self._sync()
+        if mode == "abort":
+            self._cut(list(self.groups), "abort")
+        if mode != "wait":
+            self.sample_all()
+            self.frozen = True
+
+    async def stage(self, version: Version, weights: Any) -> None:
+        await self._sync()
+
+    async def install(self, version: Version) -> None:
+        await self._sync()
+        self.sample_all()
+        self.version = version
+
+    async def _sync(self) -> None:
+        await self._dice.work(self._setting.sync_s)
+        if self._dice.chance(self._setting.faults.fail_sync):
+            raise Fault("fault")
+
+    async def resume(self) -> None:
+        self.sample_all()
+        self.frozen = False
+        for sampling in self.groups.values():
+            _wake(sampling)
+
+    async def close(self) -> None: ...
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _wake(sampling: Sampling) -> None:
+    if sampling.wake is not None and not sampling.wake.done():
+        sampling.wake.set_result(None)
+
+
+def _targets(longest: int) -> tuple[int, int]:
+    """Length of each trajectory of a group."""
+    return ((longest + 1) // 2, longest)
+
+
+class SimTrainer:
+    """Its weights are the number of steps that it was trained. It is a `protocols.Trainer`."""
+
+    def __init__(self, dice: Dice, busy: Callable[[float], None]) -> None:
+        """`busy`: counts the seconds of its work."""
+        self._dice = dice
+        self._setting = dice.setting
+        self._busy = busy
+        self.steps = 0
+
+    async def score(self, batch: Batch, task: str) -> None:
+        await self._work(self._setting.sync_s)
+
+    async def train(self, batch: Batch) -> dict[str, float]:
+        await self._work(self._setting.train_s)
+        self.steps = batch.step + 1
+        return {"optimizer_steps": 1}
+
+    async def weights(self) -> int:
+        await self._work(self._setting.sync_s)
+        return self.steps
+
+    def save(self, directory: str, step: StepId) -> None:
+        self._fail_by_chance()
+
+    async def _work(self, seconds: float) -> None:
+        self._busy(await self._dice.work(seconds))
+        self._fail_by_chance()
+
+    def _fail_by_chance(self) -> None:
+        if self._dice.chance(self._setting.faults.fail_trainer):
+            raise Fault("fault")
+
+
+def restore(trainer: Any, begin: Restore) -> None:
+    trainer.steps = begin.steps
+
+
+class SimScorer:
+    """Scores every token with 0. It is a `protocols.Scorer`."""
+
+    def __init__(self, dice: Dice) -> None:
+        self._dice = dice
+
+    async def score(self, batch: Batch, task: str) -> Scores:
+        await self._dice.work(self._dice.setting.sync_s)
+        if self._dice.chance(self._dice.setting.faults.fail_trainer):
+            raise Fault("fault")
+        return [[[0.0] * sum(one.loss_mask) for one in group.trajectories] for group in batch.groups]
+
+    def load(self, weights: Any) -> None: ...
+
+
+def work_of(dice: Dice, state: str) -> Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]:
+    """The work of an added state, which assigns the rewards if the state is `rewarding`."""
+
+    async def work(group: TrajectoryGroup) -> TrajectoryGroup:
+        await dice.work(dice.setting.state_s)
+        if dice.chance(dice.setting.faults.fail_state):
+            raise Fault("fault") if dice.chance(0.5) else DataFailure("fault")
+        if state == REWARDING:
+            spread = dice.chance(dice.setting.spread)
+            for index, one in enumerate(group.trajectories):
+                one.reward = float(index) if spread else 0.5
+        return group
+
+    return work

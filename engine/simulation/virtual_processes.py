@@ -1,0 +1,181 @@
+"""Implements the runtime's process port on a virtual clock: the real workers behind a network with delays and faults.
+
+Used by `world.World`. Orders and events take time, and may be late or arrive twice. A process may die, hang or fail to
+start. What a process hosts is in `simulated_models`.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+from engine.commands import MeasureRows, ResumeGroup, StartGroup
+from engine.events import Event
+from engine.ids import Incarnation, StepId, Version
+from engine.runtime.local.local_processes import LocalProcess, LocalStore, LocalTrajectories, LocalWeights
+from engine.runtime.plan import Plan, Restore
+from engine.runtime.process_port import Key, Order, Process, Sign, Waits
+from engine.runtime.worker import WORKERS, Peers, Worker
+from engine.simulation.simulated_models import Dice, Fault
+from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
+from engine.trajectory import Prompt
+
+
+class Channel:
+    """Messages from one process to another, which arrive in order: late if they are lost and resent, perhaps twice."""
+
+    def __init__(self, dice: Dice) -> None:
+        self._dice = dice
+        self._arrivals: deque[Callable[[], None]] = deque()
+        self._last = 0.0
+
+    def send(self, arrive: Callable[[], None]) -> None:
+        setting, loop = self._dice.setting, asyncio.get_running_loop()
+        latency = setting.latency_s * self._dice.random.uniform(0.5, 1.5)
+        if self._dice.chance(setting.faults.lose):
+            latency *= 10
+        self._last = max(loop.time() + latency, self._last)
+        for _ in range(1 + self._dice.chance(setting.faults.duplicate)):
+            self._arrivals.append(arrive)
+            loop.call_at(self._last, lambda: self._arrivals.popleft()())
+
+
+class VirtualProcess(LocalProcess):
+    """One incarnation of a worker, which dies and hangs by chance."""
+
+    def __init__(self, worker: Worker, peers: Callable[..., Peers], dice: Dice, late: bool) -> None:
+        """`late`: it starts after the launch, which takes time."""
+        super().__init__(worker, peers, asyncio.Lock())
+        self.hung = False
+        """It takes no orders and reports nothing until it is replaced."""
+        self.dead = False
+        self._dice = dice
+        self._late = late
+        self._inbox = Channel(dice)
+
+    @property
+    def id(self) -> int:
+        return self._worker.index
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self._worker.incarnation
+
+    async def bring_up(self, restore: Restore | None) -> None:
+        faults = self._dice.setting.faults
+        if self._late:
+            if self.hung or self._dice.chance(faults.hang):
+                await asyncio.get_running_loop().create_future()
+            await asyncio.sleep(self._dice.setting.start_s)
+            if self._dice.chance(faults.fail_start):
+                raise Fault("fault")
+        await super().bring_up(restore)
+
+    def send(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._inbox.send(lambda order=order: self._take(order))  # type: ignore[misc]
+
+    def _take(self, order: Order) -> None:
+        faults, kind = self._dice.setting.faults, self._worker.kind
+        if kind != ADDED_STATES:
+            self.hung |= self._dice.chance(faults.hang)
+        elif self._dice.chance(faults.hang):
+            return  # one coroutine of many hangs
+        if self.hung or self.dead:
+            return
+        super().send([order])
+        if (
+            kind == REPLICA
+            and isinstance(order.command, StartGroup | ResumeGroup | MeasureRows)
+            and self._dice.chance(faults.die)
+        ):
+            self.die()
+        elif kind not in (REPLICA, ADDED_STATES) and self._dice.chance(faults.die_trainer):
+            delay = self._dice.setting.sync_s * self._dice.random.uniform(0.5, 1.5)
+            asyncio.get_running_loop().call_later(delay, self.die)
+
+    def die(self, reason: str = "fault") -> None:
+        """End at once. Events that were sent before still arrive, perhaps after the loss is reported."""
+        if not self.dead:
+            self.dead = True
+            asyncio.get_running_loop().call_later(self._dice.setting.latency_s, self._break, reason)
+
+    async def probe(self) -> Sign | None:  # type: ignore[override]
+        if self.hung:
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(self._dice.setting.latency_s)
+        return None if self.dead else Sign(os.getpid(), self._waits.oldest)
+
+    def kill(self, *, hung: bool = False) -> Any:
+        self.dead = True
+        return super().kill(hung=True)
+
+
+class VirtualProcesses:
+    """Makes incarnations on the virtual clock."""
+
+    goodbye_s: float = 30.0
+    look_again_s: float | None = None
+
+    def __init__(
+        self,
+        plan: Plan,
+        trajectories: LocalTrajectories,
+        weights: LocalWeights,
+        dice: Dice,
+        emit: Callable[[Event], None],
+        launched: Callable[[], bool],
+    ) -> None:
+        """`launched()`: whether the run has begun."""
+        self._plan = plan
+        self._trajectories = trajectories
+        self._weights = weights
+        self._dice = dice
+        self._emit = emit
+        self._launched = launched
+        self.newest: dict[Key, VirtualProcess] = {}
+        """The newest incarnation of each process."""
+
+    def make(self, kind: str, index: int, incarnation: Incarnation) -> VirtualProcess:
+        outbox = Channel(self._dice)
+
+        def peers(broken: Callable[[str], None], waits: Waits) -> Peers:
+            return Peers(
+                trajectories=self._trajectories, weights=self._weights, report=_no_report, broken=broken,
+                emit=lambda event: self._report(made, outbox, event), ask_trainer=self._ask_trainer,
+            )  # fmt: skip
+
+        made = VirtualProcess(WORKERS[kind](self._plan, index, incarnation), peers, self._dice, self._launched())
+        self.newest[kind, index] = made
+        return made
+
+    def _report(self, process: VirtualProcess, outbox: Channel, event: Event) -> None:
+        if not (process.hung or process.dead):
+            copies = iter((event, copy(event)))
+            outbox.send(lambda: self._emit(next(copies)))
+
+    async def _ask_trainer(self, steps: StepId) -> None:
+        await self.newest[TRAINER, 0].hand_over(steps)
+
+    def last(self, kind: str, index: int) -> bool:
+        return kind == REPLICA and self._dice.chance(self._dice.setting.faults.stay_dead)
+
+    def check(self, prompt: Prompt) -> None: ...
+
+    def kept(self) -> Mapping[str, Process]:
+        memory = LocalStore(self._trajectories)  # of both: it never fails
+        return {TRAJECTORY_STORE: memory, WEIGHTS_STORE: memory}
+
+    async def room(self) -> int:
+        return len(self._plan.lives())
+
+    async def lacking(self, replicas: int) -> None:
+        return None
+
+    async def published(self) -> Version:
+        return self._weights.store.newest
+
+
+def _no_report(step: StepId, metrics: Mapping[str, Any]) -> None: ...

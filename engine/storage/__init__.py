@@ -1,0 +1,1 @@
+"""What a run keeps: trajectories, weights and checkpoints, and the directory that holds its files."""

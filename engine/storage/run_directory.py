@@ -1,0 +1,142 @@
+"""The run directory: where a run keeps its configuration, its record, its metrics and its checkpoints.
+
+Called by the CLI. `runs/<id>/` with `config.yaml`, `schedule/`, `metrics.jsonl`, `checkpoints/`, `trajectories/`;
+`runs/latest` points at the newest. Nothing of an earlier run is ever overwritten. Its user alone may read it.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.record.files import make_directory, make_run_private, private_opener
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The places of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def schedule(self) -> Path:
+        return self.path / "schedule"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def shown(self) -> str:
+        """The path as a user would type it: relative where that is shorter."""
+        try:
+            near = self.path.resolve().relative_to(Path.cwd().resolve())
+        except ValueError:
+            return str(self.path)
+        return str(near)
+
+
+def run_id(name: str, moment: datetime | None = None) -> str:
+    """`<UTC time>-<name>`, so that names sort by time: `20260131-235959-quickstart`."""
+    moment = moment or datetime.now(UTC)
+    return f"{moment.astimezone(UTC):%Y%m%d-%H%M%S}-{name}"
+
+
+def create(parent: str | Path, name: str, *, config_yaml: str, chosen: str | Path | None = None) -> RunDirectory:
+    """Make the directory of a new run and write its resolved configuration; `<parent>/latest` then points at it.
+
+    `chosen`: the place the user asked for instead of `<parent>/<id>`. It may exist, but not hold a run.
+    Raises: ConfigError.
+    """
+    field, path = ("--run-dir", Path(chosen)) if chosen is not None else ("run.dir", Path(parent) / run_id(name))
+    try:
+        path = _claim(path) if chosen is not None else _claim_free(path)
+        directory = RunDirectory(path)
+        make_run_private(path)
+        make_directory(directory.schedule, exist_ok=False)
+        make_directory(directory.checkpoints, exist_ok=False)
+        _write_whole(directory.config, config_yaml)
+        _point_latest(Path(parent), path)
+    except OSError as error:
+        raise ConfigError(field, str(path), f"cannot be written: {error.strerror or error}") from None
+    return directory
+
+
+def open_run(run: str | Path, parent: str | Path = "runs") -> RunDirectory:
+    """The directory of a run that exists: a path, or a name under `parent` such as `latest`; a name leads nowhere else.
+
+    Raises: ConfigError.
+    """
+    named = [Path(parent) / run] if ".." not in Path(run).parts else []
+    for path in (Path(run), *named):
+        if path.is_dir():
+            directory = RunDirectory(path.parent if path.name == "schedule" else path)
+            if not directory.schedule.is_dir():
+                raise ConfigError("RUN", str(run), "has no schedule/ directory", "give the directory of a run")
+            return directory
+    if Path(run).exists():
+        raise ConfigError("RUN", str(run), "is not a directory", "give the directory of a run")
+    raise ConfigError("RUN", str(run), "does not exist", f"the newest run is {Path(parent) / 'latest'}")
+
+
+def runs_named(parent: str | Path, name: str) -> list[RunDirectory]:
+    """The runs under `parent` that were given this name, the newest first."""
+    pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
+    found = []
+    for path in Path(parent).iterdir() if Path(parent).is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and (path / "schedule").is_dir() and not path.is_symlink():
+            found.append((match[1], int(match[2] or 1), path))
+    return [RunDirectory(path) for _, _, path in sorted(found, reverse=True)]
+
+
+def _claim(path: Path) -> Path:
+    for left in ("config.yaml", "schedule", "metrics.jsonl", "checkpoints", "trajectories"):
+        if (path / left).exists():
+            raise ConfigError("--run-dir", str(path), f"already holds a run ({left})", "use a new or empty directory")
+    make_directory(path)
+    return path
+
+
+def _claim_free(path: Path) -> Path:
+    """The path itself, or with a number behind where two runs begin in one second."""
+    candidate, number = path, 2
+    while True:
+        try:
+            make_directory(candidate, exist_ok=False)
+            return candidate
+        except FileExistsError:
+            candidate = path.with_name(f"{path.name}-{number}")
+            number += 1
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _point_latest(parent: Path, path: Path) -> None:
+    """Point `<parent>/latest` at the run, at once: a reader sees the old run or the new one, never none."""
+    parent.mkdir(parents=True, exist_ok=True)
+    latest = parent / "latest"
+    if latest.exists() and not latest.is_symlink():
+        return
+    target = path.name if path.parent.resolve() == parent.resolve() else str(path.resolve())
+    temporary = parent / f".latest-{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target, target_is_directory=True)
+    temporary.replace(latest)

@@ -1,0 +1,118 @@
+"""`ModelScorer`: the built-in `engine.protocols.Scorer`, which computes what `ModelTrainer` would, on hardware of its
+own.
+
+Hosted by `workers.scorer`, which calls it from one thread, one call at a time. It holds the
+models that its tasks need and no others, and must never train one.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from engine.errors import ConfigError, EngineError
+from engine.protocols import Batch
+from engine.training.batch import Sample, trainable_samples
+from engine.training.device import device_named, runs_in_bf16
+from engine.training.gradients import Policy
+from engine.training.trainer_settings import TrainerSettings
+from engine.trajectory import TrajectoryGroup
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def scores_of(groups: Sequence[TrajectoryGroup], scored: Sequence[Tensor]) -> list[list[list[float]]]:
+    """`protocols.Scores` of groups whose samples have these log-probs. [samples][tokens] float32"""
+    rows = iter(scored)
+    return [
+        [next(rows).tolist() if any(trajectory.loss_mask) else [] for trajectory in group.trajectories]
+        for group in groups
+    ]
+
+
+def given_scores(batch: Batch, groups: Sequence[Sequence[Sample]], expected: Sequence[str]) -> dict[str, list[Tensor]]:
+    """By task, the log-probs that came with a batch. [samples][tokens] float32
+
+    Raises: `EngineError` where those of an expected task did not come, or are of other tokens.
+    """
+    missing = [task for task in expected if task not in batch.scores]
+    if missing:
+        raise EngineError(f"the batch of step {batch.step} has no {' and no '.join(missing)}", step=batch.step)
+    counts = [sample.tokens for group in groups for sample in group]
+    given = {
+        task: [torch.tensor(row, dtype=torch.float32) for row in _rows(scores)] for task, scores in batch.scores.items()
+    }
+    for task, rows in given.items():
+        if [len(row) for row in rows] != counts:
+            raise EngineError(f"the {task} of step {batch.step} are of other tokens than its batch", step=batch.step)
+    return given
+
+
+def _rows(scores: Any) -> Iterator[Any]:
+    """Of trajectories that have a trainable token."""
+    for group in scores:
+        yield from (row for row in group if len(row))
+
+
+# -- the reference policy ----------------------------------------------------------------------------------------------
+
+
+def load_reference(tokens: int, model_path: str, settings: TrainerSettings, device: torch.device, bf16: bool) -> Policy:
+    """The reference as a policy under the same temperature and precision as the model being trained.
+
+    Raises `ConfigError` where it has other `tokens` than that.
+    """
+    path = settings.reference_path or model_path
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    theirs = tokens_of(loaded)
+    if theirs != tokens:
+        law = f"has {theirs} tokens, but the trained model has {tokens}"
+        raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
+    return Policy(loaded.to(device).eval().requires_grad_(False), settings, device, bf16)
+
+
+def tokens_of(model: Any) -> int:
+    """How many tokens a model knows: rows of its embeddings."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+# -- the scorer --------------------------------------------------------------------------------------------------------
+
+
+class ModelScorer:
+    """Scores `tasks` under the trainer's own `settings`: `old_logprobs` under the model at `model_path`, then under
+    whatever is loaded; `ref_logprobs` under the reference model, which is loaded once."""
+
+    def __init__(self, model_path: str, settings: TrainerSettings, tasks: Sequence[str]) -> None:
+        transformers_logging.disable_progress_bar()
+        device = device_named(settings.device)
+        bf16 = runs_in_bf16(settings.bf16, device)
+        self._policies: dict[str, Policy] = {}
+        if "old_logprobs" in tasks:
+            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            self._policies["old_logprobs"] = Policy(
+                model.to(device).eval().requires_grad_(False), settings, device, bf16
+            )
+        if "ref_logprobs" in tasks:
+            tokens = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+            self._policies["ref_logprobs"] = load_reference(tokens, model_path, settings, device, bf16)
+        for task in tasks:
+            self._policy(task)
+
+    def score(self, batch: Batch, task: str) -> list[list[list[float]]]:
+        """See `protocols.Scorer`. Raises `DataFailure` for a trajectory that cannot be trained on."""
+        samples = [sample for group in batch.groups for sample in trainable_samples(group)]
+        return scores_of(batch.groups, self._policy(task).score(samples))
+
+    def load(self, weights: Any) -> None:
+        """Take the weights by their `state_dict` names, as `ModelTrainer.weights` gives them."""
+        self._policy("old_logprobs").model.load_state_dict(weights)
+
+    def _policy(self, task: str) -> Policy:
+        if task not in self._policies:
+            known = " or ".join(self._policies) or "old_logprobs or ref_logprobs"
+            raise ConfigError("scoring task", task, "this scorer cannot score it", f"use {known}")
+        return self._policies[task]

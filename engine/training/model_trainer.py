@@ -1,0 +1,308 @@
+"""`ModelTrainer`: the built-in `engine.protocols.Trainer`, for any Hugging Face causal language model in one process.
+
+Hosted by `workers.trainer`, which calls it from one thread, one call at a time. An
+outer step cuts its groups into minibatches of `policy_mini_batch_size` in the order the scheduler chose, and takes
+one optimizer step for each. It must never leave weights half-trained (a step that raises is undone) nor apply a
+gradient that is not finite.
+"""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine.errors import ConfigError
+from engine.ids import StepId
+from engine.protocols import Batch
+from engine.training.advantages import set_advantages, shaping_metrics
+from engine.training.batch import Sample, by_rollout, trainable_samples
+from engine.training.device import device_named, move, runs_in_bf16
+from engine.training.diagnostics import Diagnostics
+from engine.training.gradients import Policy, accumulate_gradient
+from engine.training.losses import token_weights
+from engine.training.model_checkpoint import Snapshot, TrainerState, read_checkpoint, write_checkpoint
+from engine.training.model_scorer import given_scores, load_reference, tokens_of
+from engine.training.trainer_settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+Scores: TypeAlias = tuple[object, list[Tensor]]
+"""What was scored, and the log-probs of each sample's trainable tokens."""
+
+PHASES = ("train", "pack", "score", "snapshot", "forward_backward", "optimizer")
+"""What `seconds_*` metrics there are; `train` is the whole step and contains the others."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepTally:
+    """What one outer step adds up, minibatch by minibatch."""
+
+    diagnostics: Diagnostics
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    learning_rate: float = 0.0
+    nonfinite: int = 0
+    optimizer_steps: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `seconds_<name>`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+
+RIGHT = 1.0
+"""Reward from which a response counts as right in `accuracy`."""
+
+
+class ModelTrainer:
+    """Trains the causal language model at `model_path` (a directory, or a name that transformers resolves).
+
+    The model stays in evaluation mode, gradients on: dropout would make current / behavior differ from 1 on the very
+    weights that sampled. Tasks `scored_apart` come with the batch: no model is loaded for them, and a batch without
+    them is not trained. Raises `ConfigError` for settings that this machine cannot serve.
+    """
+
+    def __init__(
+        self, model_path: str, settings: TrainerSettings | None = None, *, scored_apart: Sequence[str] = ()
+    ) -> None:
+        self.settings = settings or TrainerSettings()
+        self.model_path = model_path
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+        torch.manual_seed(self.settings.seed)
+        transformers_logging.disable_progress_bar()
+        device = device_named(self.settings.device)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.model: PreTrainedModel = loaded.to(device).eval()
+        bf16 = runs_in_bf16(self.settings.bf16, device)
+        self.policy = Policy(self.model, self.settings, device, bf16)
+        self.reference: Policy | None = None
+        self._scored_apart = scored_apart
+        if self.settings.needs_reference and "ref_logprobs" not in scored_apart:
+            self.reference = load_reference(tokens_of(self.model), model_path, self.settings, device, bf16)
+        self.optimizer = _adamw(self.model, self.settings)
+        self.optimizer_steps = 0
+        self._proximal: Scores | None = None
+        self._reference: Scores | None = None
+
+    def score(self, batch: Batch, task: str) -> None:
+        """Keep the batch's log-probs for `train`: under the present weights (`old_logprobs`), or under the reference
+        model (`ref_logprobs`).
+
+        Does nothing where the loss does not read them. Where the scheduler orders no such task, `train` does it.
+        """
+        if task not in ("old_logprobs", "ref_logprobs"):
+            raise ConfigError("trainer task", task, "this trainer cannot score it", "use old_logprobs or ref_logprobs")
+        samples = [sample for group in batch.groups for sample in trainable_samples(group)]
+        if task == "old_logprobs" and self.settings.needs_proximal:
+            self._proximal = (self._score_key(batch, samples), self.policy.score(samples))
+        if task == "ref_logprobs" and self.reference is not None:
+            self._reference = (self._score_key(batch, samples), self.reference.score(samples))
+
+    def offload(self) -> None:
+        """Leave the accelerator, if there is one, for the host's memory."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.policy.device.type != "cpu":
+            move([policy.model for policy in (self.policy, self.reference) if policy], self.optimizer, device)
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """One outer step. On any exception the weights, the optimizer and the random state are as before it.
+
+        Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
+        (before clipping); over their tokens, what `Diagnostics.metrics` says; over the batch's rollouts,
+        `reward_mean`, `reward_std`, `accuracy` (share of rewards of at least 1), `response_tokens` (trained ones),
+        `zero_advantage_groups`, `segments` (of a rollout, on average: above 1 where histories were rewritten) and what
+        `shaping_metrics` says; `lr` of the last minibatch, `optimizer_steps`, `nonfinite_minibatches`, and `seconds_*`.
+        """
+        tally = StepTally(Diagnostics(self.settings))
+        with tally.phase("train"):
+            with tally.phase("pack"):
+                groups = [trainable_samples(group) for group in batch.groups]
+                given = given_scores(batch, groups, self._scored_apart)
+                for samples, staleness in zip(groups, batch.staleness, strict=False):
+                    for sample in samples:
+                        sample.staleness = staleness
+            with tally.phase("score"):
+                self._set_reference(batch, groups, given.get("ref_logprobs"))
+            set_advantages(groups, self.settings)
+            minibatches = self._minibatches(groups)
+            with tally.phase("score"):
+                updates = len(minibatches) * self.settings.epochs_per_batch
+                self._set_proximal(batch, groups, given.get("old_logprobs"), optimizer_steps=updates)
+            with tally.phase("snapshot"):
+                snapshot = Snapshot(self.model, self.optimizer)
+            with snapshot:
+                for _ in range(self.settings.epochs_per_batch):
+                    for samples in minibatches:
+                        self._train_minibatch(samples, tally)
+                metrics = _metrics(groups, tally) | shaping_metrics(groups, self.settings)
+        self.optimizer_steps += tally.optimizer_steps
+        self._proximal = self._reference = None
+        return metrics | {f"seconds_{name}": seconds for name, seconds in tally.seconds.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by their `state_dict` name: contiguous float32 copies in host memory.
+
+        Tied weights appear under each of their names, as in `state_dict`, and share one copy.
+        """
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        weights = {}
+        for name, value in self.model.state_dict().items():
+            key = (value.data_ptr(), value.shape)
+            if key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True).contiguous()
+            weights[name] = copies[key]
+        return weights
+
+    def save(self, directory: str, step: StepId) -> None:
+        """Write a checkpoint after `step` train steps; it is there complete or not at all."""
+        state = TrainerState(
+            step=step, optimizer_steps=self.optimizer_steps, settings=dataclasses.asdict(self.settings)
+        )
+        write_checkpoint(Path(directory), state, self.model, self.optimizer, self.model_path)
+
+    def load(self, directory: str) -> StepId:
+        """Go on from a checkpoint, to the bit. Returns the train steps it contains."""
+        state = read_checkpoint(Path(directory), self.model, self.optimizer)
+        self.optimizer_steps = state.optimizer_steps
+        self._proximal = self._reference = None
+        return state.step
+
+    def _minibatches(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+        """Samples of each optimizer step, weighed; those left without any sample are not stepped."""
+        size = self.settings.policy_mini_batch_size or max(1, len(groups))
+        minibatches = []
+        for start in range(0, len(groups), size):
+            samples = [sample for group in groups[start : start + size] for sample in group]
+            if not samples:
+                continue
+            rollouts = by_rollout(samples)
+            lengths = [sum(sample.tokens for sample in rollout) for rollout in rollouts]
+            weights = token_weights(lengths, self.settings.aggregation, self.settings.aggregation_tokens)
+            for rollout, weight in zip(rollouts, weights, strict=True):
+                for sample in rollout:
+                    sample.weight = weight
+            minibatches.append(samples)
+        return minibatches
+
+    def _set_proximal(
+        self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None, optimizer_steps: int
+    ) -> None:
+        """Give each sample its log-probs under the present weights, as scored before or now.
+
+        A step of a single minibatch needs none: its first forward pass *is* under the weights before the step.
+        """
+        if not self.settings.needs_proximal:
+            return
+        samples = [sample for group in groups for sample in group]
+        key = self._score_key(batch, samples)
+        if given is not None:
+            scored = given
+        elif self._proximal is not None and self._proximal[0] == key:
+            scored = self._proximal[1]
+        elif optimizer_steps > 1:
+            scored = self.policy.score(samples)
+        else:
+            return
+        for sample, logprobs in zip(samples, scored, strict=True):
+            sample.proximal = logprobs
+
+    def _set_reference(self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None) -> None:
+        """Give each sample its log-probs under the reference model, as scored before or now."""
+        samples = [sample for group in groups for sample in group]
+        if given is not None:
+            scored = given
+        elif self.reference is None:
+            return
+        elif self._reference is not None and self._reference[0] == self._score_key(batch, samples):
+            scored = self._reference[1]
+        else:
+            scored = self.reference.score(samples)
+        for sample, logprobs in zip(samples, scored, strict=True):
+            sample.reference = logprobs
+
+    def _score_key(self, batch: Batch, samples: Sequence[Sample]) -> object:
+        """Scores are good for this batch under these weights only."""
+        groups = tuple(group.group for group in batch.groups)
+        return batch.step, groups, tuple(sample.tokens for sample in samples), self.optimizer_steps
+
+    def _train_minibatch(self, samples: Sequence[Sample], tally: StepTally) -> None:
+        """One optimizer step, or none where the loss, a log-prob or the gradient is not finite."""
+        with tally.phase("forward_backward"):
+            self.optimizer.zero_grad(set_to_none=True)
+            diagnostics = accumulate_gradient(self.policy, samples)
+            limit = self.settings.max_grad_norm or float("inf")
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+            sums = diagnostics.sums()
+        if sums["nonfinite"] or not math.isfinite(sums["loss"]) or not math.isfinite(norm):
+            tally.nonfinite += 1
+            self.optimizer.zero_grad(set_to_none=True)
+            log.warning("minibatch skipped: loss %s, gradient norm %s, %d log-probs not finite",
+                        sums["loss"], norm, sums["nonfinite"])  # fmt: skip
+            return
+        with tally.phase("optimizer"):
+            rate = self.settings.learning_rate_at(self.optimizer_steps + tally.optimizer_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        tally.learning_rate = rate
+        tally.optimizer_steps += 1
+        tally.losses.append(sums["loss"])
+        tally.grad_norms.append(norm)
+        tally.diagnostics.merge(diagnostics)
+
+
+def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group]
+    rewards = [sample.reward for sample in samples if math.isfinite(sample.reward) and not sample.continues]
+    return {
+        "loss": fmean(tally.losses) if tally.losses else 0.0,
+        "grad_norm": fmean(tally.grad_norms) if tally.grad_norms else 0.0,
+        "lr": tally.learning_rate,
+        **tally.diagnostics.metrics(),
+        "reward_mean": fmean(rewards) if rewards else 0.0,
+        "accuracy": fmean(reward >= RIGHT for reward in rewards) if rewards else 0.0,
+        "reward_std": pstdev(rewards) if rewards else 0.0,
+        "response_tokens": float(sum(sample.tokens for sample in samples)),
+        "zero_advantage_groups": float(sum(all(sample.teaches_nothing for sample in group) for group in groups)),
+        "segments": len(samples) / max(1, sum(not sample.continues for sample in samples)),
+        "optimizer_steps": float(tally.optimizer_steps),
+        "nonfinite_minibatches": float(tally.nonfinite),
+    }
+
+
+def _adamw(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW in one fused kernel where torch has it; decay for matrices only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.adam_eps,
+        fused=trained[0].device.type in ("cpu", "cuda"),
+    )

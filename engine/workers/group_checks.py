@@ -1,0 +1,178 @@
+"""Checks the groups that a user's generator returns, and names the first problem.
+
+Called by `replica.ReplicaHost` for every group. A malformed group must never reach the scheduler, whose laws it would
+break, or the trainer; its attempt fails with the reason.
+"""
+
+from array import array
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from engine.errors import DataFailure, EngineError
+from engine.ids import Version
+from engine.protocols import Generated, GroupWork
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+
+LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans")
+SCALARS = {"text": str, "finish_reason": str, "continues": bool}
+LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Which weights versions the tokens of a group may have."""
+
+    admitted: Version
+    """The oldest version that any token of the group may have, on any replica."""
+    oldest: Version
+    """The oldest version that a token of `GroupWork.partial` or of this attempt may have."""
+    newest: Version
+    """The replica's version."""
+
+
+def check_generated(work: GroupWork, generated: Any, versions: Versions, *, rewarded: bool = True) -> None:
+    """Raise unless `generated` answers `work` with tokens of `versions`. If not `rewarded`, rewards may be missing.
+
+    Raises: `DataFailure` for a reward that is missing or not finite and for rewards too large to add up, `EngineError`
+    for any other fault.
+    """
+    if not isinstance(generated, Generated) or not isinstance(generated.group, TrajectoryGroup):
+        what = type(generated.group).__name__ if isinstance(generated, Generated) else type(generated).__name__
+        raise EngineError(f"generate() must return Generated(group=TrajectoryGroup(...)), not {what}")
+    group = generated.group
+    problem = _group_problem(work, generated, versions)
+    if problem:
+        raise EngineError(f"generate() returned {problem}", group=work.group)
+    count = sum(not getattr(trajectory, "continues", False) for trajectory in group.trajectories)
+    if count != work.samples and not (generated.aborted and count < work.samples):
+        raise EngineError(f"generate() returned {count} trajectories, not the {work.samples} asked for")
+    kept = generated.oldest_version
+    oldest = versions.oldest if kept is None else min(versions.oldest, kept)
+    for index, trajectory in enumerate(group.trajectories):
+        problem = shape_problem(trajectory, oldest, versions.newest, finished=not generated.aborted)
+        problem = problem or segment_problem(group.trajectories, index)
+        if problem:
+            raise EngineError(
+                f"trajectory {index} of group {work.group}: {problem}", group=work.group, trajectory=index
+            )
+    if not generated.aborted:
+        for index, trajectory in enumerate(group.trajectories):
+            left_out = trajectory.reward is None and not rewarded
+            problem = "" if left_out else reward_problem(trajectory.reward)
+            if problem:
+                story = f"trajectory {index} of group {work.group} (prompt row {work.prompt.row}): {problem}"
+                raise DataFailure(story, group=work.group, trajectory=index, row=work.prompt.row)
+        problem = rewards_problem(group)
+        if problem:
+            story = f"group {work.group} (prompt row {work.prompt.row}): {problem}"
+            raise DataFailure(story, group=work.group, row=work.prompt.row)
+
+
+def _group_problem(work: GroupWork, generated: Any, versions: Versions) -> str:
+    """The problem of a group apart from its trajectories, in words; empty if there is none."""
+    group: Any = generated.group
+    kept, aborted = generated.oldest_version, generated.aborted
+    if group.group != work.group:
+        return f"group {group.group!r:.80}, but was given group {work.group}"
+    if not isinstance(group.prompt, Prompt) or group.prompt.row != work.prompt.row:
+        return f"group {work.group} with another prompt; it was given that of row {work.prompt.row}"
+    if not isinstance(group.trajectories, list):
+        return f"trajectories as a {type(group.trajectories).__name__}, not as a list"
+    if not isinstance(aborted, bool):
+        return f"aborted={aborted!r:.80}, which must be True or False"
+    if kept is not None and (type(kept) is not int or not versions.admitted <= kept <= versions.newest):
+        law = f"must be None or an int from {versions.admitted} to {versions.newest}"
+        return f"oldest_version={kept!r:.80}, which {law}, the versions that group {work.group} may have"
+    return ""
+
+
+def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished: bool) -> str:
+    """The problem of a trajectory, in words; empty if there is none."""
+    if not isinstance(trajectory, Trajectory):
+        return f"it is a {type(trajectory).__name__}, not a Trajectory"
+    for name in LISTS:
+        if not isinstance(getattr(trajectory, name), list):
+            return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a list"
+    for name, kind in SCALARS.items():
+        if not isinstance(getattr(trajectory, name), kind):
+            return f"{name} is a {type(getattr(trajectory, name)).__name__}, not a {kind.__name__}"
+    problem = _ids_problem("prompt_ids", trajectory.prompt_ids) or _ids_problem("token_ids", trajectory.token_ids)
+    if problem:
+        return problem
+    tokens = len(trajectory.token_ids)
+    if len(trajectory.logprobs) != tokens or len(trajectory.loss_mask) != tokens:
+        return (
+            f"{tokens} token_ids, {len(trajectory.logprobs)} logprobs and {len(trajectory.loss_mask)} loss_mask "
+            "entries must have the same length"
+        )
+    if finished and not trajectory.finish_reason:
+        return "it has no finish_reason, though the group is not reported as aborted"
+    if tokens and not _all_finite(trajectory.logprobs):
+        return "a log-prob is not a finite number"
+    if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
+        return "loss_mask must hold only 0 and 1"
+    return _spans_problem(trajectory, tokens, oldest, newest)
+
+
+def segment_problem(trajectories: list[Trajectory], index: int) -> str:
+    """The problem of a trajectory as a further segment of the one before it; empty if there is none."""
+    if not trajectories[index].continues:
+        return ""
+    if index == 0:
+        return "it continues a trajectory, but is the first"
+    own, first = trajectories[index].reward, trajectories[index - 1].reward
+    return (
+        "" if own == first else f"its reward is {own}, but must be {first}, that of the previous segment of its rollout"
+    )
+
+
+def reward_problem(reward: Any) -> str:
+    """The problem of the reward of a finished trajectory; empty if there is none."""
+    if reward is None:
+        return "it has no reward"
+    try:
+        return "" if isfinite(reward) else f"its reward is {reward}, not a finite number"
+    except Exception:  # whatever the value's own conversion raises
+        return f"its reward is a {type(reward).__name__}, not a number"
+
+
+def rewards_problem(group: TrajectoryGroup) -> str:
+    """The problem of finite rewards taken together; empty if there is none."""
+    rewards = [float(trajectory.reward or 0.0) for trajectory in group.trajectories]
+    if isfinite(sum(map(abs, rewards))):  # no sum of some of them, and no difference of two, is larger
+        return ""
+    return f"its rewards, from {min(rewards)} to {max(rewards)}, are too large to compute their mean and spread"
+
+
+def _ids_problem(name: str, ids: list[Any]) -> str:
+    try:
+        numbers = array("i", ids)
+    except Exception:  # whatever the values' own conversion raises
+        return f"{name} must hold only ints from 0 to {LARGEST_ID}"
+    smallest = min(numbers, default=0)
+    return "" if smallest >= 0 else f"{name} holds {smallest}; a token id is an int from 0 to {LARGEST_ID}"
+
+
+def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest: Version) -> str:
+    covered, before = 0, oldest
+    for span in trajectory.spans:
+        try:
+            start, stop, version = span
+        except (TypeError, ValueError):
+            return f"span {span!r:.80} is not (start, stop, version)"
+        if type(start) is not int or type(stop) is not int or type(version) is not int:
+            return f"span ({start!r}, {stop!r}, {version!r}) does not hold three ints"
+        if start != covered or stop <= start:
+            return f"span [{start}, {stop}) must start at {covered}, where the one before ended, and not be empty"
+        if version < before or version > newest:
+            return f"tokens [{start}, {stop}) have version {version}, but it must be {before} to {newest} there"
+        covered, before = stop, version
+    return "" if covered == tokens else f"spans cover {covered} of {tokens} tokens"
+
+
+def _all_finite(numbers: list[Any]) -> bool:
+    try:
+        return isfinite(sum(numbers)) or all(map(isfinite, numbers))
+    except (TypeError, ValueError, OverflowError):
+        return False

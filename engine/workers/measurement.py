@@ -1,0 +1,205 @@
+"""Measures held-out prompts on one replica: takes chunks of rows, reports how many answers are right.
+
+Called by `replica.py`. Must never report a chunk with a row that was answered under another version, report a chunk
+twice, or leave an order unanswered.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from engine.commands import MeasureRows, StopMeasuring
+from engine.errors import DataFailure, EngineError, reason_of
+from engine.events import Event, RowsFailed, RowsMeasured
+from engine.ids import GroupId, ValidationId, Version
+from engine.protocols import Generated, Generator, GroupWork
+from engine.trajectory import Prompt, TrajectoryGroup
+from engine.user_code import awaited
+from engine.workers.group_checks import reward_problem
+from engine.workers.threads import contained
+
+log = logging.getLogger(__name__)
+
+RIGHT = 1.0
+"""A response with at least this reward counts as right, as in the trainer's own accuracy."""
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """The held-out prompts of a run, and the generator that answers them on a replica."""
+
+    prompts: Sequence[Prompt]
+    evaluator: Generator
+
+
+def held_out_group(validation: ValidationId, rows: int, row: int) -> GroupId:
+    """The group id of a held-out row in a validation: negative, and never used twice."""
+    return -1 - (validation * rows + row)
+
+
+@dataclass(slots=True, eq=False)
+class Measurement:
+    """One order, from its arrival to its report."""
+
+    order: MeasureRows
+    groups: list[GroupId] = field(default_factory=list)
+    """Group ids of the rows being answered."""
+    unwanted: bool = False
+    task: asyncio.Task[None] = field(init=False)
+
+
+class Measuring:
+    """The chunks of one incarnation of a replica. `version()` returns the weights version that it samples from."""
+
+    def __init__(
+        self, held_out: HeldOut | None, *, version: Callable[[], Version], emit: Callable[[Event], None], spawn: Spawn
+    ) -> None:
+        self._held_out = held_out
+        self._version = version
+        self._emit = emit
+        self._spawn = spawn
+        self._running: dict[asyncio.Task[None], Measurement] = {}
+        self._newest: ValidationId = -1
+        self._newest_stop = -1
+        """Number of the newest `StopMeasuring` order."""
+        self._attempts: dict[int, int] = {}
+        """The newest attempt of each chunk of the newest validation, to detect repeated orders."""
+
+    def measure(self, order: MeasureRows, after: "asyncio.Task[None] | None") -> None:
+        """Measure a chunk once `after`, the last weights order, has ended. A newer attempt cancels an older one."""
+        if order.validation < self._newest:
+            return
+        if order.validation > self._newest:
+            self._newest, self._attempts = order.validation, {}
+        if self._attempts.get(order.chunk, 0) >= order.attempt:
+            return
+        self._attempts[order.chunk] = order.attempt
+        measurement = Measurement(order)
+        waits = [after] if after is not None else []
+        for earlier in [m for m in self._running.values() if m.order.chunk == order.chunk]:
+            # A generator tells rows apart, not attempts, so only one attempt may run.
+            self._stop(earlier)
+            waits.append(earlier.task)
+        measurement.task = self._spawn(self._run(measurement, waits))
+        self._running[measurement.task] = measurement
+        measurement.task.add_done_callback(lambda task: self._running.pop(task, None))
+
+    def stop(self, order: StopMeasuring) -> None:
+        """Stop the running chunks of a validation, without a report. A repeat changes nothing: chunks that began after
+        the first order continue."""
+        if order.number <= self._newest_stop:
+            return
+        self._newest_stop = order.number
+        for measurement in self._running.values():
+            if measurement.order.validation == order.validation:
+                self._stop(measurement)
+
+    def _stop(self, measurement: Measurement) -> None:
+        measurement.unwanted = True
+        self._spawn(self._end(measurement))
+
+    async def ended(self) -> None:
+        """Return once every stopped chunk has ended."""
+        stopped = [m.task for m in self._running.values() if m.unwanted]
+        if stopped:
+            await asyncio.wait(stopped)
+
+    def close(self) -> None:
+        for measurement in self._running.values():
+            measurement.unwanted = True
+
+    async def _run(self, measurement: Measurement, waits: "list[asyncio.Task[None]]") -> None:
+        order = measurement.order
+        try:
+            if waits:
+                await asyncio.wait(waits)
+            event: Event = await self._measured(measurement)
+        except asyncio.CancelledError as error:
+            if measurement.unwanted:
+                return
+            event = self._failed(order, error)
+        except Exception as error:
+            event = self._failed(order, error)
+        if not measurement.unwanted:
+            self._emit(event)
+
+    async def _measured(self, measurement: Measurement) -> Event:
+        order, held_out = measurement.order, self._held_out
+        if held_out is None:
+            raise EngineError("this run has no held-out prompts, or no evaluator to answer them")
+        prompts = held_out.prompts[order.first : order.first + order.count]
+        if len(prompts) < order.count:
+            raise EngineError(
+                f"rows {order.first} to {order.first + order.count - 1} do not exist: there are "
+                f"{len(held_out.prompts)} held-out prompts"
+            )
+        self._require_version(order)
+        rows = range(order.first, order.first + order.count)
+        measurement.groups = [held_out_group(order.validation, len(held_out.prompts), row) for row in rows]
+        works = [
+            GroupWork(group=group, attempt=order.attempt, prompt=prompt, samples=1, held_out=True)
+            for group, prompt in zip(measurement.groups, prompts, strict=True)
+        ]
+        answers = (awaited(held_out.evaluator.generate, work) for work in works)
+        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        measurement.groups = []
+        rewards = [_reward(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
+        self._require_version(order)
+        measured = [reward for reward in rewards if reward is not None]
+        if not isfinite(sum(measured)):
+            raise EngineError(f"the rewards of held-out rows {rows[0]} to {rows[-1]} are too large to add up")
+        return RowsMeasured(
+            **_place(order), version=order.version, measured=len(measured),
+            right=sum(reward >= RIGHT for reward in measured), reward=float(sum(measured)),
+        )  # fmt: skip
+
+    def _require_version(self, order: MeasureRows) -> None:
+        if self._version() != order.version:
+            raise EngineError(
+                f"the replica has version {self._version()}, but version {order.version} must be measured"
+            )
+
+    def _failed(self, order: MeasureRows, error: BaseException) -> Event:
+        told = (order.first, order.first + order.count - 1, order.version)
+        log.warning("held-out rows %d to %d could not be measured under version %d", *told, exc_info=error)
+        return RowsFailed(**_place(order), reason=reason_of(error))
+
+    async def _end(self, measurement: Measurement) -> None:
+        if measurement.groups and self._held_out is not None:
+            try:
+                await awaited(self._held_out.evaluator.abort, measurement.groups)
+            except Exception:
+                log.warning("held-out rows could not be aborted", exc_info=True)
+        measurement.task.cancel()
+
+
+def _place(order: MeasureRows) -> dict[str, int]:
+    return {
+        "validation": order.validation, "chunk": order.chunk, "attempt": order.attempt, "replica": order.replica,
+        "incarnation": order.incarnation,
+    }  # fmt: skip
+
+
+def _reward(prompt: Prompt, outcome: Any) -> float | None:
+    """The reward of a held-out prompt; None if the prompt or its reward is at fault. Raises if the replica is."""
+    if isinstance(outcome, DataFailure):
+        log.warning("held-out row %d cannot be measured: %s", prompt.row, outcome)
+        return None
+    if isinstance(outcome, BaseException):
+        raise outcome
+    if not isinstance(outcome, Generated) or not isinstance(outcome.group, TrajectoryGroup):
+        law = "generate() must return Generated(group=TrajectoryGroup(...))"
+        raise EngineError(f"held-out row {prompt.row}: {law}, not {type(outcome).__name__}")
+    if outcome.aborted:
+        raise EngineError(f"held-out row {prompt.row} was aborted")
+    reward = outcome.group.trajectories[0].reward if outcome.group.trajectories else None
+    problem = contained(reward_problem, reward)
+    if problem or reward is None:
+        log.warning("held-out row %d cannot be measured: %s", prompt.row, problem)
+        return None
+    return float(reward)

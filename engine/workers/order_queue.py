@@ -1,0 +1,70 @@
+"""Base class of workers that carry out orders one at a time, in the order of arrival, with blocking calls on one
+thread.
+
+Used by `trainer.py` and `scorer.py`. It must never run two calls at once, or carry out a repeated order again.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from engine.commands import Command
+from engine.events import Event
+from engine.workers.threads import OneThread
+
+REMEMBERED_ORDERS = 1024
+"""Number of newest orders that are remembered, to detect repeats. Far fewer are open at once."""
+
+Orders = TypeVar("Orders", bound=Command)
+
+
+class OneByOne(Generic[Orders]):
+    """A subclass defines `_key`, which tells a repeat from a new order, and `_answer`, which carries out an order.
+    `emit` receives events; `name` is the thread's name."""
+
+    def __init__(self, name: str, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self._thread = OneThread(name)
+        self._seen: dict[tuple[object, ...], None] = {}
+        """Keys of the newest orders, oldest first."""
+        self._orders: asyncio.Queue[Orders] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+
+    def _key(self, command: Orders) -> tuple[object, ...]:
+        raise NotImplementedError
+
+    async def _answer(self, command: Orders) -> Event:
+        """Carry out one order. Returns the event that answers it."""
+        raise NotImplementedError
+
+    def carry_out(self, command: Orders) -> None:
+        """Queue an order and return at once; a repeat changes nothing."""
+        key = self._key(command)
+        if key in self._seen:
+            return
+        self._seen[key] = None
+        if len(self._seen) > REMEMBERED_ORDERS:
+            del self._seen[next(iter(self._seen))]
+        self._orders.put_nowait(command)
+        if self._worker is None:
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    def abandon(self) -> None:
+        """The present call hangs: `close` does not wait for it, because a thread cannot be killed."""
+        self._thread.abandon()
+
+    async def close(self) -> None:
+        """Return when the present call has ended. Queued orders are dropped, and nothing more is reported."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        await self._thread.close()
+
+    async def _work(self) -> None:
+        while True:
+            command = await self._orders.get()
+            self._emit(await self._answer(command))
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a blocking call on the thread."""
+        return await self._thread.call(function, *arguments)

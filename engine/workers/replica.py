@@ -1,0 +1,392 @@
+"""Hosts one `Generator`: takes the scheduler's commands, emits events about its groups and weights.
+
+Called by `runtime.worker`, on the generator's event loop. Must never report a group before it is stored, report a
+group twice, or leave a command unanswered that needs an answer.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.commands import (
+    AbortGroup,
+    Command,
+    InstallWeights,
+    MeasureRows,
+    ParkGroup,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+    StopMeasuring,
+    TruncateGroup,
+)
+from engine.errors import DataFailure, EngineError, clean, reason_of
+from engine.events import Event, GroupFailed, GroupProgressed, OrderDone, ProcessUp
+from engine.ids import GroupId, Incarnation, ReplicaId, Version
+from engine.protocols import Fallible, Generated, Generator, GroupWork
+from engine.storage.trajectories import Trajectories
+from engine.storage.weights import Weights
+from engine.trajectory import Prompt, TrajectoryGroup
+from engine.user_code import awaited
+from engine.workers.group_checks import Versions, check_generated
+from engine.workers.measurement import HeldOut, Measuring
+from engine.workers.replica_weights import ReplicaWeights
+from engine.workers.reports import DoneOrders, aborted_event, generated_event, prefix_event
+from engine.workers.threads import contained
+
+# -- one attempt -------------------------------------------------------------------------------------------------------
+
+
+PARK_S = 10.0
+"""Seconds that a generator has to give up a group that is being parked; then its work on the group is canceled."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One order to generate a group, from its arrival to its report."""
+
+    group: GroupId
+    number: int
+    unwanted: bool = False
+    """Its outcome must not be reported."""
+    truncate: bool = False
+    park: bool = False
+    """It must end now, unfinished, with the tokens it has."""
+    begun: bool = False
+    """`generate` has been called."""
+    unsaved: TrajectoryGroup | None = None
+    """The newest prefix that is not in the trajectory store yet."""
+    saving: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
+
+
+# -- the replica -------------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_ATTEMPTS = 16_384
+"""Number of groups whose last attempt is remembered, to detect repeated orders."""
+
+
+class ReplicaHost:
+    """One incarnation of a replica. `emit` receives its events; `broken(reason)` is called when it has failed for good.
+    If not `rewarded`, an added state assigns the rewards later.
+
+    Group commands are executed at once; weights commands one at a time, in the order of arrival.
+    """
+
+    def __init__(
+        self,
+        *,
+        replica: ReplicaId,
+        incarnation: Incarnation,
+        generator: Generator,
+        samples: int,
+        trajectories: Trajectories,
+        weights: Weights,
+        emit: Callable[[Event], None],
+        broken: Callable[[str], None],
+        prefix_every_tokens: int = 0,
+        held_out: HeldOut | None = None,
+        rewarded: bool = True,
+        progress_every_s: float = 60.0,
+    ) -> None:
+        self.replica = replica
+        self.incarnation = incarnation
+        self.generator = generator
+        self.samples = samples
+        self.prefix_every_tokens = prefix_every_tokens
+        self._rewarded = rewarded
+        self._progress_every_s = progress_every_s
+        self._progressed: dict[Attempt, None] = {}
+        """Attempts that have made progress since the last report."""
+        self._next_report: asyncio.TimerHandle | None = None
+        self._trajectories = trajectories
+        self._emit = emit
+        self._broken = broken
+        self._running: dict[GroupId, Attempt] = {}
+        self._attempts: OrderedDict[GroupId, int] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._who = {"replica": replica, "incarnation": incarnation}
+        self._measuring = Measuring(held_out, version=lambda: self.version, emit=emit, spawn=self._spawn)
+        self._done = DoneOrders(self._report_done)
+        self._weights = ReplicaWeights(
+            who=self._who, generator=generator, weights=weights, measuring=self._measuring,
+            running=lambda: [attempt.task for attempt in self._running.values()],
+            emit=emit, done=self._done, broken=broken, spawn=self._spawn,
+        )  # fmt: skip
+        self._carry: dict[type[Command], Callable[[Any, Prompt | None], None]] = {
+            StartGroup: self._start,
+            ResumeGroup: self._start,
+            AbortGroup: lambda command, _: self._abort(command),
+            ParkGroup: lambda command, _: self._park(command),
+            TruncateGroup: lambda command, _: self._truncate(command),
+            StageWeights: lambda command, _: self._weights.stage(command),
+            PauseReplica: lambda command, _: self._weights.pause(command),
+            InstallWeights: lambda command, _: self._weights.install(command),
+            ResumeReplica: lambda command, _: self._weights.resume(command),
+            MeasureRows: lambda command, _: self._measuring.measure(command, self._weights.last),
+            StopMeasuring: lambda command, _: self._stop_measuring(command),
+        }
+
+    def join(self, slots: int, version: Version = 0) -> None:
+        """Report that the replica is up with weights `version`."""
+        self._weights.version = version
+        self._emit(
+            ProcessUp(
+                kind="replica", index=self.replica, incarnation=self.incarnation, slots=slots, version=version
+            )
+        )  # fmt: skip
+        if isinstance(self.generator, Fallible):
+            self._spawn(self._listen(self.generator))
+
+    def carry_out(self, command: Command, prompt: Prompt | None = None) -> None:
+        """Start a command and return at once. `prompt` is required for commands that start or resume a group.
+
+        Repeats and commands for another incarnation of the replica change nothing.
+        """
+        if not self._closed and getattr(command, "incarnation", None) == self.incarnation:
+            self._carry[type(command)](command, prompt)
+
+    async def close(self) -> None:
+        """Cancel everything, without reports, and close the generator."""
+        self._closed = True
+        for attempt in self._running.values():
+            attempt.unwanted = True
+        self._measuring.close()
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await awaited(self.generator.close)
+        except Exception:
+            log.exception("closing the generator of replica %d failed", self.replica)
+
+    @property
+    def version(self) -> Version:
+        """The weights version that the replica samples from."""
+        return self._weights.version
+
+    @property
+    def running(self) -> int:
+        """Number of groups being generated."""
+        return len(self._running)
+
+    # groups
+
+    def _start(self, command: StartGroup | ResumeGroup, prompt: Prompt | None) -> None:
+        if self._attempts.get(command.group, 0) >= command.attempt:
+            return
+        self._attempts[command.group] = command.attempt
+        self._attempts.move_to_end(command.group)
+        if len(self._attempts) > REMEMBERED_ATTEMPTS:
+            self._attempts.popitem(last=False)
+        before = self._running.get(command.group)
+        attempt = Attempt(command.group, command.attempt)
+        self._running[command.group] = attempt
+        attempt.task = self._spawn(self._run(attempt, command, prompt, before))
+        if before is not None:
+            self._stop(before)
+
+    async def _run(
+        self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None, before: Attempt | None
+    ) -> None:
+        """Run one attempt and emit exactly one event, unless it became unwanted or the host closed."""
+        try:
+            if before is not None:
+                await asyncio.wait([before.task])  # a generator tells groups apart, not attempts
+            event = await self._attempt(attempt, command, prompt)
+        except DataFailure as error:
+            event = self._failed(attempt, "data", error)
+        except asyncio.CancelledError as error:
+            if attempt.unwanted or self._closed:
+                return
+            event = self._failed(attempt, "infrastructure", error)
+        except Exception as error:
+            event = self._failed(attempt, "infrastructure", error)
+        finally:
+            if self._running.get(attempt.group) is attempt:
+                del self._running[attempt.group]
+        if not attempt.unwanted and event is not None:
+            self._emit(event)
+
+    async def _attempt(
+        self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None
+    ) -> Event | None:
+        """Generate, check and store a group; returns the event to emit."""
+        if prompt is None:
+            raise EngineError(f"group {command.group} came without its prompt")
+        resumes = isinstance(command, ResumeGroup)
+        partial = await self._trajectories.partial(command.group) if resumes else None
+        kept = partial.versions() if partial is not None else None
+        began = self.version if kept is None else min(kept[0], self.version)
+        if self._is_behind(kept) or attempt.park or self._weights.pause_mode in ("abort", "wait", "sleep"):
+            group = partial or TrajectoryGroup(group=command.group, prompt=prompt, trajectories=[])
+            return aborted_event(group, attempt.number, **self._who)
+        truncate = attempt.truncate or (isinstance(command, ResumeGroup) and command.truncate)
+        work = GroupWork(
+            group=command.group,
+            attempt=command.attempt,
+            prompt=prompt,
+            samples=self.samples,
+            partial=partial,
+            truncate=truncate,
+            save_every_tokens=self.prefix_every_tokens,
+            save=(lambda group: self._save(attempt, work, began, group)) if self.prefix_every_tokens else None,
+            progress=lambda: self._note_progress(attempt),
+        )
+        attempt.begun = True
+        try:
+            generated = await awaited(self.generator.generate, work)
+        finally:
+            attempt.unsaved = None
+            if attempt.saving is not None:
+                await asyncio.wait([attempt.saving])
+        if attempt.unwanted:
+            return None
+        versions = Versions(admitted=command.admitted_version, oldest=began, newest=self.version)
+        contained(check_generated, work, generated, versions, rewarded=self._rewarded)
+        return await self._keep(attempt, generated)
+
+    def _is_behind(self, kept: tuple[Version, Version] | None) -> bool:
+        """Whether a group has tokens of a newer version than this replica's. Its last replica stored them and died
+        before reporting them."""
+        return kept is not None and kept[1] > self.version
+
+    async def _keep(self, attempt: Attempt, generated: Generated) -> Event | None:
+        group = generated.group
+        if generated.aborted:
+            event: Event = aborted_event(group, attempt.number, **self._who)
+        else:
+            event = generated_event(group, attempt.number, **self._who)
+        await self._trajectories.put(group, attempt.number)
+        if attempt.unwanted:
+            await self._trajectories.discard([group.group], attempt.number)
+        return event
+
+    def _save(self, attempt: Attempt, work: GroupWork, began: Version, group: TrajectoryGroup) -> None:
+        """Store the prefix of a running group. While one is being stored, only the newest waits."""
+        if attempt.unwanted or self._running.get(attempt.group) is not attempt:
+            return
+        attempt.unsaved = group
+        if attempt.saving is None or attempt.saving.done():
+            attempt.saving = self._spawn(self._logged(self._store_prefixes(attempt, work, began), "storing a prefix"))
+
+    async def _store_prefixes(self, attempt: Attempt, work: GroupWork, began: Version) -> None:
+        while attempt.unsaved is not None:
+            group, attempt.unsaved = attempt.unsaved, None
+            versions = Versions(admitted=began, oldest=began, newest=self.version)
+            contained(check_generated, work, Generated(group=group, aborted=True), versions)
+            event = prefix_event(group, attempt.number, **self._who)
+            await self._trajectories.put(group, attempt.number)
+            if attempt.unwanted:
+                await self._trajectories.discard([attempt.group], attempt.number)
+                return
+            self._emit(event)
+
+    def _note_progress(self, attempt: Attempt) -> None:
+        """Report the attempt at the next periodic report."""
+        self._progressed[attempt] = None
+        if self._next_report is None:
+            self._next_report = asyncio.get_running_loop().call_later(self._progress_every_s, self._report_progress)
+
+    def _report_progress(self) -> None:
+        self._next_report = None
+        for attempt in self._progressed:
+            if self._running.get(attempt.group) is attempt and not attempt.unwanted and not self._closed:
+                self._emit(GroupProgressed(group=attempt.group, attempt=attempt.number, **self._who))
+        self._progressed.clear()
+
+    def _failed(self, attempt: Attempt, cause: str, error: BaseException) -> Event:
+        told = (attempt.group, self.replica, attempt.number, cause)
+        log.warning("group %d failed on replica %d, attempt %d (%s)", *told, exc_info=error)
+        return GroupFailed(
+            group=attempt.group, attempt=attempt.number, cause=cause, reason=reason_of(error), **self._who
+        )
+
+    def _abort(self, command: AbortGroup) -> None:
+        attempt = self._running.get(command.group)
+        if attempt is None:
+            # The attempt ended before the order arrived: delete what it stored.
+            self._spawn(self._done.add_after(lambda: self._forget(command), [command.number]))
+        elif attempt.number <= command.attempt:
+            attempt.unwanted = True
+            self._spawn(self._done.add_after(lambda: self._end(attempt), [command.number]))
+        else:
+            self._done.add(command.number)
+
+    async def _forget(self, command: AbortGroup) -> None:
+        await self._logged(self._trajectories.discard([command.group], command.attempt), "discarding")
+
+    def _stop(self, attempt: Attempt) -> None:
+        """End an attempt without a report."""
+        attempt.unwanted = True
+        self._spawn(self._end(attempt))
+
+    def _stop_measuring(self, command: StopMeasuring) -> None:
+        self._measuring.stop(command)
+        self._spawn(self._done.add_after(self._measuring.ended, [command.number]))
+
+    def _report_done(self, event: OrderDone) -> None:
+        if not self._closed:
+            self._emit(event)
+
+    async def _end(self, attempt: Attempt) -> None:
+        if attempt.begun:
+            await self._logged(awaited(self.generator.abort, [attempt.group]), "abort")
+        attempt.task.cancel()
+
+    def _park(self, command: ParkGroup) -> None:
+        attempt = self._running.get(command.group)
+        if attempt is not None and attempt.number == command.attempt and not attempt.park:
+            attempt.park = True
+            self._spawn(self._give_up(attempt))
+
+    async def _give_up(self, attempt: Attempt) -> None:
+        """End an attempt with the tokens it has. If it does not end within `PARK_S`, it is canceled and fails."""
+        if attempt.begun:
+            await self._logged(awaited(self.generator.abort, [attempt.group]), "parking")
+        await asyncio.wait([attempt.task], timeout=PARK_S)
+        attempt.task.cancel()
+
+    def _truncate(self, command: TruncateGroup) -> None:
+        attempt = self._running.get(command.group)
+        if attempt is None or attempt.number != command.attempt or attempt.truncate:
+            return
+        attempt.truncate = True
+        if attempt.begun:
+            self._spawn(self._logged(awaited(self.generator.truncate, [command.group]), "truncate"))
+
+    # tasks
+
+    async def _listen(self, generator: Fallible) -> None:
+        self._broken(clean(str(await awaited(generator.failed))))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Report the replica as broken if a task raised: its state is then unknown."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._closed:
+            log.error("a task of replica %d failed", self.replica, exc_info=error)
+            self._broken(f"a task of its host failed: {reason_of(error)}")
+
+    async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
+        """Run a call that no event answers; log a failure."""
+        try:
+            await work
+        except Exception:
+            log.exception("%s failed on replica %d", doing, self.replica)

@@ -1,0 +1,79 @@
+"""Hosts a `Scorer`: scores batches one at a time, in the order of arrival, on hardware separate from the trainer's.
+
+Called by `runtime.worker`. Must never score old log-probs with other weights than those that the step starts from,
+nor report a batch before its scores are in the trajectory store.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from engine.commands import ScoreBatch
+from engine.errors import EngineError, reason_of
+from engine.events import BatchScored, Event, StepFailed
+from engine.ids import StepId
+from engine.protocols import Batch, Scorer
+from engine.storage.trajectories import Trajectories, checked_scores
+from engine.storage.weights import Trained, Weights
+from engine.workers.order_queue import OneByOne
+
+log = logging.getLogger(__name__)
+
+OF_TRAINED_WEIGHTS = ("old_logprobs",)
+"""Tasks that need the trained weights from before the step that they score."""
+
+
+class ScorerHost(OneByOne[ScoreBatch]):
+    """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
+
+    `ask(steps)` makes the trainer hand over the weights after `steps` train steps, if it still owes them; it raises if
+    the trainer cannot.
+    """
+
+    def __init__(
+        self,
+        *,
+        scorer: Scorer,
+        trajectories: Trajectories,
+        weights: Weights,
+        emit: Callable[[Event], None],
+        ask: Callable[[StepId], Awaitable[None]],
+    ) -> None:
+        super().__init__("scorer", emit)
+        self._scorer = scorer
+        self._trajectories = trajectories
+        self._weights = weights
+        self._ask = ask
+        self._loaded: StepId = 0
+
+    def _key(self, command: ScoreBatch) -> tuple[object, ...]:
+        return (command.step, command.attempt, command.task)
+
+    async def _answer(self, command: ScoreBatch) -> Event:
+        try:
+            await self._score(command)
+        except Exception as error:
+            log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
+            reason = f"scoring {command.task}: {reason_of(error)}"
+            return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
+        return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
+
+    async def _score(self, command: ScoreBatch) -> None:
+        if command.task in OF_TRAINED_WEIGHTS and command.step != self._loaded:
+            weights = await self._trained(command.step)
+            self._loaded = -1  # a load that fails halfway leaves unusable weights
+            await self._call(self._scorer.load, weights)
+            self._loaded = command.step
+        groups = await self._trajectories.get(command.groups)
+        batch = Batch(step=command.step, groups=groups, staleness=[0] * len(groups))
+        scores = checked_scores(groups, await self._call(self._scorer.score, batch, command.task))
+        await self._trajectories.put_scores(command.step, command.task, command.groups, scores)
+
+    async def _trained(self, steps: StepId) -> Any:
+        """The weights after `steps` train steps. If they are missing, it asks the trainer for them, so that a retry of
+        the step does not fail for the same reason."""
+        try:
+            return await self._weights.get(Trained(steps))
+        except EngineError:
+            await self._ask(steps)
+        return await self._weights.get(Trained(steps))

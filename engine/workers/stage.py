@@ -1,0 +1,171 @@
+"""Hosts the work of added states: passes a stored group to the user's coroutine, checks, stores and reports the result.
+
+Called by `runtime.worker`. The scheduler decides how many groups run at once. Must never let work change a token,
+nor store a group again that was discarded meanwhile.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from engine.commands import EnterState
+from engine.errors import DataFailure, EngineError, clean, reason_of
+from engine.events import Event, StateFailed, StateLeft
+from engine.ids import GroupId
+from engine.protocols import Fallible
+from engine.storage.trajectories import Trajectories, copy_group
+from engine.trajectory import Trajectory, TrajectoryGroup
+from engine.user_code import awaited
+from engine.workers.group_checks import reward_problem, rewards_problem, segment_problem
+from engine.workers.reports import reward_figures
+from engine.workers.threads import contained
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
+"""The work on a group in a state. It may change rewards, and returns the group."""
+
+KEPT = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "spans", "finish_reason", "continues")
+"""The fields of a trajectory that no work may change."""
+
+
+REMEMBERED_ATTEMPTS = 16_384
+"""Number of groups whose last reported attempt is remembered, to detect repeats."""
+
+
+async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The default work of a state: returns the group unchanged."""
+    return group
+
+
+class AddedStatesHost:
+    """Executes `EnterState` orders with the state's entry in `works`.
+
+    `timeout_s` limits each execution, except in `untimed` states, whose work limits its own calls. `emit` receives
+    events. `broken(reason)` is called when `Fallible` work has failed for good.
+    """
+
+    def __init__(
+        self,
+        *,
+        works: Mapping[str, Work],
+        trajectories: Trajectories,
+        emit: Callable[[Event], None],
+        timeout_s: float | None = None,
+        untimed: Collection[str] = (),
+        broken: Callable[[str], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._trajectories = trajectories
+        self._emit = emit
+        self._timeout_s = timeout_s
+        self._untimed = untimed
+        self._running: dict[GroupId, tuple[int, asyncio.Task[None]]] = {}
+        self._reported: OrderedDict[GroupId, int] = OrderedDict()
+        """The last reported attempt of each group, to detect repeated orders."""
+        self._listening: list[asyncio.Task[None]] = []
+        own: list[object] = list(works.values())
+        for work in own:
+            if broken is not None and isinstance(work, Fallible):
+                self._listening.append(asyncio.get_running_loop().create_task(self._listen(work, broken)))
+
+    def carry_out(self, command: EnterState) -> None:
+        """Start an order and return at once. A repeat changes nothing; a newer attempt cancels an older one."""
+        number, task = self._running.get(command.group, (0, None))
+        if max(number, self._reported.get(command.group, 0)) >= command.attempt:
+            return
+        if task is not None:
+            task.cancel()
+        running = asyncio.get_running_loop().create_task(self._carry_out(command))
+        self._running[command.group] = (command.attempt, running)
+
+    def discard(self, groups: Sequence[GroupId]) -> None:
+        """Cancel the work on dropped groups, without a report."""
+        for group in groups:
+            _, task = self._running.pop(group, (0, None))
+            if task is not None:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all work, without a report."""
+        tasks = [*self._listening, *(task for _, task in self._running.values())]
+        self._running.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self, work: Fallible, broken: Callable[[str], None]) -> None:
+        broken(clean(str(await awaited(work.failed))))
+
+    async def _carry_out(self, command: EnterState) -> None:
+        try:
+            event: Event = await self._left(command)
+        except DataFailure as error:
+            event = self._failed(command, "data", error)
+        except Exception as error:
+            event = self._failed(command, "infrastructure", error)
+        except asyncio.CancelledError as error:
+            if not self._wanted(command):
+                raise
+            event = self._failed(command, "infrastructure", error)
+        if self._wanted(command):  # work may have caught its own cancellation
+            del self._running[command.group]
+            self._reported[command.group] = command.attempt
+            self._reported.move_to_end(command.group)
+            if len(self._reported) > REMEMBERED_ATTEMPTS:
+                self._reported.popitem(last=False)
+            self._emit(event)
+
+    def _wanted(self, command: EnterState) -> bool:
+        """Whether this is the newest order for its group, the group was not dropped and the host is not closed."""
+        return self._running.get(command.group, (0, None))[0] == command.attempt
+
+    async def _left(self, command: EnterState) -> StateLeft:
+        work = self._works.get(command.state)
+        if work is None:
+            raise EngineError(f"no work is defined for the state {command.state}")
+        (kept,) = await self._trajectories.get([command.group])
+        timeout_s = None if command.state in self._untimed else self._timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                group = await awaited(work, copy_group(kept))
+        except TimeoutError as error:
+            story = f"the work of {command.state} exceeded its limit of {timeout_s} s on group {command.group}"
+            raise EngineError(str(error) or story, group=command.group) from error
+        contained(check_worked, command.state, kept, group)
+        await self._trajectories.replace(group, command.attempt)
+        live, mean, spread = reward_figures(group)
+        return StateLeft(
+            group=command.group, attempt=command.attempt, state=command.state, live=live, reward_mean=mean,
+            reward_spread=spread,
+        )  # fmt: skip
+
+    def _failed(self, command: EnterState, cause: str, error: BaseException) -> StateFailed:
+        log.warning("%s failed on group %d (%s)", command.state, command.group, cause, exc_info=error)
+        return StateFailed(
+            group=command.group, attempt=command.attempt, state=command.state, cause=cause, reason=reason_of(error)
+        )
+
+
+def check_worked(state: str, before: TrajectoryGroup, after: Any) -> None:
+    """Raise unless `after` is the group `before`, with at most its rewards changed.
+
+    Raises: `DataFailure` for a reward that is missing or not a finite number, `EngineError` for any other change.
+    """
+    who = f"the work of {state} on group {before.group}"
+    if not isinstance(after, TrajectoryGroup):
+        raise EngineError(f"{who} must return the group, not {type(after).__name__}")
+    if after.group != before.group or len(after.trajectories) != len(before.trajectories):
+        raise EngineError(f"{who} returned another group, or another number of trajectories")
+    for index, (old, new) in enumerate(zip(before.trajectories, after.trajectories, strict=True)):
+        changed = [name for name in KEPT if not isinstance(new, Trajectory) or getattr(new, name) != getattr(old, name)]
+        if changed:
+            raise EngineError(f"{who} changed {changed[0]} of trajectory {index}; it may change rewards only")
+        problem = reward_problem(new.reward) or segment_problem(after.trajectories, index)
+        if problem:
+            raise DataFailure(f"{who}, trajectory {index}: {problem}", group=before.group, row=before.prompt.row)
+    problem = rewards_problem(after)
+    if problem:
+        raise DataFailure(f"{who}: {problem}", group=before.group, row=before.prompt.row)

@@ -1,0 +1,322 @@
+"""Hosts the `Trainer`: scores, trains, publishes and saves checkpoints, one order at a time, in the order of arrival.
+
+Called by `runtime.worker`. The trainer's blocking calls run on a separate thread, so that the event loop stays free.
+Must never run two calls at once, or report an incomplete checkpoint.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.errors import EngineError, describe_error, reason_of
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    OrderDone,
+    PublishFailed,
+    StepFailed,
+    StepTrained,
+    WeightsPublished,
+)
+from engine.ids import GroupId, StepId
+from engine.protocols import Batch, Offloadable, Trainer
+from engine.storage.checkpoints import checkpoint_path, remove_checkpoint, save_checkpoint
+from engine.storage.trajectories import Trajectories
+from engine.storage.weights import Trained, Weights
+from engine.workers.order_queue import OneByOne
+
+# -- metrics of a user's trainer ---------------------------------------------------------------------------------------
+
+
+log = logging.getLogger(__name__)
+
+Figure = int | float
+LONGEST_NAME = 200
+"""Maximum length of a metric's name, in characters."""
+TOLD = 100
+"""Maximum number of metrics that get a warning."""
+
+
+class Figures:
+    """Reads the metrics of every step of one trainer."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def read(self, metrics: Mapping[Any, Any]) -> dict[str, Figure]:
+        """The usable metrics, NaN and infinities included. Never raises. Call it on the trainer's thread, because
+        reading a value may copy it from an accelerator."""
+        try:
+            items = list(metrics.items())
+        except BaseException as error:  # a user's mapping: the step is trained, whatever this raises
+            self._tell("metrics", f"metrics that cannot be read ({describe_error(error)})")
+            return {}
+        figures: dict[str, Figure] = {}
+        for name, value in items:
+            problem, figure = _name_problem(name), figure_of(value)
+            if problem:
+                self._tell(_shown(name), f"a metric named {_shown(name)}, {problem}")
+            elif figure is None:
+                law = "which is not a real number that fits a float"
+                self._tell(name, f"the metric {name!r} as a {type(value).__name__}, {law}")
+            else:
+                figures[str(name)] = figure
+        return figures
+
+    def _tell(self, key: str, what: str) -> None:
+        if key not in self._told and len(self._told) < TOLD:
+            self._told.add(key)
+            log.warning("train() returned %s. It is skipped. This warning is not repeated for later steps.", what)
+
+
+def figure_of(value: Any) -> Figure | None:
+    """A real number, or an array with one element, as a 64-bit int or a float; None for anything else."""
+    try:
+        real: Any = value if isinstance(value, Real) else value.item()
+        figure = float(real) if isinstance(real, Real) else None
+        return int(real) if type(real) in (int, bool) and abs(real) < 2**63 else figure
+    except BaseException:  # whatever the value's own conversion raises
+        return None
+
+
+def count_in(figures: Mapping[str, Any], name: str) -> int:
+    """The figure `name` as a count; 0 if it is missing or not a finite number."""
+    count = figures.get(name)
+    return int(count) if isinstance(count, int | float) and isfinite(count) else 0
+
+
+def _name_problem(name: Any) -> str:
+    if not isinstance(name, str):
+        return f"a {type(name).__name__}; a name must be a str"
+    if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+        return f"which must have 1 to {LONGEST_NAME} printable characters"
+    return ""
+
+
+def _shown(name: Any) -> str:
+    try:
+        return f"{name!r:.80}"
+    except BaseException:
+        return f"an object of type {type(name).__name__}"
+
+
+# -- offloading --------------------------------------------------------------------------------------------------------
+
+
+def taking_turns(trainer: Trainer) -> Trainer:
+    """The wrapped trainer, or the trainer itself if it cannot leave the accelerator."""
+    return TakingTurns(trainer, trainer) if isinstance(trainer, Offloadable) else trainer
+
+
+class TakingTurns:
+    """Forwards every call. The trainer is on the accelerator from the first score or training of a step until the step
+    is trained. A failed step leaves the accelerator; its retry returns to it."""
+
+    def __init__(self, trainer: Trainer, offloadable: Offloadable) -> None:
+        self._trainer = trainer
+        self._offloadable = offloadable
+        self._loaded = True
+        self._leave()
+
+    def score(self, batch: Batch, task: str) -> None:
+        self._come_back()
+        try:
+            self._trainer.score(batch, task)
+        except BaseException:
+            self._leave()
+            raise
+
+    def train(self, batch: Batch) -> Any:
+        self._come_back()
+        try:
+            return self._trainer.train(batch)
+        finally:
+            self._leave()
+
+    def weights(self) -> Any:
+        return self._trainer.weights()
+
+    def save(self, directory: str, step: StepId) -> None:
+        self._trainer.save(directory, step)
+
+    def _come_back(self) -> None:
+        if not self._loaded:
+            self._offloadable.onload()
+            self._loaded = True
+
+    def _leave(self) -> None:
+        if self._loaded:
+            self._offloadable.offload()
+            self._loaded = False
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+Report = Callable[[StepId, Mapping[str, Any]], None]
+
+
+class TrainerHost(OneByOne[Command]):
+    """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step.
+
+    `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
+    tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
+    every train step.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        trajectories: Trajectories,
+        weights: Weights,
+        emit: Callable[[Event], None],
+        report: Report,
+        checkpoints: Path | None = None,
+        own_tasks: Sequence[str] = (),
+        scored_apart: Sequence[str] = (),
+        hands_over: bool = False,
+    ) -> None:
+        super().__init__("trainer", emit)
+        self.trainer = trainer
+        self._trajectories = trajectories
+        self._weights = weights
+        self._report = report
+        self._checkpoints = checkpoints
+        self._own_tasks = own_tasks
+        self._scored_apart = scored_apart
+        self._hands_over = hands_over
+        self._owed: StepId | None = None
+        self._handing_over = asyncio.Lock()
+        self._figures = Figures()
+
+    async def redo(self, step: StepId, groups: Sequence[GroupId], staleness: Sequence[int], *, reports: bool) -> int:
+        """Train a step again with its batch and scores, before any order. `reports`: report its metrics, because they
+        were lost. Returns the number of optimizer updates in its metrics. Raises: `EngineError`."""
+        try:
+            for task in self._own_tasks:
+                await self._call(self.trainer.score, await self._batch_to_score(step, groups), task)
+            metrics = await self._train_batch(step, groups, staleness)
+        except Exception as error:
+            raise EngineError(f"train step {step} cannot be trained again: {reason_of(error)}") from error
+        if reports:
+            self._report(step, metrics)
+        return count_in(metrics, "optimizer_steps")
+
+    async def hand_over(self, steps: StepId) -> None:
+        """Give scorers the current weights, those after `steps` train steps. Never raises: if it fails, the weights are
+        owed, and a scorer that lacks them asks again; if that fails too, so does its attempt."""
+        if not self._hands_over:
+            return
+        self._owed = steps
+        try:
+            await self.hand_over_again(steps)
+        except EngineError as error:
+            log.warning("%s; a scorer that needs them asks again", error, exc_info=error)
+
+    async def hand_over_again(self, steps: StepId) -> None:
+        """Hand over the weights after `steps` train steps, if they are still owed. Raises: `EngineError`."""
+        async with self._handing_over:
+            if self._owed != steps:
+                return
+            try:
+                await self._weights.put(Trained(steps), await self._call(self.trainer.weights))
+            except Exception as error:
+                law = f"the weights after {steps} train steps cannot be handed over: {reason_of(error)}"
+                raise EngineError(law) from error
+            self._owed = None
+
+    def _key(self, command: Command) -> tuple[object, ...]:
+        if isinstance(command, ScoreBatch):
+            return ("score", command.step, command.attempt, command.task)
+        if isinstance(command, TrainStep):
+            return ("train", command.step, command.attempt)
+        if isinstance(command, PublishWeights):
+            return ("publish", command.version, command.attempt)
+        if isinstance(command, SaveCheckpoint):
+            return ("save", command.number)
+        if isinstance(command, DeleteCheckpoint):
+            return ("delete", command.number)
+        raise EngineError(f"{type(command).__name__} is not for the trainer")
+
+    async def _answer(self, command: Command) -> Event:
+        """Execute one command; returns the event that answers it."""
+        if isinstance(command, ScoreBatch):
+            return await self._score(command)
+        if isinstance(command, TrainStep):
+            return await self._train(command)
+        if isinstance(command, PublishWeights):
+            return await self._publish(command)
+        if isinstance(command, SaveCheckpoint):
+            return await self._save(command)
+        assert isinstance(command, DeleteCheckpoint)  # `_key` has refused every other
+        return await self._delete(command)
+
+    async def _score(self, command: ScoreBatch) -> Event:
+        try:
+            batch = await self._batch_to_score(command.step, command.groups)
+            await self._call(self.trainer.score, batch, command.task)
+        except Exception as error:
+            log.warning("scoring %s of step %d failed", command.task, command.step, exc_info=error)
+            reason = f"scoring {command.task}: {reason_of(error)}"
+            return StepFailed(step=command.step, attempt=command.attempt, reason=reason)
+        return BatchScored(step=command.step, attempt=command.attempt, task=command.task)
+
+    async def _batch_to_score(self, step: StepId, ids: Sequence[GroupId]) -> Batch:
+        return Batch(step=step, groups=await self._trajectories.get(ids), staleness=[0] * len(ids))
+
+    async def _train_batch(self, step: StepId, ids: Sequence[GroupId], staleness: Sequence[int]) -> dict[str, Figure]:
+        groups = await self._trajectories.get(ids)
+        scores = {task: await self._trajectories.scores(step, task, ids) for task in self._scored_apart}
+        batch = Batch(step=step, groups=groups, staleness=list(staleness), scores=scores)
+        metrics: Mapping[Any, Any] | None = await self._call(self.trainer.train, batch)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise EngineError(f"train() must return a dict of metrics, not {type(metrics).__name__}")
+        figures: dict[str, Figure] = await self._call(self._figures.read, metrics) if metrics is not None else {}
+        return figures
+
+    async def _train(self, command: TrainStep) -> Event:
+        try:
+            metrics = await self._train_batch(command.step, command.groups, command.staleness)
+        except Exception as error:
+            log.warning("train step %d failed", command.step, exc_info=error)
+            return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))
+        self._report(command.step, metrics)
+        await self.hand_over(command.step + 1)
+        updates = count_in(metrics, "optimizer_steps")
+        return StepTrained(step=command.step, attempt=command.attempt, updates=updates)
+
+    async def _publish(self, command: PublishWeights) -> Event:
+        try:
+            await self._weights.put(command.version, await self._call(self.trainer.weights))
+        except Exception as error:
+            log.warning("publishing version %d failed", command.version, exc_info=error)
+            return PublishFailed(version=command.version, attempt=command.attempt, reason=reason_of(error))
+        return WeightsPublished(version=command.version, attempt=command.attempt)
+
+    async def _save(self, command: SaveCheckpoint) -> Event:
+        try:
+            if self._checkpoints is None:
+                raise EngineError("this run has no directory for checkpoints")
+            await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps)
+        except Exception as error:
+            log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)
+            return CheckpointFailed(steps=command.steps, reason=reason_of(error))
+        return CheckpointSaved(steps=command.steps)
+
+    async def _delete(self, command: DeleteCheckpoint) -> Event:
+        """A deletion that fails is logged and acknowledged: the checkpoint stays, and nothing else depends on it."""
+        if self._checkpoints is not None:
+            path = checkpoint_path(self._checkpoints, command.steps)
+            try:
+                await self._call(remove_checkpoint, path)
+            except OSError as error:
+                log.warning("the checkpoint %s cannot be deleted and stays: %s", path, reason_of(error))
+        return OrderDone(orders=(command.number,))

@@ -1,0 +1,112 @@
+"""When the launching process begins a run again from its record."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ray_plans import plan
+
+from engine.actors import launch as running
+from engine.actors.launch import Launched, RunHandle
+from engine.actors.launcher_watch import RayNode
+from engine.errors import ConfigError, RecordError, RunFailed, RunFinished, StorageFull
+from engine.events import RunInterrupted, StopRequested
+from engine.runtime.plan import Plan
+from engine.runtime.updates import BeginAgain
+from tests.core.test_recovery import busy
+
+NO_MEMORY = "RolloutActor died: CUDA out of memory"
+NO_RAY = RayNode(own=False, run_dir=None, processes={})
+
+
+class Starts:
+    """Stands where Ray does: launches of a run that come to these ends, one after the other; then one that is up."""
+
+    def __init__(self, ends: Sequence[BaseException], monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+        self.ends = [*ends]
+        self.tried: list[RunInterrupted | None] = []
+        """Of each launch: what it says about why the run was interrupted."""
+        self.said: list[str] = []
+        self.run = RunHandle(plan(run_dir), Launched(actor=None, launch="first", metrics_url=None), NO_RAY)
+        self.run.note = self.said.append
+        monkeypatch.setattr(running, "RESPITE_S", 0.0)
+        monkeypatch.setattr(Launched, "of", self.start)
+        monkeypatch.setattr(Launched, "end", lambda launched: None)
+
+    def start(self, begun: Plan, node: RayNode) -> Launched:
+        assert begun.resume and begun.again
+        self.tried.append(begun.interrupted)
+        if self.ends:
+            raise self.ends.pop(0)
+        return Launched(actor=None, launch="again", metrics_url=None)
+
+
+def test_a_run_that_was_told_to_end_does_not_begin_again(tmp_path: Path) -> None:
+    """Also where its scheduler is gone for good before it could say that it was told."""
+    run = RunHandle(plan(tmp_path), Launched(actor=None, launch="", metrics_url=None), NO_RAY)
+    run.told = True
+    assert not run._begin_again("the scheduler is gone", recorded=False)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_each_launch_says_what_its_record_does_not(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there is another launch is decided from the record: `tests/core/test_restarts.py`."""
+    starts = Starts([BeginAgain(NO_MEMORY)] * 7, monkeypatch, tmp_path)
+    assert starts.run._begin_again("the trajectory store is lost", recorded=recorded)
+    reason = f"it could not begin again: {NO_MEMORY}"
+    failed = RunInterrupted(reason=reason, launch=True)
+    first = None if recorded else RunInterrupted(reason="the trajectory store is lost")
+    assert starts.tried == [first, *[failed] * 7] and starts.run._launched.launch == "again"
+    assert starts.said == [
+        f"{why}; the run begins again from its record" for why in ("the trajectory store is lost", *[reason] * 7)
+    ]
+
+
+def test_a_launch_whose_scheduler_decides_against_it_shows_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = busy()
+    stopped.driver.deliver(StopRequested(reason="enough"))
+    (tmp_path / "schedule").mkdir()
+    (tmp_path / "schedule" / "00000000.seg").write_bytes(stopped.recorder.to_bytes())
+    starts = Starts([RunFinished("RUN", str(tmp_path), "has ended")], monkeypatch, tmp_path)
+    assert starts.run._begin_again("the scheduler is gone", recorded=False)
+    assert starts.run.wait().reason == "enough"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("trainer.optimizer", "Adan", "there is no such optimizer"),
+        RecordError("000001.seg", 77, "a frame claims 9 bytes"),
+        RunFailed("SchedulerActor died"),
+        StorageFull("runs/one", 0, "no space is left"),
+        KeyboardInterrupt(),
+    ],
+    ids=["config", "record", "died", "full", "interrupted"],
+)
+def test_what_no_further_start_could_mend_is_raised_at_once(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = Starts([BeginAgain(NO_MEMORY), error], monkeypatch, tmp_path)
+    with pytest.raises(type(error)):
+        starts.run._begin_again("the trajectory store is lost", recorded=True)
+    assert len(starts.tried) == len(starts.said) == 2
+
+
+def test_a_run_that_is_told_to_end_between_two_starts_is_started_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = Starts([BeginAgain(NO_MEMORY)], monkeypatch, tmp_path)
+    begin = starts.start
+
+    def told(begun: Plan, node: RayNode) -> Launched:
+        starts.run.told = True
+        return begin(begun, node)
+
+    monkeypatch.setattr(Launched, "of", told)
+    with pytest.raises(RunFailed, match=NO_MEMORY):
+        starts.run._begin_again("the trajectory store is lost", recorded=True)
+    assert len(starts.tried) == len(starts.said) == 1

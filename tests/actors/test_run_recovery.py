@@ -1,0 +1,297 @@
+"""What a resumed run continues from: its record, its newest checkpoint, and what the trajectory store holds."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray_plans import Mortal, events_of, plan, restore_mortal
+
+from engine.errors import ConfigError, RecordError, RunDamaged, RunFinished
+from engine.events import PrefixStored, RunInterrupted, StepTrained
+from engine.metrics.transitions import Transitions
+from engine.record import read, replay
+from engine.runtime.local import response
+from engine.runtime.plan import Plan
+from engine.runtime.recovery import Past, past_of
+from engine.states.group import Group, phase_of
+from engine.states.machine import Phase
+from engine.states.state import State
+from engine.storage.checkpoints import checkpoint_path, save_checkpoint
+from engine.storage.durable_trajectories import DurableStore
+from engine.storage.group_codec import pack_group
+from engine.trajectory import Prompt, TrajectoryGroup
+from tests.core.custom_states import CHECKING, WEIGHING
+from tests.core.test_recovery import busy, world
+
+SAVED, TRAINED = 2, 3
+NOBODYS = 39
+"""A group that was to be let go when the processes ended."""
+
+
+class Scene:
+    """The directory of a run whose processes have ended: three steps trained, two of them in a checkpoint, a batch
+    formed, a group ready, others running."""
+
+    def __init__(self, run_dir: Path) -> None:
+        made = self.made = busy()
+        self.state: State = made.scheduler.state
+        (self.ready, *_) = self.state.ready
+        (formed,) = self.state.formed_steps
+        self.formed = formed.groups
+        self.trained = self.state.checkpoints.kept[SAVED]
+        self.running = [group.id for group in self.state.groups.values() if phase_of(group.state) is Phase.RUNNING]
+        self.plan: Plan = replace(plan(run_dir), restore_trainer=restore_mortal)
+        self.directory = run_dir / "trajectories"
+        (run_dir / "schedule").mkdir(parents=True)
+        self.write_record()
+        for steps in (1, SAVED):
+            trainer = Mortal(run_dir, ())
+            trainer.steps = steps
+            save_checkpoint(trainer, run_dir / "checkpoints", steps)
+        rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED - 1)]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_record(self) -> None:
+        path = self.directory.parent / "schedule" / "00000000.seg"
+        path.write_bytes(self.made.recorder.to_bytes())
+
+    def keep_prefix(self, group: Group) -> None:
+        """One is recorded as stored, with tokens of its replica's version."""
+        replica = self.state.fleet.replicas[group.replica]
+        told = PrefixStored(
+            group=group.id, attempt=group.attempt, replica=replica.id, incarnation=replica.incarnation, tokens=2,
+            oldest_version=replica.version, newest_version=replica.version,
+        )  # fmt: skip
+        self.made.driver.deliver(told)
+        self.write_record()
+
+    def fill(self, without: Collection[int] = (), attempt: Callable[[int], int] = lambda attempt: attempt) -> None:
+        """What the store held; `attempt` says what became of that of the ready group."""
+        store = DurableStore(self.directory)
+        for group in (*self.trained, *self.formed, self.ready, NOBODYS):
+            if group not in without:
+                live = self.state.groups.get(group)
+                kept = 1 if live is None else attempt(live.attempt) if group == self.ready else live.attempt
+                store.put(group, kept, pack_group(group_of(group)))
+        store.close()
+
+    def past(self, **changes: object) -> Past:
+        past = past_of(replace(self.plan, **changes), Transitions())  # type: ignore[arg-type]
+        past.lock.release()
+        return past
+
+    def held(self) -> set[int]:
+        store = DurableStore(self.directory, fresh=False)
+        store.close()
+        return set(store.attempts)
+
+
+def group_of(group: int, finish_reason: str = "stop", version: int = 0) -> TrajectoryGroup:
+    made = replace(response([1, 2], reward=1.0, version=version), finish_reason=finish_reason)
+    return TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[made])
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path / "run")
+
+
+def test_where_all_is_there_the_steps_since_the_checkpoint_are_trained_again(scene: Scene) -> None:
+    scene.fill()
+    past = scene.past()
+    event = past.event(replicas=1)
+    assert event.kept and (event.steps, event.missing, event.consumed) == (TRAINED, (), ())
+    assert past.restore.checkpoint == str(checkpoint_path(scene.directory.parent / "checkpoints", SAVED))
+    assert (past.restore.steps, past.restore.reaches, past.restore.optimizer_steps) == (SAVED, TRAINED, SAVED)
+    (redo,) = past.restore.redo
+    assert (redo.step, redo.groups, len(redo.staleness)) == (SAVED, scene.trained, 2)
+    assert redo.reports, "what the trainer said of it was not written down"
+    assert scene.held() == {*scene.trained, *scene.formed, scene.ready}, "what nobody wants any more is let go"
+    assert "1 step is trained again" in str(past)
+
+
+def test_a_step_whose_row_is_there_is_not_reported_again_unless_it_is_under_way(scene: Scene) -> None:
+    scene.fill()
+    path = scene.directory.parent / "metrics.jsonl"
+    rows = [{"step": step, "optimizer_steps": 2} for step in range(TRAINED + 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (redo,) = scene.past().restore.redo
+    assert not redo.reports
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(TRAINED))
+
+
+@pytest.mark.parametrize("how", ["gone", "of an attempt before", "unfinished"])
+def test_a_ready_group_that_is_not_there_as_it_was_is_missing(scene: Scene, how: str) -> None:
+    if how == "of an attempt before":
+        scene.fill(attempt=lambda attempt: attempt - 1)
+    else:
+        scene.fill(without=[scene.ready])
+    if how == "unfinished":
+        store = DurableStore(scene.directory, fresh=False)
+        store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready, "")))
+        store.close()
+    past = scene.past()
+    assert past.missing == (scene.ready,) == past.event(replicas=1).missing
+
+
+@pytest.mark.parametrize("whose", ["trained", "formed"])
+def test_where_a_batch_is_not_whole_the_run_branches_only_when_it_is_told_to(scene: Scene, whose: str) -> None:
+    lost = getattr(scene, whose)[0]
+    scene.fill(without=[lost])
+    before = {path.name: path.read_bytes() for path in scene.directory.iterdir()}
+    with pytest.raises(RunDamaged, match=rf"{scene.directory} lacks group {lost} .*--force-from step-000002"):
+        scene.past()
+    past = scene.past(force_from="step-000002")
+    event = past.event(replicas=1)
+    assert not event.kept and event.steps == SAVED and set(event.consumed) == set(scene.trained)
+    assert scene.held() == set()
+    aside = scene.directory.parent / ".trajectories-left-1"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before, "moved, not touched"
+    assert "put aside: .trajectories-left-1" in str(past)
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_prefix_of_weights_that_the_record_does_not_know_of_begins_again(scene: Scene, later: int) -> None:
+    """A power cut may take the publication from the record: another version will have its number."""
+    scene.fill()
+    group = scene.state.groups[scene.running[0]]
+    scene.keep_prefix(group)
+    store = DurableStore(scene.directory, fresh=False)
+    prefix = group_of(group.id, "", version=scene.state.latest_version + later)
+    store.put(group.id, group.attempt, pack_group(prefix))
+    store.close()
+    past = scene.past()
+    assert past.missing == (group.id,) * later == past.event(replicas=1).missing
+
+
+def test_a_formed_batch_of_another_attempt_is_not_the_one_that_was_recorded(scene: Scene) -> None:
+    other = scene.formed[0]
+    scene.fill(without=[other])
+    store = DurableStore(scene.directory, fresh=False)
+    store.put(other, scene.state.groups[other].attempt - 1, pack_group(group_of(other)))
+    store.close()
+    with pytest.raises(RunDamaged, match=f"lacks group {other} of the batch that is formed for train step {TRAINED}"):
+        scene.past()
+
+
+@pytest.mark.parametrize("saved", [SAVED, TRAINED + 1])
+def test_a_step_that_is_trained_and_not_finished_is_trained_again_only_where_no_checkpoint_has_it(
+    scene: Scene, saved: int
+) -> None:
+    (formed,) = scene.state.formed_steps
+    scene.made.driver.deliver(StepTrained(step=formed.id, attempt=formed.attempt))
+    scene.write_record()
+    assert formed in scene.state.formed_steps and not scene.state.groups.keys() & set(scene.formed)
+    scene.fill(without=() if saved == SAVED else [*scene.trained, *scene.formed])
+    trainer = Mortal(scene.directory.parent, ())
+    trainer.steps = saved
+    save_checkpoint(trainer, scene.directory.parent / "checkpoints", saved)
+    past = scene.past()
+    assert past.event(replicas=1).kept
+    assert [redo.step for redo in past.restore.redo] == list(range(saved, TRAINED + 1))
+
+
+def test_a_torn_end_is_told_and_what_it_held_is_missing(scene: Scene) -> None:
+    scene.fill(without=[scene.ready, NOBODYS])
+    store = DurableStore(scene.directory, fresh=False)
+    store.put(scene.ready, scene.state.groups[scene.ready].attempt, pack_group(group_of(scene.ready)))
+    store.close()
+    path = max(scene.directory.iterdir())
+    path.write_bytes(path.read_bytes()[:-5])
+    past = scene.past()
+    assert past.missing == (scene.ready,) and f"cut: {path}: torn after byte" in str(past)
+
+
+def test_a_damaged_store_is_refused_with_what_to_do_and_a_forced_checkpoint_does_without(scene: Scene) -> None:
+    scene.fill()
+    (path,) = scene.directory.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
+    with pytest.raises(RecordError, match=rf"{path}: at byte 20: .*--force-from step-000002"):
+        scene.past()
+    with pytest.raises(
+        ConfigError, match=r"--force-from 'step-000003' .*use one of: step-000001, step-000002, initial"
+    ):
+        scene.past(force_from="step-000003")
+    past = scene.past(force_from="step-000001")
+    assert past.restore.steps == 1 and not past.event(replicas=1).kept and scene.held() == set()
+    aside = scene.directory.parent / "checkpoints" / ".step-000002-left-1"
+    assert (aside / "steps").read_text() == "2", "the newer one is put aside, not touched"
+
+
+def test_in_memory_nothing_is_kept(scene: Scene) -> None:
+    scene.fill()
+    assert not scene.past(trajectories="memory").event(replicas=1).kept
+
+
+def test_trajectories_are_put_aside_where_the_run_goes_on_without_them(scene: Scene) -> None:
+    """Their groups begin again, and count their attempts from 1 again."""
+    scene.fill()
+    assert not scene.past(trajectories="memory").event(replicas=1).kept
+    assert not scene.directory.exists() and scene.held() == set()
+
+
+def test_a_group_that_an_added_state_works_on_keeps_its_tokens(tmp_path: Path) -> None:
+    made = world(added_states=(WEIGHING, CHECKING))
+    while not made.scheduler.state.stages.out:
+        assert made.act()
+    (group,) = made.scheduler.state.orders.open("stage")
+    run_dir = tmp_path / "run"
+    (run_dir / "schedule").mkdir(parents=True)
+    (run_dir / "schedule" / "00000000.seg").write_bytes(made.recorder.to_bytes())
+    store = DurableStore(run_dir / "trajectories")
+    store.put(group, made.scheduler.state.groups[group].attempt - 1, pack_group(group_of(group)))
+    store.close()
+    past = past_of(plan(run_dir), Transitions())
+    past.lock.release()
+    assert past.missing is not None and group not in past.missing
+
+
+def test_what_the_record_does_not_know_of_yet_is_let_go(scene: Scene) -> None:
+    """A power cut may take more of the record than of the store: the next attempt would not replace a later one."""
+    scene.fill()
+    running = scene.running[0]
+    store = DurableStore(scene.directory, fresh=False)
+    store.put(running, scene.state.groups[running].attempt + 2, pack_group(group_of(running)))
+    store.put(scene.ready, scene.state.groups[scene.ready].attempt + 1, pack_group(group_of(scene.ready)))
+    store.close()
+    past = scene.past()
+    assert past.missing == (scene.ready,)
+    assert scene.held() == {*scene.trained, *scene.formed}
+
+
+def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begins_again(scene: Scene) -> None:
+    def interrupted(number: int) -> Past:
+        return scene.past(again=True, interrupted=RunInterrupted(reason=f"launch {number} failed", launch=True))
+
+    scene.fill()
+
+    for number in range(5):
+        past = interrupted(number)
+        assert past.recovered.scheduler.state.restarts == number + 1
+        assert past.event(1, again=True).again and past.after.torn is None
+    with pytest.raises(RunFinished, match="launch 5 failed; no train step since the run began again"):
+        interrupted(5)
+    assert replay(read(scene.directory.parent / "schedule")).divergence is None
+    told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
+    assert told == [f"launch {number} failed" for number in range(6)]
+    assert scene.past().event(1).again is False, "a user may resume it"
+
+
+def test_an_interruption_of_a_run_that_begins_again_already_is_not_recorded(scene: Scene) -> None:
+    scene.fill()
+    died = RunInterrupted(reason="the scheduler died")
+    for _ in range(2):
+        assert scene.past(again=True, interrupted=died).recovered.scheduler.state.restarts == 1
+    assert len(events_of(scene.directory.parent, RunInterrupted)) == 1
+
+
+def test_a_torn_end_is_cut_once_when_an_interruption_is_recorded_behind_it(scene: Scene) -> None:
+    scene.fill()
+    path = scene.directory.parent / "schedule" / "00000000.seg"
+    path.write_bytes(path.read_bytes()[:-3])
+    past = scene.past(again=True, interrupted=RunInterrupted(reason="the scheduler died"))
+    assert past.recovered.torn is None and past.recovered.scheduler.state.restarts == 1
+    assert replay(read(path.parent)).divergence is None

@@ -1,0 +1,236 @@
+"""What interrupts a run or changes it, as its metrics tell it; and figures that are counted many at once."""
+
+import pytest
+from clockwork import Clockwork, clockwork
+
+from engine import events as fact
+from engine.metrics.collector import RunMetrics
+from engine.metrics.counts import Histogram
+from engine.metrics.export import Around, registry
+from engine.metrics.names import ROLLOUT_IDLE_CAUSES
+from engine.metrics.step_rows import ReplayedRows
+from engine.metrics.transitions import Transitions
+from engine.record import Header, MemoryRecorder, read, recover
+from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
+
+
+def test_a_drain_idles_slots_and_trainer_by_its_name_and_is_told() -> None:
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100, sync_mode="abort"
+    )
+    world = Clockwork(limits).run(lambda world: world.scheduler.state.steps_trained == 2)
+    world.driver.deliver(fact.DrainRequested(reason="a user asked"))
+    status = world.metrics.status(world.at + 3.0)
+    assert (status.draining, status.draining_s, status.silent_s) == ("a user asked", 3.0, 3.0)
+    assert status.rollout_now.startswith("the run is draining")
+    assert world.metrics.going_on.requests["drain"] == 1
+    state, idle = world.scheduler.state, world.metrics.idle
+    world.run()  # all there is to hear, but for the checkpoint
+    assert {replica.state for replica in state.fleet.replicas.values()} == {"drained"} and state.outcome is None
+    slots, trainer = idle.rollout_idle_s["draining"], idle.trainer_idle_s["draining"]
+    world.after(2.0, fact.CheckpointSaved(steps=state.steps_trained))
+    world.run()
+    assert world.metrics.status().outcome == "stopped"
+    assert idle.rollout_idle_s["draining"] == pytest.approx(slots + 2.0 * 4)
+    assert idle.trainer_idle_s["draining"] == pytest.approx(trainer + 2.0)
+    assert sum(idle.rollout_idle_s.values()) + idle.rollout_busy_s == pytest.approx(world.at * 4)
+
+
+def test_replicas_that_are_wanted_and_settings_are_told_as_they_are_now() -> None:
+    world = clockwork(steps=None).run(lambda world: world.scheduler.state.steps_trained == 2)
+    own = registry(world.metrics)
+    assert own.get_sample_value("engine_replicas_wanted") == 2
+    assert own.get_sample_value("engine_max_concurrent_groups") == 4
+    world.driver.deliver(fact.ReplicasWanted(replicas=3))
+    world.driver.deliver(fact.SettingChanged(setting="scheduler.max_concurrent_groups", value="3"))
+    assert own.get_sample_value("engine_replicas_wanted") == 3
+    assert own.get_sample_value("engine_max_concurrent_groups") == 3
+    for request in ("replicas_wanted", "setting"):
+        assert own.get_sample_value("engine_requests_total", {"request": request}) == 1
+    assert world.metrics.status().settings == {"scheduler.max_concurrent_groups": "3"}
+
+
+def test_the_age_of_the_newest_checkpoint_and_what_it_leaves_out() -> None:
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, keeps_batches=True
+    )
+    world = Clockwork(limits).run(lambda world: world.scheduler.state.steps_trained == 2)
+    own = registry(world.metrics, Around(now=lambda: world.at + 1.0))
+    assert own.get_sample_value("engine_checkpoint_every_steps") == 2
+    assert own.get_sample_value("engine_checkpoint_steps") == 0
+    assert own.get_sample_value("engine_batches_kept_steps") == 2
+    world.driver.deliver(fact.CheckpointSaved(steps=2))
+    assert own.get_sample_value("engine_checkpoint_steps") == 2
+    assert own.get_sample_value("engine_batches_kept_steps") == 0
+    assert own.get_sample_value("engine_checkpoint_age_seconds") == own.get_sample_value("engine_silence_seconds") == 1
+
+
+def test_attempts_that_take_too_long_are_counted_as_parked() -> None:
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, timeouts=Timeouts(group_s=3.0))
+    world = Clockwork(limits, generation_s=lambda group: 99.0 if group == 2 else 1.0)
+    world.run(lambda world: world.at > 0 and world.scheduler.state.limit_timer is not None)
+    timer = world.scheduler.state.limit_timer
+    assert timer is not None
+    world.after(4.0, fact.TimerFired(timer=timer))
+    world.run(lambda world: sum(world.metrics.going_on.parked.values()) > 0)
+    assert world.metrics.going_on.parked == {"timeout": 1, "moved": 0}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_after_a_resume_groups_count_in_the_line_of_weights_that_goes_on(kept: bool) -> None:
+    """A third of the groups fails, so that both kinds of ends are undone."""
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, data_attempts=1
+    )
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = Clockwork(limits, recorder=recorder, fails=lambda group: group % 3 == 2)
+    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    before = world.metrics.groups.ended()
+    assert before["consumed"] == 10 and before["failed"] > 2
+
+    transitions = Transitions()
+    recovered = recover(read(recorder), transitions.changed)
+    metrics = RunMetrics(recovered.scheduler, transitions)
+    assert metrics.groups.ended() == before
+    event = recovered.kept(replicas=2) if kept else recovered.resumed(steps=2, replicas=2)
+    fact.stamp(event, recovered.events, recovered.at)
+    metrics.observe(event, recovered.scheduler.handle(event))
+    ended, state = metrics.groups.ended(), recovered.scheduler.state
+    assert ended["consumed"] == state.ledger.consumed == (10 if kept else 4)
+    assert sum(ended.values()) - ended["consumed"] == state.ledger.released
+    assert (ended["failed"] < before["failed"]) is not kept
+    assert metrics.status().groups_ended == ended
+    records = list(state.groups.values())
+    assert metrics.groups.by_state() == {
+        name: sum(group.state == name for group in records) for name in metrics.groups.by_state()
+    }
+    assert metrics.going_on.recoveries == {"resumed": int(kept), "branched": int(not kept), "scheduler": 0}
+    assert metrics.going_on.checkpoint_steps == (0 if kept else 2)
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 1, 7])
+def test_recoveries_and_a_drain_outlive_the_process_that_saw_them(snapshot_every: int) -> None:
+    """The next process knows of them by the record: of those before its newest snapshot, and of those behind it."""
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=100)
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = Clockwork(limits, recorder=recorder, snapshot_every=snapshot_every)
+    world.run(lambda world: world.scheduler.state.steps_trained == 2)
+    world.driver.deliver(fact.SchedulerRecovered())
+    world.run(lambda world: world.scheduler.state.steps_trained == 4)
+    world.driver.deliver(fact.SchedulerRecovered())
+    world.driver.deliver(fact.DrainRequested(reason="a user asked"))
+    asked = world.at
+    for _ in range(8):  # so that the newest snapshot of those that are often has the drain in it
+        world.driver.deliver(fact.SchedulerRecovered())
+    world.at += 5.0
+
+    transitions = Transitions()
+    rows = ReplayedRows(transitions)
+    recovered = recover(
+        read(recorder), transitions.changed, books=transitions,
+        replayed=lambda frame, state: rows.watch(frame.event, frame.commands, state),
+    )  # fmt: skip
+    assert (recovered.began_at is not None) == bool(snapshot_every)
+    metrics = RunMetrics(recovered.scheduler, transitions)
+    event = fact.SchedulerRecovered()
+    fact.stamp(event, recovered.events, world.at)
+    metrics.observe(event, recovered.scheduler.handle(event))
+    assert metrics.going_on.recoveries == {"resumed": 0, "branched": 0, "scheduler": 11}
+    assert metrics.status(world.at).draining_s == world.at - asked == 5.0
+
+
+def test_what_is_counted_many_at_once_is_what_one_by_one_would_give() -> None:
+    values = [0.25, 3.0, 3.5, 900.0, 0.25, 77.0]
+    one, many = Histogram((1.0, 4.0, 100.0)), Histogram((1.0, 4.0, 100.0))
+    for place, value in enumerate(values):
+        one.observe(value, place)
+    many.observe_all(values[:4], range(4))
+    many.observe_all((), ())
+    many.observe_all(values[4:], range(4, 6))
+    for name in Histogram.__slots__:
+        assert getattr(one, name) == getattr(many, name), name
+
+
+def test_idle_time_read_between_events_never_goes_back_and_adds_up() -> None:
+    world = clockwork(steps=12, replicas=3, slots=3, workers=6, stale=2, generation_s=lambda group: 0.5 + group % 4)
+    last = dict.fromkeys(ROLLOUT_IDLE_CAUSES, 0.0)
+    busy_s, busy, since = 0.0, 0, 0.0
+
+    def look(world: Clockwork) -> bool:
+        nonlocal busy_s, busy, since
+        idle = world.metrics.idle
+        for cause, seconds in idle.rollout_idle_s.items():
+            assert seconds >= last[cause] - 1e-12, cause
+            last[cause] = seconds
+        busy_s, since = busy_s + busy * (idle.at - since), idle.at
+        replicas = world.scheduler.state.fleet.replicas.values()
+        busy = sum(len(replica.groups) for replica in replicas if replica.state != "installing")
+        assert idle.rollout_busy_s == pytest.approx(busy_s)
+        assert busy_s + sum(idle.rollout_idle_s.values()) == pytest.approx(idle.at * 9)
+        return False
+
+    world.run(look)
+    assert busy_s > 20
+
+
+def test_the_oldest_group_is_found_however_many_are_being_trained_on() -> None:
+    """More are in a batch than are looked at behind the oldest."""
+    world = clockwork(
+        steps=None, batch=80, stale=2, workers=240, slots=120, generation_s=lambda group: 0.5 + (group * 7) % 5
+    )
+    own, oldest = registry(world.metrics), []
+
+    def look(world: Clockwork) -> bool:
+        if world.metrics.events.total() % 7:
+            return False
+        groups = [g for g in world.scheduler.state.groups.values() if g.state not in ("queued", "batched")]
+        wanted = world.at - min((g.started_at for g in groups), default=world.at)
+        oldest.append(wanted)
+        assert own.get_sample_value("engine_oldest_group_age_seconds") == pytest.approx(wanted)
+        return world.scheduler.state.steps_trained >= 5
+
+    world.run(look)
+    assert max(oldest) > 2
+
+
+def test_groups_that_ended_before_a_snapshot_are_undone_in_number() -> None:
+    """In which state they ended is not in the snapshot; how many have not ended after all is in the state."""
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2, data_attempts=1
+    )
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = Clockwork(limits, recorder=recorder, fails=lambda group: group % 3 == 2)
+    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    recovered = recover(read(recorder))
+    counted = Transitions()
+    counted.take(world.metrics.transitions.to_plain())
+    metrics = RunMetrics(recovered.scheduler, counted)
+    assert metrics.groups.ended() == world.metrics.groups.ended()
+    event = recovered.resumed(steps=2, replicas=2)
+    fact.stamp(event, recovered.events, recovered.at)
+    metrics.observe(event, recovered.scheduler.handle(event))
+    ended, ledger = metrics.groups.ended(), recovered.scheduler.state.ledger
+    assert ended == {"consumed": ledger.consumed, "filtered": 0, "dropped": 0, "failed": ledger.released}
+    assert 0 < ledger.released < world.metrics.groups.ended()["failed"]
+
+
+@pytest.mark.parametrize(("how", "age_s"), [("resumed", 3.0), ("by another scheduler", 5.0)])
+def test_a_run_that_goes_on_is_not_taken_for_one_that_stands_since_it_began(how: str, age_s: float) -> None:
+    """Its process knows nothing of earlier steps and checkpoints: their ages count from where it continued."""
+    limits = Limits(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, checkpoint_every=2)
+    recorder = MemoryRecorder(Header(run="again", limits=limits.to_plain()))
+    world = Clockwork(limits, recorder=recorder)
+    world.run(lambda world: world.scheduler.state.steps_trained == 5)
+    recovered = recover(read(recorder))
+    metrics = RunMetrics(recovered.scheduler, Transitions())
+    event: fact.Event = recovered.resumed(steps=5, replicas=2)
+    if how != "resumed":
+        metrics.go_on()
+        event = fact.SchedulerRecovered()
+    fact.stamp(event, recovered.events, recovered.at + 2.0)
+    metrics.observe(event, recovered.scheduler.handle(event))
+    own = registry(metrics, Around(now=lambda: recovered.at + 5.0))
+    assert own.get_sample_value("engine_step_age_seconds") == age_s
+    assert own.get_sample_value("engine_checkpoint_age_seconds") == age_s
+    assert metrics.status(recovered.at + 5.0).checkpoint_age_s == age_s

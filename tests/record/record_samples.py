@@ -1,0 +1,119 @@
+"""What the tests of the record share: strategies for every event and command, a small recorded run, a scheduler's
+double."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hypothesis import strategies as st
+
+from engine.commands import COMMANDS, Command, DrawPrompts, StartGroup
+from engine.events import EVENTS, Event, PromptsDrawn, RunStarted, stamp
+from engine.policies import PolicySet
+from engine.record import Header, MemoryRecorder, Recorder
+from engine.record.log import Entry, load_index, store_index
+from engine.runtime.driver import Recorder as RecorderPort
+from engine.simulation.world import Faults, Setting, World
+from engine.states.limits import Limits
+
+INT64 = st.integers(min_value=-(2**63), max_value=2**63 - 1)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: INT64,
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    str: st.text(max_size=40),
+    tuple[int, ...]: st.lists(INT64, max_size=20).map(tuple),
+}
+POSITIONS = st.integers(min_value=0, max_value=2**63 - 1)
+OUTER = {"id": POSITIONS, "at": VALUES[float], "cause": POSITIONS}
+
+
+def objects(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """Objects of an event or command class, read off its annotations, so that a new class joins by itself."""
+    hints = get_type_hints(cls)
+    is_event = issubclass(cls, Event)
+    stamps = {"id", "at"} if is_event else {"cause"}
+    return st.builds(cls, **{f.name: OUTER[f.name] if f.name in stamps else VALUES[hints[f.name]] for f in fields(cls)})
+
+
+EVENT_CLASSES = list(EVENTS.values())
+COMMAND_CLASSES = list(COMMANDS.values())
+events: st.SearchStrategy[Event] = st.one_of([objects(cls) for cls in EVENT_CLASSES])
+commands: st.SearchStrategy[Command] = st.one_of([objects(cls) for cls in COMMAND_CLASSES])
+
+
+def header(**changes: Any) -> Header:
+    return Header(**{"run": "test", "limits": {"train_batch_size": 4}, "policies": {"filter": "none"}, **changes})
+
+
+def event(position: int, at: float | None = None) -> PromptsDrawn:
+    """A stamped event for records that are only read, never replayed."""
+    drawn = PromptsDrawn(first=position, count=3, exhausted=False)
+    stamp(drawn, position, position / 10 if at is None else at)
+    return drawn
+
+
+def answer(position: int) -> tuple[Command, ...]:
+    return tuple(
+        StartGroup(group=position + place, attempt=1, replica=0, incarnation=1, cause=position)
+        for place in range(position % 3)
+    )
+
+
+def fill(recorder: RecorderPort, count: int) -> None:
+    for position in range(count):
+        recorder.write(event(position), answer(position), 2**63 + position)
+    recorder.flush()
+
+
+LIMITS = Limits(
+    train_batch_size=4,
+    max_staleness_steps=2,
+    max_concurrent_groups=8,
+    sync_mode="abort",
+    max_steps=6,
+    checkpoint_every=2,
+)
+FAULTS = Faults(die=0.02, fail_group=0.05, fail_data=0.03, fail_sync=0.05, fail_trainer=0.05, duplicate=0.05)
+
+
+def record_run(
+    directory: Path | None = None, seed: int = 3, limits: Limits = LIMITS, faults: Faults = FAULTS,
+    snapshot_every: int = 0, **options: Any,
+) -> MemoryRecorder | Recorder:  # fmt: skip
+    """A small simulated run, recorded in memory or into a directory; `options` are the recorder's."""
+    policies = PolicySet.from_names({})
+    head = Header(run=f"seed-{seed}", limits=limits.to_plain(), policies=dict(policies.names), code="test")
+    recorder = MemoryRecorder(head) if directory is None else Recorder(directory, head, **options)
+    setting = Setting(limits=limits, replicas=2, slots=4, prompts=60, seed=seed, faults=faults)
+    World(setting, policies, recorder, check=False, snapshot_every=snapshot_every).run()
+    recorder.close()
+    return recorder
+
+
+def leave_open(directory: Path, *, listed: bool = True) -> None:
+    """Make a record that was closed look as if its writer had been killed: its last segment is not closed, or not even
+    `listed`."""
+    entries = load_index(directory)
+    assert entries is not None
+    store_index(directory, [*entries[:-1], *([Entry(entries[-1].first_event)] if listed else [])])
+
+
+class Echo:
+    """A scheduler's double: answers `RunStarted` with `DrawPrompts`, the rest with `answer`."""
+
+    def __init__(self, wrong_at: int = -1, **wrong: Any) -> None:
+        self.wrong_at = wrong_at
+        self.wrong = wrong
+        self.state_hash = 0
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        self.state_hash = 2**63 + event.id
+        if event.id == self.wrong_at:
+            if "raised" in self.wrong:
+                raise self.wrong["raised"]
+            self.state_hash = self.wrong.get("state_hash", self.state_hash)
+            return self.wrong.get("commands", answer(event.id))
+        if isinstance(event, RunStarted):
+            return (DrawPrompts(count=1, cause=event.id),)
+        return answer(event.id)

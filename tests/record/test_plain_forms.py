@@ -1,0 +1,78 @@
+"""A house rule: whatever the state holds has a plain form, so that no run continues without snapshots of it.
+
+Said by the driver, where a state of somebody's own breaks it.
+"""
+
+import logging
+from typing import Any
+
+import pytest
+
+from engine.events import RunStarted
+from engine.record import Header, MemoryRecorder, read
+from engine.record.msgpack_values import CodecError
+from engine.record.snapshots import _form, declarations, snapshot
+from engine.runtime.driver import Driver
+from engine.scheduling.scheduler import Scheduler
+from engine.states.limits import REWARDING, AddedState, Limits, Pool, ValidationLimits
+
+ALL = Limits(
+    train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4, scoring_tasks=("ref_logprobs",),
+    added_states=(AddedState(name=REWARDING, concurrency=1),), validation=ValidationLimits(rows=1),
+    pools=(Pool(tasks=("rollout", "train"), replicas=(0,)),),
+)  # fmt: skip
+
+
+def test_every_class_of_the_tree_is_declared_once() -> None:
+    names = [name for name, *_ in declarations()]
+    assert len({*names}) == len(names) and {"State", "Group", "Replica", "Process", "Step", "Order"} <= {*names}
+    assert snapshot(Scheduler(ALL))
+
+
+def test_a_field_whose_type_has_no_form_is_noticed() -> None:
+    for kind in (set[int], dict[int, frozenset[int]], list[int] | object, list[Any]):
+        with pytest.raises(TypeError, match="no form"):
+            _form(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "other"),
+    [
+        (dict[int, tuple[str, bool]] | None, {1: ("a", True)}, {1: ("a", 1)}),
+        (tuple[int, ...], (1, 2), (1, "2")),
+        (dict[int, None], {3: None, 1: None}, {"3": None}),
+        (dict[str, bytes], {"a": b"bc"}, {1: b"bc"}),
+        (float, 1, True),
+        (int | str, "a", 0.5),
+    ],
+)
+def test_a_value_is_written_and_read_only_where_it_fits(kind: Any, value: Any, other: Any) -> None:
+    form = _form(kind)
+    assert form.value(form.plain(value), None) == value
+    with pytest.raises(CodecError):
+        form.plain(other)
+
+
+class Nothing:
+    """A clock that stands still, and an executor that does nothing."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def execute(self, commands: Any) -> None:
+        return None
+
+
+def test_a_run_whose_state_has_no_plain_form_says_once_that_it_goes_without_snapshots(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = Scheduler(ALL)
+    scheduler.state.last_failure = 7  # type: ignore[assignment]
+    recorder, nothing = MemoryRecorder(Header(run="set", limits=ALL.to_plain())), Nothing()
+    driver = Driver(scheduler, nothing, recorder, nothing, snapshot_every=1)
+    with caplog.at_level(logging.WARNING, logger="engine"):
+        driver.deliver(RunStarted())
+        driver.deliver(RunStarted())
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "snapshots are off" in line and "State.last_failure" in line
+    assert driver.events_handled == 2 and not list(read(recorder).snapshots())

@@ -1,0 +1,256 @@
+"""Events and commands to bytes and back: what goes in comes out, and nothing else gets in."""
+
+import tracemalloc
+from dataclasses import replace
+from enum import IntEnum
+from math import inf, nan
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from record_samples import COMMAND_CLASSES, EVENT_CLASSES, commands, event, events, objects
+
+from engine.commands import COMMANDS, Command, SetTimer, StartGroup, TrainStep
+from engine.errors import EngineError
+from engine.events import EVENTS, Event, GroupGenerated, RunStarted, StopRequested
+from engine.record import CodecError, decode_command, decode_event, encode_command, encode_event
+from engine.record.frames import decode_frame, decode_header, encode_handled, encode_rejected
+from engine.record.msgpack_values import CHECKED_FROM_BYTES, MAX_TEXT_BYTES
+
+GENERATED = GroupGenerated(
+    group=7, attempt=1, replica=0, incarnation=1, tokens=30, oldest_version=2, newest_version=3, live=4,
+    reward_mean=0.5, reward_spread=1.0, id=9, at=1.25,
+)  # fmt: skip
+START = StartGroup(group=7, attempt=1, replica=0, incarnation=1, cause=9)
+TRAIN = TrainStep(step=0, attempt=1, groups=(1, 2), staleness=(0, 1), cause=9)
+
+
+@pytest.mark.parametrize("cls", EVENT_CLASSES, ids=lambda cls: cls.__name__)
+@given(data=st.data())
+def test_every_event_comes_back(cls: type[Event], data: st.DataObject) -> None:
+    before = data.draw(objects(cls))
+    after = decode_event(encode_event(before), before.id, before.at)
+    assert after == before and type(after) is cls
+
+
+@pytest.mark.parametrize("cls", COMMAND_CLASSES, ids=lambda cls: cls.__name__)
+@given(data=st.data())
+def test_every_command_comes_back(cls: type[Command], data: st.DataObject) -> None:
+    before = data.draw(objects(cls))
+    after = decode_command(encode_command(before), before.cause)
+    assert after == before and type(after) is cls
+
+
+@given(event=events, answer=st.lists(commands, max_size=5), state_hash=st.integers(0, 2**64 - 1))
+def test_frames_come_back(event: Event, answer: list[Command], state_hash: int) -> None:
+    answer = [replace(command, cause=event.id) for command in answer]
+    frame = decode_frame(encode_handled(event, answer, state_hash))
+    assert (frame.event, frame.commands, frame.state_hash) == (event, tuple(answer), state_hash)
+
+
+@given(event=events, reason=st.text(max_size=60))
+def test_rejections_come_back(event: Event, reason: str) -> None:
+    frame = decode_frame(encode_rejected(event, reason))
+    assert (frame.event, frame.reason) == (event, reason)
+
+
+def test_tags_are_the_tables_own() -> None:
+    for table in (EVENTS, COMMANDS):
+        assert all(cls.tag == tag for tag, cls in table.items())
+        assert len(set(table.values())) == len(table)
+    assert msgpack.unpackb(encode_event(GENERATED)) == [3, 7, 1, 0, 1, 30, 2, 3, 4, 0.5, 1.0]
+    assert encode_event(RunStarted()) == b"\x92\x01\x00"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Double(float):
+    """As numpy's float64 is one."""
+
+
+def test_ints_where_floats_belong_and_plain_subclasses_are_taken() -> None:
+    loose = replace(GENERATED, reward_mean=1, reward_spread=Double(0.5), tokens=Level.HIGH)
+    after = decode_event(encode_event(loose))
+    assert after.reward_mean == 1.0 and type(after.reward_mean) is float
+    assert after.reward_spread == 0.5 and type(after.reward_spread) is float
+    assert after.tokens == 3 and type(after.tokens) is int
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"group": True}, "GroupGenerated.group is a bool, not a int"),
+        ({"group": 1.0}, "GroupGenerated.group is a float, not a int"),
+        ({"group": "7"}, "GroupGenerated.group is a str"),
+        ({"group": None}, "GroupGenerated.group is a NoneType"),
+        ({"group": 2**63}, "GroupGenerated.group is beyond 64 bits"),
+        ({"group": 2**70}, "GroupGenerated.group is beyond 64 bits"),
+        ({"group": -(2**63) - 1}, "cannot be recorded"),
+        ({"reward_mean": nan}, "GroupGenerated.reward_mean is nan"),
+        ({"reward_spread": inf}, "GroupGenerated.reward_spread is inf"),
+        ({"reward_spread": True}, "GroupGenerated.reward_spread is a bool"),
+        ({"reward_mean": 10**400}, "too large for a float"),
+    ],
+)
+def test_what_cannot_be_read_back_is_not_written(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        encode_event(replace(GENERATED, **changes))
+
+
+def test_text_and_tuples_are_bounded_and_clean() -> None:
+    assert decode_event(encode_event(StopRequested(reason="é" * (MAX_TEXT_BYTES // 2)))).reason
+    for reason in ("x" * (MAX_TEXT_BYTES + 1), "é" * (MAX_TEXT_BYTES // 2 + 1)):
+        with pytest.raises(CodecError, match=r"StopRequested.reason is longer than 1048576 bytes"):
+            encode_event(StopRequested(reason=reason))
+    with pytest.raises(CodecError, match="cannot be recorded"):
+        encode_event(StopRequested(reason="\ud800"))
+    for groups, said in (((1, True), "holds something else"), ((2**63,), "beyond 64 bits"), ([1, 2], "is a list")):
+        with pytest.raises(CodecError, match=f"TrainStep.groups .*{said}"):
+            encode_command(replace(TRAIN, groups=groups))
+    with pytest.raises(CodecError, match=r"SetTimer.delay_s is inf"):
+        encode_command(SetTimer(timer=1, delay_s=inf, cause=0))
+
+
+def test_a_class_of_no_table_is_refused() -> None:
+    with pytest.raises(CodecError, match="Event is not in the record's table"):
+        encode_event(Event())
+    with pytest.raises(CodecError, match="StartGroup is not in"):
+        encode_event(START)  # type: ignore[arg-type]
+
+
+def test_a_command_stands_under_its_cause() -> None:
+    with pytest.raises(CodecError, match="StartGroup answers event 9, but stands under event 4"):
+        encode_handled(event(4), (START,), 0)
+    with pytest.raises(CodecError, match="-1 is no position"):
+        encode_handled(RunStarted(), (), 0)
+
+
+def packed(*plain: object) -> bytes:
+    return msgpack.packb(list(plain))
+
+
+WRONG_EVENTS = {
+    "nothing": b"",
+    "not an array": msgpack.packb(3),
+    "empty array": packed(),
+    "a map": msgpack.packb({1: 2}),
+    "binary": packed(20, b"now"),
+    "extension": packed(20, msgpack.ExtType(4, b"x")),
+    "timestamp": packed(20, msgpack.Timestamp(1)),
+    "unknown tag": packed(999),
+    "tag 0": packed(0),
+    "bool for a tag": packed(True),
+    "text for a tag": packed("RunStarted"),
+    "field missing": packed(2, 0, 3),
+    "field too many": packed(2, 0, 3, True, 1, 1),
+    "int for a bool": packed(2, 0, 3, 1, 0),
+    "bool for an int": packed(2, 0, True, True),
+    "float for an int": packed(2, 0.0, 3, True),
+    "int for a float": packed(3, 7, 1, 0, 1, 30, 2, 3, 4, 1, 1.0),
+    "nan": packed(3, 7, 1, 0, 1, 30, 2, 3, 4, nan, 1.0),
+    "too large": packed(2, 2**63, 3, True, 0),
+    "none": packed(2, None, 3, True),
+    "long text": packed(20, "x" * (MAX_TEXT_BYTES + 1)),
+    "not UTF-8": packed(20, "xx")[:-2] + b"\xff\xfe",
+    "surplus bytes": packed(1) + b"\x00",
+    "cut": packed(2, 0, 3, True)[:-1],
+}
+
+
+@pytest.mark.parametrize("data", WRONG_EVENTS.values(), ids=WRONG_EVENTS.keys())
+def test_wrong_bytes_are_no_event(data: bytes) -> None:
+    with pytest.raises(CodecError):
+        decode_event(data)
+
+
+def test_refusals_say_what_is_wrong() -> None:
+    for name, said in {
+        "unknown tag": "no event has the tag 999; a newer engine",
+        "field missing": "PromptsDrawn has 4 fields, not 2",
+        "int for a bool": "PromptsDrawn.exhausted is a int, not a bool",
+        "too large": "PromptsDrawn.first is beyond 64 bits",
+    }.items():
+        with pytest.raises(CodecError, match=said):
+            decode_event(WRONG_EVENTS[name])
+    with pytest.raises(CodecError, match="no command"):
+        decode_command(b"\xc0", 0)
+    for groups in ([True], [1.0], [2**63], "12", {1: 2}):
+        with pytest.raises(CodecError):
+            decode_command(packed(6, groups), 0)
+
+
+VALID = [
+    encode_handled(GENERATED, (START, TRAIN), 2**64 - 1),
+    encode_rejected(GENERATED, "InvariantViolated: law 1"),
+    encode_event(GENERATED),
+    encode_command(START),
+]
+
+
+def survive(data: bytes) -> None:
+    """Anything may come of bytes but a crash."""
+    for decode in (decode_frame, decode_event, decode_header, lambda bytes_: decode_command(bytes_, 0)):
+        try:
+            decode(data)
+        except EngineError as error:
+            assert type(error) is CodecError
+
+
+@given(data=st.binary(max_size=200))
+def test_random_bytes_never_crash(data: bytes) -> None:
+    survive(data)
+
+
+@given(base=st.sampled_from(VALID), data=st.data())
+def test_mutated_bytes_never_crash(base: bytes, data: st.DataObject) -> None:
+    mutated = bytearray(base)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mutated)))
+        match data.draw(st.sampled_from(["set", "cut", "insert"])):
+            case "set" if at < len(mutated):
+                mutated[at] = data.draw(st.integers(0, 255))
+            case "cut":
+                del mutated[at:]
+            case _:
+                mutated[at:at] = data.draw(st.binary(max_size=9))
+    survive(bytes(mutated))
+
+
+@pytest.mark.parametrize("base", VALID, ids=["handled", "rejected", "event", "command"])
+def test_every_truncation_is_refused(base: bytes) -> None:
+    decode = {0: decode_frame, 1: decode_frame, 2: decode_event}.get(
+        VALID.index(base), lambda data: decode_command(data, 9)
+    )
+    decode(base)
+    for length in range(len(base)):
+        with pytest.raises(CodecError):
+            decode(base[:length])
+
+
+CLAIMS = {
+    "array": b"\xdd\xff\xff\xff\xff",
+    "map": b"\xdf\xff\xff\xff\xff",
+    "text": b"\xdb\xff\xff\xff\xff",
+    "binary": b"\xc6\xff\xff\xff\xff",
+    "extension": b"\xc9\xff\xff\xff\xff\x01",
+    "array just within": b"\xdd\x00\x3f\xff\xff",
+    "array of the frame's size": b"\xdd\x00\x01\x00\x00",
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS.keys())
+@pytest.mark.parametrize("size", [10, CHECKED_FROM_BYTES - 1, 100_000])
+def test_claimed_lengths_allocate_nothing(claim: bytes, size: int) -> None:
+    nested = (claim * (size // len(claim) + 1))[:size]
+    padded = (b"\x96\x01" + claim + bytes(size))[:size]
+    tracemalloc.start()
+    try:
+        for data in (nested, padded):
+            tracemalloc.reset_peak()
+            survive(data)
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000 + 100 * size
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,326 @@
+"""What a record lacks is found out before anything is done with the rest: segments, bytes, first events, the directory
+itself."""
+
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from record_samples import answer, event, fill, header, leave_open, record_run
+
+from engine.commands import FinishRun, SaveCheckpoint
+from engine.errors import RecordError, RunDamaged
+from engine.inspect import open_record, replay_text
+from engine.record import After, Handled, Recorder, read, recover, replay
+from engine.record.log import FOUND, FRAME_BYTES, FRAME_STARTS, INDEX, PREAMBLE_BYTES, load_index, segment_name
+
+EVERY = 25
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The record of a finished run in many segments, with snapshots."""
+    record_run(tmp_path / "schedule", seed=5, snapshot_every=EVERY, segment_bytes=1000)
+    assert len(segments(tmp_path / "schedule")) > 4
+    return tmp_path / "schedule"
+
+
+def segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.seg"))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def last_frame(path: Path) -> int:
+    """Where the last frame of a segment begins."""
+    data, at, begins = path.read_bytes(), PREAMBLE_BYTES, 0
+    while at < len(data):
+        begins = at
+        at += FRAME_BYTES + struct.unpack_from("<I", data, at)[0]
+    return begins
+
+
+def refused(directory: Path, said: str) -> RecordError:
+    """Both readers refuse a record; the error."""
+    with pytest.raises(RecordError, match=said):
+        replay(read(directory))
+    with pytest.raises(RecordError, match=said) as caught:
+        recover(read(directory))
+    return caught.value
+
+
+# segments that are gone
+
+
+@pytest.mark.parametrize("gone", [1, 3])
+@pytest.mark.parametrize("killed", [False, True])
+def test_newest_segments_that_are_missing_are_named(run: Path, gone: int, killed: bool) -> None:
+    if killed:
+        leave_open(run)
+    doomed = segments(run)[-gone:]
+    for path in doomed:
+        path.unlink()
+    error = refused(run, f"{doomed[0]} is missing, but index.json lists it")
+    assert error.details["path"] == str(doomed[0])
+
+
+def test_a_record_without_any_of_its_segments_says_which(run: Path) -> None:
+    for path in segments(run):
+        path.unlink()
+    refused(run, "00000000.seg is missing, but index.json lists it")
+
+
+def test_who_goes_on_with_less_may_do_without_the_newest_segments(run: Path) -> None:
+    *kept, gone = segments(run)
+    gone.unlink()
+    record = read(run, missing_end=True)
+    recovered = recover(record)
+    assert recovered.events > 0 and recovered.torn is None
+    recorder = Recorder(run, After(events=recovered.events))
+    recorder.write(event(recovered.events), answer(recovered.events), 1)
+    recorder.close()
+    assert segments(run) == [*kept, gone], "the new segment has the place of the one that was lost"
+    assert [frame.event.id for frame in read(run).frames()] == list(range(recovered.events + 1))
+
+
+def test_an_index_that_is_missing_or_damaged_is_named(run: Path) -> None:
+    whole = (run / INDEX).read_text()
+    (run / INDEX).unlink()
+    with pytest.raises(RunDamaged, match=r"index\.json is missing"):
+        recover(read(run))
+    with pytest.raises(RunDamaged, match=r"index\.json is missing"):
+        open_record(run)
+    for damaged in ("", "[]", "{}", whole[:-9], whole.replace('"first_event": 0', '"first_event": 7'), "[" * 100_000):
+        (run / INDEX).write_text(damaged)
+        refused(run, r"index\.json cannot be used")
+    said = json.loads(whole)
+    (run / INDEX).write_text(json.dumps({**said, "format": 2}))
+    refused(run, "format 2, but this engine reads 1")
+
+
+def test_the_index_says_how_long_closed_segments_are(run: Path) -> None:
+    entries = load_index(run)
+    assert entries is not None and len(entries) == len(segments(run))
+    for path, entry in zip(segments(run), entries, strict=True):
+        assert (entry.bytes, entry.crc32) == (path.stat().st_size, crc32(path.read_bytes()))
+    leave_open(run)
+    recovered = recover(read(run))
+    recorder = Recorder(run, After(events=recovered.events))
+    again = load_index(run)
+    assert again is not None and again[: len(entries)] == entries and not again[-1].closed
+    recorder.close()
+
+
+# bytes that are not what was written
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_damage_before_the_newest_snapshot_is_refused_with_file_and_offset(run: Path, number: int) -> None:
+    place = next(read(run).snapshots())
+    assert number < place.segment
+    path = run / segment_name(number)
+    at = last_frame(path)
+    flip(path, at + FRAME_BYTES + 3)
+    error = refused(run, "checksum does not hold")
+    assert (error.details["path"], error.details["offset"]) == (str(path), at)
+
+
+def test_a_frame_that_is_cut_out_of_an_older_segment_is_refused(run: Path) -> None:
+    path = segments(run)[1]
+    at = last_frame(path)
+    os.truncate(path, at)
+    error = refused(run, "the segment ends here, but it was closed after")
+    assert (error.details["path"], error.details["offset"]) == (str(path), at)
+
+
+def test_older_segments_are_checked_without_an_entry_of_their_own_too(run: Path) -> None:
+    """Frame by frame, where nobody has said what the whole file must be."""
+    record = read(run)
+    place = next(record.snapshots())
+    sizes = [path.stat().st_size for path in segments(run)[: place.segment]]
+    assert recover(record).verified_bytes == sum(sizes)
+    (run / INDEX).unlink()
+    assert read(run).verify(place) == sum(sizes)
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "a flipped length", "no last frame", "half of it", "one more"])
+def test_the_end_of_a_finished_record_is_never_taken_for_a_torn_one(run: Path, how: str) -> None:
+    path = segments(run)[-1]
+    at = last_frame(path)
+    if how == "a flipped bit":
+        flip(path, path.stat().st_size - 1)
+    elif how == "a flipped length":
+        flip(path, at + 1)
+    elif how == "one more":
+        path.write_bytes(path.read_bytes() + path.read_bytes()[at:])
+    else:
+        os.truncate(path, at if how == "no last frame" else at + 9)
+    with pytest.raises(RecordError, match=r"closed|stands where") as caught:
+        replay_text(run)
+    assert caught.value.details["path"] == str(path)
+
+
+def test_a_record_is_closed_with_the_event_that_finishes_the_run(tmp_path: Path) -> None:
+    """Whatever becomes of its writer after that."""
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.write(event(3), (FinishRun(outcome="finished", reason="all", cause=3),), 1)
+    recorder.flush()
+    recorder.flush()
+    (path,) = segments(tmp_path)
+    (entry,) = load_index(tmp_path) or []
+    assert entry.bytes == path.stat().st_size
+    with pytest.raises(RecordError, match="the record ended here"):
+        recorder.write(event(4), (), 1)
+    recorder.close()
+
+
+@pytest.mark.parametrize("place", [-1, FRAME_BYTES + 2, 5, 1])
+def test_a_whole_frame_at_the_end_is_damaged_and_not_torn(tmp_path: Path, place: int) -> None:
+    """Its payload, checksum or length: all its bytes are there."""
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 9)
+    recorder.close()
+    leave_open(tmp_path)
+    (path,) = segments(tmp_path)
+    at = last_frame(path)
+    flip(path, path.stat().st_size - 1 if place < 0 else at + place)
+    with pytest.raises(RecordError, match="though all its bytes are there") as caught:
+        list(read(tmp_path).frames())
+    assert caught.value.details["offset"] == at
+
+
+def test_a_frame_with_sectors_that_never_reached_the_disk_is_torn(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.reject(event(3), "x" * 4000)
+    recorder.close()
+    leave_open(tmp_path)
+    (path,) = segments(tmp_path)
+    at = last_frame(path)
+    data = bytearray(path.read_bytes())
+    data[1024:1536] = bytes(512)
+    path.write_bytes(bytes(data))
+    record = read(tmp_path)
+    assert len(list(record.frames())) == 3
+    assert record.torn is not None and record.torn.offset == at
+
+
+def test_a_tail_with_more_frame_starts_than_are_looked_at_is_damaged_and_not_torn(tmp_path: Path) -> None:
+    """Each claims more bytes than there are, so no checksum is worked out."""
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.close()
+    leave_open(tmp_path)
+    (path,) = segments(tmp_path)
+    at = last_frame(path)
+    torn = path.read_bytes()[:at] + struct.pack("<II", 1 << 20, 0)
+    path.write_bytes(torn + FRAME_STARTS[0] * 1000)
+    assert len(list(read(tmp_path).frames())) == 2
+    path.write_bytes(torn + FRAME_STARTS[0] * (FOUND + FRAME_BYTES))
+    with pytest.raises(RecordError, match="whole frames follow"):
+        list(read(tmp_path).frames())
+
+
+def test_the_first_event_of_a_segment_is_checked(run: Path) -> None:
+    (run / INDEX).unlink()
+    path = segments(run)[2]
+    whole = path.read_bytes()
+    *others, first = struct.unpack_from("<8sIIIQ", whole)
+    head = struct.pack("<8sIIIQ", *others, first + 1)
+    path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
+    with pytest.raises(RecordError, match=f"begins with event {first + 1}, but event {first} comes next") as caught:
+        replay(read(run))
+    assert (caught.value.details["path"], caught.value.details["offset"]) == (str(path), 20)
+
+
+# a directory that goes while it is written
+
+
+def test_a_directory_that_is_deleted_is_noticed_at_the_next_event(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run" / "schedule", header())
+    fill(recorder, 3)
+    shutil.rmtree(tmp_path / "run")
+    recorder.write(event(3), (), 1)
+    with pytest.raises(RunDamaged, match=f"{tmp_path}/run/schedule was deleted or moved while the run was running"):
+        recorder.flush()
+    with pytest.raises(RecordError, match="the record ended here"):
+        recorder.write(event(4), (), 1)
+    recorder.close()
+
+
+def order_checkpoint(recorder: Recorder) -> None:
+    recorder.write(event(3), (SaveCheckpoint(steps=1, number=0, cause=3),), 1)
+
+
+def begin_segment(recorder: Recorder) -> None:
+    recorder.segment_bytes = 1
+    recorder.write(event(3), (), 1)
+
+
+@pytest.mark.parametrize("act", [order_checkpoint, begin_segment, lambda recorder: recorder.snapshot([b"\xc0"])])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_that_is_moved_is_noticed_with_a_checkpoint_a_snapshot_or_a_segment(
+    tmp_path: Path, act: Callable[[Recorder], None], replaced: bool
+) -> None:
+    recorder = Recorder(tmp_path / "run", header())
+    fill(recorder, 3)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if replaced:
+        shutil.copytree(tmp_path / "elsewhere", tmp_path / "run")
+    with pytest.raises(RunDamaged, match=f"{tmp_path}/run was deleted or moved"):
+        act(recorder)
+        recorder.flush()
+
+
+def test_the_record_is_on_the_disk_before_a_checkpoint_is_ordered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could leave a checkpoint of which the record knows nothing."""
+    recorder = Recorder(tmp_path, header())
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    fill(recorder, 3)
+    assert not synced
+    order_checkpoint(recorder)
+    recorder.flush()
+    assert synced == [(tmp_path / "00000000.seg").stat().st_size]
+    recorder.close()
+
+
+# what is no file
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(path))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("make", "kind"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a directory"), (make_socket, "a socket")]
+)
+@pytest.mark.parametrize("name", ["00000000.seg", "00000002.seg", INDEX])
+def test_what_is_no_regular_file_is_refused_by_name(
+    run: Path, make: Callable[[Path], None], kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    (run / name).unlink()
+    make(run / name)
+    refused(run, f"{run / name} is {kind}, but must be a regular file")
+
+
+def test_a_link_to_a_segment_is_a_segment(run: Path) -> None:
+    first = segments(run)[0]
+    first.rename(run / "elsewhere")
+    first.symlink_to(run / "elsewhere")
+    assert sum(isinstance(frame, Handled) for frame in read(run).frames()) > EVERY

@@ -1,0 +1,431 @@
+"""Segments on disk: what is written is read, a torn end is cut and said, damage before it is refused with its place."""
+
+import errno
+import fcntl
+import struct
+import tracemalloc
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from record_samples import answer, event, fill, header, leave_open
+
+from engine.errors import EngineError, RecordError, RecordHeld
+from engine.record import (
+    FORMAT_VERSION,
+    After,
+    CodecError,
+    Handled,
+    MemoryRecorder,
+    NullRecorder,
+    Recorder,
+    Rejected,
+    read,
+)
+from engine.record.log import DEVELOPMENT_MAGIC, FRAME_BYTES, MAGIC, PREAMBLE_BYTES, frame
+from engine.record.msgpack_values import MAX_PAYLOAD_BYTES
+
+COUNT = 9
+
+
+def written(directory: Path, count: int = COUNT, **options: object) -> Path:
+    """A record of `count` events whose writer was killed; the path of its first segment."""
+    recorder = Recorder(directory, header(), **options)
+    fill(recorder, count)
+    recorder.close()
+    leave_open(directory)
+    return directory / "00000000.seg"
+
+
+def frame_offsets(data: bytes) -> list[int]:
+    offsets, at = [], PREAMBLE_BYTES
+    while at < len(data):
+        offsets.append(at)
+        at += FRAME_BYTES + struct.unpack_from("<I", data, at)[0]
+    assert at == len(data)
+    return offsets
+
+
+def positions(directory: Path) -> list[int]:
+    return [frame.event.id for frame in read(directory).frames()]
+
+
+def expect(directory: Path, offset: int, said: str, file: str = "00000000.seg") -> None:
+    with pytest.raises(RecordError, match=said) as caught:
+        list(read(directory).frames())
+    assert caught.value.details["offset"] == offset
+    assert caught.value.details["path"] == str(directory / file)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "schedule", header(config={"a": [1, {"b": None}]}, code="1.2"))
+    fill(recorder, COUNT)
+    recorder.reject(event(COUNT), "InvariantViolated: a law")
+    recorder.write(event(COUNT), answer(COUNT), 7)
+    recorder.close()
+    record = read(tmp_path / "schedule")
+    assert record.header == header(config={"a": [1, {"b": None}]}, code="1.2")
+    for _ in range(2):
+        frames = list(record.frames())
+        assert [(f.event, f.commands, f.state_hash) for f in frames[:COUNT] if isinstance(f, Handled)] == [
+            (event(n), answer(n), 2**63 + n) for n in range(COUNT)
+        ]
+        assert frames[COUNT] == Rejected(event(COUNT), "InvariantViolated: a law")
+        assert frames[COUNT + 1].event.id == COUNT
+    assert record.torn is None
+
+
+def test_memory_keeps_the_same_bytes(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    memory = MemoryRecorder(header())
+    fill(memory, COUNT)
+    assert memory.to_bytes() == path.read_bytes()
+    assert [frame.event for frame in read(memory).frames()] == [event(n) for n in range(COUNT)]
+
+
+def test_memory_may_keep_only_the_newest() -> None:
+    memory = MemoryRecorder(header(), last=3)
+    fill(memory, COUNT)
+    assert len(memory.frames) == 3
+    with pytest.raises(RecordError, match="event 6 stands where 0 belongs"):
+        list(read(memory).frames())
+
+
+def test_nothing_is_kept_of_nothing() -> None:
+    recorder = NullRecorder()
+    fill(recorder, 3)
+    recorder.reject(event(3), "no")
+    recorder.close()
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_frames_are_on_disk_after_a_flush(tmp_path: Path, fsync: bool) -> None:
+    recorder = Recorder(tmp_path, header(), fsync=fsync)
+    recorder.write(event(0), answer(0), 1)
+    recorder.flush()
+    assert positions(tmp_path) == [0]
+    recorder.write(event(1), answer(1), 1)
+    assert positions(tmp_path) == [0]
+    recorder.close()
+    recorder.close()
+    assert positions(tmp_path) == [0, 1]
+    with pytest.raises(RecordError, match="the record ended here"):
+        recorder.write(event(2), (), 1)
+
+
+def test_positions_have_no_gap() -> None:
+    recorder = MemoryRecorder(header())
+    with pytest.raises(CodecError, match="event 1 cannot be recorded at position 0"):
+        recorder.write(event(1), (), 0)
+    with pytest.raises(CodecError, match="event 2 cannot"):
+        recorder.reject(event(2), "no")
+
+
+def test_a_record_is_never_continued_or_overwritten(tmp_path: Path) -> None:
+    before = written(tmp_path).read_bytes()
+    with pytest.raises(RecordError, match="a record is here already"):
+        Recorder(tmp_path, header())
+    assert (tmp_path / "00000000.seg").read_bytes() == before
+
+
+def test_a_header_that_cannot_be_read_back_leaves_nothing(tmp_path: Path) -> None:
+    for config in ({"a": object()}, {"a": b"x"}, {"a": "x" * (1 << 21)}, {"a": 2**64}):
+        with pytest.raises(CodecError):
+            Recorder(tmp_path / "schedule", header(config=config))
+    assert not (tmp_path / "schedule").exists()
+
+
+def test_segments_rotate(tmp_path: Path) -> None:
+    written(tmp_path, 200, segment_bytes=1000)
+    names = sorted(path.name for path in tmp_path.glob("*.seg"))
+    assert names == [f"{n:08d}.seg" for n in range(len(names))] and len(names) > 5
+    assert all(1000 <= (tmp_path / name).stat().st_size < 1200 for name in names[:-1])
+    assert positions(tmp_path) == list(range(200))
+
+
+def test_a_missing_or_swapped_segment_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, 100, segment_bytes=1000)
+    first, second, third = (tmp_path / f"0000000{n}.seg" for n in range(3))
+    second.rename(tmp_path / "kept")
+    with pytest.raises(RecordError, match=r"00000001.seg is missing"):
+        read(tmp_path)
+    second.write_bytes(third.read_bytes())
+    expect(tmp_path, 12, "this is segment 2 of a record, but segment 1 was expected", "00000001.seg")
+    first.rename(tmp_path / "gone")
+    with pytest.raises(RecordError, match=r"00000000.seg is missing"):
+        read(tmp_path)
+
+
+def test_segments_of_two_records_do_not_mix(tmp_path: Path) -> None:
+    written(tmp_path / "a", 100, segment_bytes=1000)
+    written(tmp_path / "b", 100, segment_bytes=900)
+    (tmp_path / "a" / "00000001.seg").write_bytes((tmp_path / "b" / "00000001.seg").read_bytes())
+    with pytest.raises(RecordError, match=r"begins with event \d+, but event \d+ comes next"):
+        positions(tmp_path / "a")
+
+
+def test_no_record(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="cannot be read: No such file"):
+        read(tmp_path / "none")
+    with pytest.raises(RecordError, match="holds no schedule record"):
+        read(tmp_path)
+
+
+def test_a_torn_end_is_cut_at_every_byte(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    last = frame_offsets(whole)[-1]
+    for length in range(last, len(whole)):
+        path.write_bytes(whole[:length])
+        record = read(tmp_path)
+        assert [frame.event.id for frame in record.frames()] == list(range(COUNT - 1))
+        if length == last:
+            assert record.torn is None
+        else:
+            assert record.torn is not None and (record.torn.offset, record.torn.bytes) == (last, length - last)
+            assert str(path) in str(record.torn)
+
+
+def test_a_torn_end_may_be_garbled_or_zeros(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    last = frame_offsets(whole)[-1]
+    for damaged in (
+        whole[:last] + bytes(len(whole) - last),
+        whole[: last + 3] + bytes(4096),
+        whole[:-2] + bytes(4096),
+        whole[:last] + bytes(1),
+    ):
+        path.write_bytes(damaged)
+        record = read(tmp_path)
+        assert [frame.event.id for frame in record.frames()] == list(range(COUNT - 1))
+        assert record.torn is not None and record.torn.offset == last
+
+
+def test_a_torn_new_segment_is_cut(tmp_path: Path) -> None:
+    written(tmp_path, 100, segment_bytes=1000)
+    leave_open(tmp_path, listed=False)
+    path = max(tmp_path.glob("*.seg"))
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:5], whole[: PREAMBLE_BYTES - 1], bytes(PREAMBLE_BYTES), bytes(4096)):
+        path.write_bytes(damaged)
+        record = read(tmp_path)
+        read_now = [frame.event.id for frame in record.frames()]
+        assert read_now == list(range(len(read_now))) and 0 < len(read_now) < 100
+        assert record.torn is not None and record.torn.bytes == len(damaged)
+
+
+def test_a_torn_middle_segment_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, 100, segment_bytes=1000)
+    whole = path.read_bytes()
+    last = frame_offsets(whole)[-1]
+    path.write_bytes(whole[:-1])
+    expect(tmp_path, last, "more than the file has left, and segments follow")
+    path.write_bytes(whole[: last + 2])
+    expect(tmp_path, last, "the file ends within a frame, and segments follow")
+
+
+def test_every_flipped_bit_before_the_last_frame_is_refused_at_its_frame(tmp_path: Path) -> None:
+    path = written(tmp_path, 4)
+    whole = path.read_bytes()
+    offsets = frame_offsets(whole)
+    for place in range(PREAMBLE_BYTES, offsets[-1]):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises(RecordError) as caught:
+                list(read(tmp_path).frames())
+            assert caught.value.details["offset"] == max(offset for offset in offsets if offset <= place)
+
+
+def test_every_flipped_bit_of_the_preamble_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    whole = path.read_bytes()
+    for place in range(PREAMBLE_BYTES):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        expect(tmp_path, 0, "not a segment" if place < len(MAGIC) else "first bytes are damaged")
+
+
+def test_a_cut_before_the_header_is_no_record(tmp_path: Path) -> None:
+    path = written(tmp_path, 2)
+    whole = path.read_bytes()
+    first = frame_offsets(whole)[1]
+    for length in range(first):
+        path.write_bytes(whole[:length])
+        with pytest.raises(RecordError, match=r"no header|first bytes"):
+            read(tmp_path)
+    path.write_bytes(whole[:first])
+    assert positions(tmp_path) == []
+
+
+def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    whole = path.read_bytes()
+    head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION + 1, 0, 0, 0)
+    path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
+    expect(tmp_path, 8, f"format version {FORMAT_VERSION + 1}; this engine reads up to {FORMAT_VERSION}")
+
+
+def test_a_development_format_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    whole = path.read_bytes()
+    head = DEVELOPMENT_MAGIC + struct.pack("<IIIQ", 3, 0, 0, 0)
+    path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
+    expect(tmp_path, 0, "development format 3, which was never released")
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    import msgpack
+
+    whole = path.read_bytes()
+    start, after = frame_offsets(whole)[:2]
+    kind, said = msgpack.unpackb(whole[start + FRAME_BYTES : after])
+    change(said)
+    path.write_bytes(whole[:start] + frame(msgpack.packb([kind, said])) + whole[after:])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda h: h.update(format=FORMAT_VERSION + 3), f"format version {FORMAT_VERSION + 3}; this engine reads"),
+        (lambda h: h.update(format="1"), "is no format version"),
+        (lambda h: h.update(format=True), "is no format version"),
+        (lambda h: h.update(flags=["x-ray"]), "logic flag 'x-ray', which this engine does not know"),
+        (lambda h: h.update(flags=[3]), "are names"),
+        (lambda h: h.update(policies={"filter": 3}), "are names"),
+        (lambda h: h.update(limits=[]), "limits is a list, not a dict"),
+        (lambda h: h.pop("run"), "run is a NoneType, not a str"),
+        (lambda h: h.update(more=1), "unknown entries: more"),
+    ],
+)
+def test_a_wrong_header_is_refused(tmp_path: Path, change: Callable[[dict[str, object]], object], said: str) -> None:
+    path = written(tmp_path, 2)
+    rewrite_header(path, change)
+    expect(tmp_path, PREAMBLE_BYTES, said)
+
+
+def test_a_whole_frame_with_wrong_contents_is_refused_at_its_offset(tmp_path: Path) -> None:
+    path = written(tmp_path, 3)
+    whole = path.read_bytes()
+    second = frame_offsets(whole)[2]
+    for payload in (
+        b"\x93\x01\x02\x03",
+        b"\xc0",
+        b"\x90",
+        whole[PREAMBLE_BYTES + FRAME_BYTES : frame_offsets(whole)[1]],
+    ):
+        path.write_bytes(whole[:second] + frame(payload))
+        expect(tmp_path, second, ".")
+    path.write_bytes(whole + whole[second:])
+    expect(tmp_path, len(whole), "event 1 stands where 3 belongs")
+
+
+def test_oversized_lengths_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    path = written(tmp_path, 3)
+    whole = path.read_bytes()
+    for length, said in ((MAX_PAYLOAD_BYTES + 1, "a frame claims 67108865 bytes"), (2**32 - 1, "4294967295 bytes")):
+        path.write_bytes(whole + struct.pack("<II", length, 0) + b"\x96\x01")
+        tracemalloc.start()
+        try:
+            expect(tmp_path, len(whole), said)
+            assert tracemalloc.get_traced_memory()[1] < 2_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_failed_write_ends_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(tmp_path, header())
+    recorder.write(event(0), (), 0)
+
+    class Broken:
+        def write(self, data: memoryview) -> int:
+            raise OSError(5, "Input/output error")
+
+        def close(self) -> None: ...
+
+    recorder._file.close()  # type: ignore[union-attr]
+    monkeypatch.setattr(recorder, "_file", Broken())
+    with pytest.raises(RecordError, match="cannot be written: Input/output error"):
+        recorder.flush()
+    with pytest.raises(RecordError, match="the record ended here"):
+        recorder.write(event(1), (), 0)
+    recorder.close()
+
+
+@given(data=st.data())
+def test_damaged_records_never_crash(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.mktemp("damaged")
+    path = written(directory, 5)
+    damaged = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged)))
+        damaged[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=12))
+    path.write_bytes(damaged)
+    try:
+        list(read(directory).frames())
+    except EngineError as error:
+        assert type(error) is RecordError
+
+
+# epochs
+
+
+def epochs(directory: Path) -> list[tuple[int, int]]:
+    """(number, epoch) of each segment."""
+    heads = (path.read_bytes()[:20] for path in sorted(directory.glob("*.seg")))
+    return [struct.unpack_from("<8sIII", head)[2:] for head in heads]
+
+
+def test_every_recorder_has_an_epoch_of_its_own_which_all_its_segments_say(tmp_path: Path) -> None:
+    with closing(Recorder(tmp_path, header(), segment_bytes=200)) as first:
+        for position in range(9):
+            first.write(event(position), answer(position), position)
+            first.flush()
+    assert first.epoch == 0 and len(epochs(tmp_path)) > 2
+    second = Recorder(tmp_path, After(events=9))
+    second.close()
+    third = Recorder(tmp_path, After(events=9))
+    third.close()
+    begun = second.epoch
+    assert third.epoch == begun + 1
+    assert epochs(tmp_path) == [*((number, 0) for number in range(begun)), (begun, begun), (begun + 1, begun + 1)]
+    assert positions(tmp_path) == list(range(9))
+
+
+def test_a_segment_of_an_epoch_that_had_not_begun_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    whole = path.read_bytes()
+    head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION, 0, 1, 0)
+    path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
+    expect(tmp_path, 16, "segment 0 says that it was written in epoch 1")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["appends", "begins a segment"])
+def test_where_there_are_no_locks_nothing_is_written_behind_a_higher_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    old = Recorder(tmp_path, header(), segment_bytes=1 if full else 1 << 20)
+    old.write(event(0), answer(0), 0)
+    old.flush()
+    new = Recorder(tmp_path, After(events=1))
+    assert new.epoch > old.epoch
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RecordHeld, match=f"a scheduler of a higher epoch than {old.epoch} writes this record"):
+        old.write(event(1), answer(1), 1)
+        old.flush()
+    old.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    new.write(event(1), answer(1), 1)
+    new.close()
+    assert positions(tmp_path) == [0, 1]

@@ -1,0 +1,132 @@
+"""Replay: identical where the scheduler decides the same, and the first difference with both sides where it does
+not."""
+
+from pathlib import Path
+
+import pytest
+from record_samples import FAULTS, LIMITS, Echo, event, fill, header, leave_open, record_run
+
+from engine.commands import StartGroup
+from engine.errors import InvariantViolated, RecordError
+from engine.record import MemoryRecorder, read, replay
+from engine.simulation.world import Faults
+from engine.states.limits import Limits
+
+COUNT = 9
+
+
+@pytest.fixture(scope="module")
+def echoed() -> MemoryRecorder:
+    recorder = MemoryRecorder(header())
+    fill(recorder, COUNT)
+    return recorder
+
+
+def test_the_same_answers_are_identical(echoed: MemoryRecorder) -> None:
+    report = replay(read(echoed), build=lambda _: Echo())
+    assert report.identical and (report.events, report.commands) == (COUNT, 9)
+    assert str(report) == "identical: 9 events, 9 commands"
+
+
+def test_until_stops_after_its_event(echoed: MemoryRecorder) -> None:
+    seen: list[int] = []
+    report = replay(read(echoed), until=4, build=lambda _: Echo(), watch=lambda frame: seen.append(frame.event.id))
+    assert report.events == 5 and seen == [0, 1, 2, 3, 4]
+    assert replay(read(echoed), until=100, build=lambda _: Echo()).events == COUNT
+
+
+def test_another_command_is_shown_with_both_sides(echoed: MemoryRecorder) -> None:
+    got = (
+        StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=5),
+        StartGroup(group=6, attempt=1, replica=1, incarnation=1, cause=5),
+    )
+    report = replay(read(echoed), build=lambda _: Echo(5, commands=got))
+    divergence = report.divergence
+    assert divergence is not None and divergence.index == 5 and report.events == 5
+    assert divergence.event == event(5) and divergence.got == got and len(divergence.expected) == 2
+    text = str(report)
+    assert "diverged at event 5, t=0.500 s" in text and "the first 1 commands are the same" in text
+    assert "group=6, attempt=1, replica=0" in text and "group=6, attempt=1, replica=1" in text
+
+
+def test_another_state_is_shown_with_both_hashes(echoed: MemoryRecorder) -> None:
+    report = replay(read(echoed), build=lambda _: Echo(3, state_hash=10))
+    assert report.divergence is not None and report.divergence.index == 3
+    assert "expected: state hash 8000000000000003" in str(report) and "000000000000000a" in str(report)
+
+
+@pytest.mark.parametrize("error", [InvariantViolated("law 1: a group was lost"), KeyError(3)])
+def test_a_scheduler_that_raises_has_diverged(echoed: MemoryRecorder, error: Exception) -> None:
+    report = replay(read(echoed), build=lambda _: Echo(2, raised=error))
+    assert report.divergence is not None and report.divergence.index == 2
+    assert f"got: {type(error).__name__}" in str(report)
+
+
+def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> None:
+    wrong = (StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=4),)
+    report = replay(read(echoed), build=lambda _: Echo(5, commands=wrong))
+    assert report.divergence is not None and "StartGroup answers event 4" in str(report)
+
+
+def test_rejected_events_are_skipped_and_told() -> None:
+    recorder = MemoryRecorder(header())
+    fill(recorder, 3)
+    recorder.reject(event(3), "InvariantViolated: law 2")
+    recorder.write(event(3), Echo().handle(event(3)), 2**63 + 3)
+    report = replay(read(recorder), build=lambda _: Echo())
+    assert report.identical and report.events == 4
+    assert [r.reason for r in report.rejected] == ["InvariantViolated: law 2"]
+    assert "rejected in the run, skipped here: event 3" in str(report)
+
+
+def test_a_torn_end_is_told(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    leave_open(tmp_path)
+    path = tmp_path / "00000000.seg"
+    path.write_bytes(path.read_bytes()[:-3])
+    report = replay(read(tmp_path))
+    assert report.identical and report.torn is not None
+    assert str(report).startswith("cut: ") and "\nidentical: " in str(report)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"limits": {}},
+        {"limits": {**LIMITS.to_plain(), "unknown": 1}},
+        {"limits": {**LIMITS.to_plain(), "train_batch_size": "8"}},
+        {"limits": {**LIMITS.to_plain(), "max_concurrent_groups": 1000}},
+        {"limits": LIMITS.to_plain(), "policies": {"filter": "nobody-registered-this"}},
+    ],
+)
+def test_a_header_that_builds_no_scheduler_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(RecordError, match="at byte 32: it builds no scheduler"):
+        replay(read(MemoryRecorder(header(**changes))))
+
+
+@pytest.mark.parametrize("sync_mode", ["keep", "abort", "wait"])
+@pytest.mark.parametrize("faults", [Faults(), FAULTS], ids=["calm", "faulty"])
+def test_a_run_replays_identically(sync_mode: str, faults: Faults) -> None:
+    limits = Limits.from_plain({**LIMITS.to_plain(), "sync_mode": sync_mode})
+    for seed in range(3):
+        recorder = record_run(seed=seed, limits=limits, faults=faults)
+        report = replay(read(recorder))
+        assert report.identical, str(report)
+        assert report.events == recorder.next_event > 60 and report.commands > 60
+
+
+def test_a_run_on_disk_replays_identically(tmp_path: Path) -> None:
+    recorder = record_run(tmp_path, segment_bytes=1500)
+    assert len(list(tmp_path.glob("*.seg"))) > 2
+    report = replay(read(tmp_path))
+    assert report.identical and report.events == recorder.next_event
+
+
+def test_a_changed_record_diverges() -> None:
+    recorder = record_run()
+    kept = list(recorder.frames)
+    frame = bytearray(kept[20])
+    frame[-1] ^= 1
+    recorder.frames[20] = bytes(frame)
+    report = replay(read(recorder))
+    assert report.divergence is not None and report.divergence.index == 20

@@ -1,0 +1,103 @@
+"""A record that continues after its writer has died: the torn end is cut, the rest stays, one writer at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from record_samples import answer, event, fill, header, leave_open
+
+from engine.errors import RecordError
+from engine.record import After, Handled, Recorder, read
+from engine.record.log import INDEX, PREAMBLE_BYTES
+
+COUNT = 6
+
+
+def positions(directory: Path) -> list[int]:
+    return [frame.event.id for frame in read(directory).frames()]
+
+
+def go_on(directory: Path) -> int:
+    """Read to the end, then write three more events; how many were there."""
+    record = read(directory)
+    there = len(list(record.frames()))
+    recorder = Recorder(directory, After(events=there, torn=record.torn))
+    for n in range(there, there + 3):
+        recorder.write(event(n), answer(n), n)
+    recorder.close()
+    return there
+
+
+def test_a_record_goes_on_wherever_its_last_segment_was_cut(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "whole", header(), segment_bytes=200)
+    fill(recorder, COUNT)
+    recorder.close()
+    leave_open(tmp_path / "whole")
+    *closed, last = sorted((tmp_path / "whole").glob("*.seg"))
+    assert closed, "there are several segments"
+    data = last.read_bytes()
+    for cut in range(len(data) + 1):
+        directory = tmp_path / f"cut-{cut}"
+        directory.mkdir()
+        for segment in (*closed, tmp_path / "whole" / INDEX):
+            (directory / segment.name).write_bytes(segment.read_bytes())
+        (directory / last.name).write_bytes(data[:cut])
+        if cut < PREAMBLE_BYTES:
+            leave_open(directory, listed=False)
+        there = go_on(directory)
+        assert positions(directory) == list(range(there + 3))
+        assert read(directory).header == header()
+        record = read(directory)
+        frames = [frame for frame in record.frames() if isinstance(frame, Handled)]
+        assert record.torn is None and frames[-1].commands == answer(there + 2)
+        assert go_on(directory) == there + 3, "and again"
+
+
+def test_one_process_at_a_time_writes_a_record(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, header())
+    with pytest.raises(RecordError, match="another process is writing this record"):
+        Recorder(tmp_path, After(events=0))
+    recorder.close()
+    Recorder(tmp_path, After(events=0)).close()
+
+
+def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, signal; sys.path.insert(0, 'tests/record');"
+        "from record_samples import header, fill; from engine.record import Recorder;"
+        f"r = Recorder({str(tmp_path)!r}, header()); fill(r, 3); r.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": str(root)}, check=False)
+    assert done.returncode == -9
+    assert go_on(tmp_path) == 3
+
+
+def test_a_record_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no schedule record"):
+        Recorder(tmp_path, After(events=0))
+    with pytest.raises(RecordError, match="holds no schedule record"):
+        Recorder(tmp_path, After(events=0))
+
+
+def test_what_a_killed_writer_left_is_brought_to_the_disk_before_another_segment_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could tear it then, and nothing may be torn but the last segment."""
+    recorder = Recorder(tmp_path, header())
+    fill(recorder, 3)
+    recorder.close()
+    leave_open(tmp_path)
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        if not (tmp_path / "00000001.seg").exists():
+            synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    Recorder(tmp_path, After(events=3)).close()
+    assert tmp_path / "00000000.seg" in synced

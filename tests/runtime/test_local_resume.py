@@ -1,0 +1,219 @@
+"""A run in one process is resumed, watched and controlled like one over Ray."""
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
+
+import engine.runtime.local
+from engine.cli import main
+from engine.errors import ConfigError, RunDamaged
+from engine.events import ProcessLost, StepTrained
+from engine.protocols import Batch, GroupWork
+from engine.record import Handled, read, replay
+from engine.runtime.local import RunResult, SimpleTrainer, response
+from engine.states.limits import Limits
+from engine.storage.checkpoints import list_checkpoints
+from engine.trajectory import Trajectory
+
+sys.path.append(str(Path(__file__).parent.parent / "storage"))
+from small_disk import small_disk
+
+ONCE = list(range(PROMPTS))
+
+
+def killed_at(step: int, run_dir: Path, trajectories: str = "disk") -> None:
+    """Run the program until it kills itself."""
+    program = [sys.executable, str(Path(__file__).parent / "embedded_run.py"), str(run_dir), str(step), trajectories]
+    assert subprocess.run(program, check=False, timeout=120).returncode == -signal.SIGKILL
+
+
+def resumed(run_dir: Path, **others: Any) -> tuple[RunResult, Saving]:
+    trainer = Saving()
+    return engine.runtime.local.run(**options(run_dir, trainer, resume=True, **others)), trainer
+
+
+def trained_in(run_dir: Path) -> list[int]:
+    frames = [frame for frame in read(run_dir / "schedule").frames() if isinstance(frame, Handled)]
+    return [frame.event.step for frame in frames if isinstance(frame.event, StepTrained)]
+
+
+@pytest.mark.parametrize("step", [0, 2, 7], ids=["at once", "before a checkpoint", "behind one"])
+def test_a_killed_run_is_resumed_and_loses_nothing(tmp_path: Path, step: int) -> None:
+    killed_at(step, tmp_path)
+    result, trainer = resumed(tmp_path)
+    assert result.outcome == "finished" and sorted(trainer.groups) == ONCE, "each prompt is trained on once"
+    source = "step-000006" if step == 7 else "the initial weights"
+    assert result.resumed.startswith(f"resumed from {source}, after ")
+    assert trained_in(tmp_path) == list(range(PROMPTS // 4)), "steps behind the checkpoint come from the record"
+    assert replay(read(tmp_path / "schedule")).identical
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(PROMPTS // 4))
+
+
+def test_groups_whose_trajectories_were_in_memory_are_generated_again(tmp_path: Path) -> None:
+    killed_at(8, tmp_path, trajectories="memory")
+    result, trainer = resumed(tmp_path, trajectories="memory")
+    assert result.outcome == "finished" and sorted(trainer.groups) == ONCE
+    assert trained_in(tmp_path) == [*range(8), *range(6, PROMPTS // 4)], "from the checkpoint after six steps"
+    assert not (tmp_path / "trajectories").exists()
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_where_it_is_told_to(tmp_path: Path) -> None:
+    killed_at(7, tmp_path)
+    with pytest.raises(ConfigError, match=r"--force-from 'step-000004' .*use one of: step-000003, step-000006"):
+        resumed(tmp_path, force_from="step-000004")
+    result, trainer = resumed(tmp_path, force_from="step-000003")
+    assert result.outcome == "finished" and result.resumed.startswith("resumed from step-000003")
+    assert sorted(trainer.groups) == ONCE
+    assert trained_in(tmp_path) == [*range(7), *range(3, PROMPTS // 4)]
+    assert (tmp_path / "checkpoints" / ".step-000006-left-1").exists(), "it is put aside, not deleted"
+
+
+def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_path: Path) -> None:
+    killed_at(7, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"limits\.max_staleness_steps.*was 2 when the run in .* began"):
+        resumed(tmp_path, limits=Limits(**{**FIGURES, "max_staleness_steps": 3, "max_concurrent_groups": 12}))
+    with pytest.raises(ConfigError, match=r"policies.*are not those"):
+        resumed(tmp_path, policies={"admission": "whole-batches"})
+    with pytest.raises(ConfigError, match="trajectories is 'Disk', but must be disk or memory"):
+        resumed(tmp_path, trajectories="Disk")
+    with pytest.raises(ConfigError, match=r"trainer.*load"):
+        engine.runtime.local.run(**options(tmp_path, Forgetful(), resume=True))
+    (newest,) = [path for steps, path in list_checkpoints(tmp_path / "checkpoints") if steps == 6]
+    shutil.move(newest, tmp_path / "elsewhere")
+    with pytest.raises(RunDamaged, match=r"step-000006.*is missing"):
+        resumed(tmp_path)
+    shutil.move(tmp_path / "elsewhere", newest)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before, "nothing is touched"
+    assert resumed(tmp_path)[0].outcome == "finished"
+    with pytest.raises(ConfigError, match="has finished"):
+        resumed(tmp_path)
+    with pytest.raises(ConfigError, match="run_dir"):
+        engine.runtime.local.run(**{**options(tmp_path, Saving(), resume=True), "run_dir": None})
+
+
+class Forgetful(SimpleTrainer):
+    """Saves, and cannot load."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def weights(self) -> Any:
+        return None
+
+    def save(self, directory: str, step: int) -> None: ...
+
+
+def test_a_running_run_is_watched_told_to_drain_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    class Telling(Saving):
+        def train(self, batch: Batch) -> dict[str, float]:
+            if batch.step == 4:
+                (place,) = tmp_path.glob("endpoint.json")
+                (target,) = json.loads(place.read_text())[0]["targets"]
+                with urllib.request.urlopen(f"http://{target}/metrics", timeout=30) as page:
+                    seen.append(page.read().decode())
+                for command in ("waits", "drain"):
+                    assert main([command, str(tmp_path)]) == 0
+            return super().train(batch)
+
+    result = engine.runtime.local.run(**options(tmp_path, Telling(), metrics_port=0, control_port=0))
+    assert result.outcome == "stopped" and 5 <= result.steps < PROMPTS // 4
+    assert "engine_train_steps_total 4.0" in seen[0]
+    said = capsys.readouterr().out
+    assert "train" in said and "the run drains" in said
+    assert not [*tmp_path.glob("control.json"), *tmp_path.glob("endpoint.json")], "nobody listens any more"
+    _, trainer = resumed(tmp_path)
+    assert sorted(trainer.groups) == ONCE
+
+
+def test_a_full_disk_stops_the_run_and_more_room_lets_it_go_on(tmp_path: Path) -> None:
+    class Wordy(Quick):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            await asyncio.sleep(0)
+            return [replace(response([1], reward=float(i), version=version), text="la" * 2000) for i in range(2)]
+
+    with small_disk(tmp_path / "disk", 120) as disk:
+        run_dir = disk.place / "run"
+        given = {"generators": lambda replica: Wordy()}
+        result = engine.runtime.local.run(**options(run_dir, Saving(), **given))
+        assert result.outcome == "stopped" and "No space left on device" in result.reason
+        disk.grow(4096)
+        assert sorted(resumed(run_dir, **given)[1].groups) == ONCE
+        assert not [one for one in events(run_dir) if isinstance(one, ProcessLost) and one.kind != "trajectory store"]
+
+
+def events(run_dir: Path) -> list[Any]:
+    return [frame.event for frame in read(run_dir / "schedule").frames() if isinstance(frame, Handled)]
+
+
+def test_a_launch_that_fails_closes_what_was_loaded_and_says_why(tmp_path: Path) -> None:
+    made, closed = list[int](), list[int]()
+
+    class Closing(Quick):
+        def __init__(self, replica: int) -> None:
+            super().__init__()
+            if replica == 1:
+                raise ValueError("no memory")
+            self.replica = replica
+            made.append(replica)
+
+        async def close(self) -> None:
+            closed.append(self.replica)
+
+    with pytest.raises(ValueError, match="no memory"):
+        engine.runtime.local.run(**options(tmp_path, Saving(), generators=Closing, replicas=3))
+    assert sorted(closed) == made
+    engine.runtime.local.run(**options(tmp_path, Saving()))
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port"):
+        engine.runtime.local.run(**options(tmp_path / "run", Saving(), metrics_port=taken.getsockname()[1]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("hangs", ["draw", "train", "train, and is interrupted"])
+def test_a_call_that_never_returns_ends_the_run_and_its_process(tmp_path: Path, hangs: str) -> None:
+    program = f"""
+import sys, threading
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from embedded_run import *
+from engine.runtime.prompts import listed
+from engine.states.timeouts import Timeouts
+class Prompts:
+    def __init__(self): self.listed = listed(["a"] * 64)
+    def draw(self, first, count): return ask("draw", first > 8) or self.listed.draw(first, count)
+    def prompt(self, group): return self.listed.prompt(group)
+class Hangs(Saving):
+    def train(self, batch): return ask("train", batch.step == 2) or super().train(batch)
+def ask(who, now):
+    if now and {hangs!r}.endswith("interrupted"): os.kill(os.getpid(), signal.SIGINT)
+    while now and {hangs!r}.startswith(who): threading.Event().wait()
+engine.runtime.local.local_processes.CLOSE_S = 0.2
+limit = {{}} if {hangs!r}.endswith("interrupted") else {{"{hangs}_s": 0.2}}
+limits = Limits(**FIGURES, timeouts=Timeouts.every(None, **limit, cut_s=0.2))
+try:
+    result = engine.runtime.local.run(**options(Path({str(tmp_path)!r}), Hangs(), prompts=Prompts(), limits=limits))
+    print(result.reason)
+except (Exception, KeyboardInterrupt) as error:
+    print(repr(error))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    said = "KeyboardInterrupt" if "interrupted" in hangs else f"exceeded its time limit of 0.2 s (timeouts.{hangs}_s)"
+    assert said in ended.stdout

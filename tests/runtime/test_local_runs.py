@@ -1,0 +1,542 @@
+"""Whole runs in one process: what a user's generators, trainer and prompts may do, and what comes of it."""
+
+import asyncio
+import json
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.runtime.local
+from engine.commands import StartProcess
+from engine.errors import ConfigError, DataFailure, RunFailed
+from engine.events import DrawFailed, GroupFailed, GroupGenerated, ProcessLost
+from engine.protocols import Batch, Generated, GroupWork
+from engine.record import Handled, read, replay
+from engine.runtime.local import RunResult, SimpleGenerator, SimpleTrainer, response
+from engine.runtime.prompts import CountedPrompts
+from engine.scheduling import lifetimes
+from engine.states.limits import Limits
+from engine.states.timeouts import Timeouts
+from engine.trajectory import Prompt, Trajectory
+
+sys.path.append(str(Path(__file__).parent.parent / "workers"))
+from token_generator import TokenGenerator
+
+
+class Steady(SimpleGenerator):
+    """Two tokens a trajectory; odd samples are right."""
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        await asyncio.sleep(0)
+        return [response([1, 2], reward=float(i % 2), version=version) for i in range(work.samples)]
+
+
+class Counting(SimpleTrainer):
+    """Sees each group it is given, and publishes how many steps it has done."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.steps = 0
+        self.staleness: list[int] = []
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self.groups += [group.group for group in batch.groups]
+        self.staleness += batch.staleness
+        for group, stale in zip(batch.groups, batch.staleness, strict=True):
+            oldest = min(s.version for t in group.trajectories for s in t.spans)
+            assert stale == batch.step - oldest, "one version a step here"
+        self.steps += 1
+        return {"loss": 1.0 / self.steps}
+
+    def weights(self) -> Any:
+        return self.steps
+
+    def save(self, directory: str, step: int) -> None:
+        Path(directory, "steps").write_text(str(step))
+
+
+def limits(**changes: Any) -> Limits:
+    figures = {"train_batch_size": 4, "max_staleness_steps": 2, "max_concurrent_groups": 12, **changes}
+    return Limits(**figures)
+
+
+def events_of(result: RunResult, kind: type[Any]) -> list[Any]:
+    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
+    return [frame.event for frame in frames if isinstance(frame.event, kind)]
+
+
+def orders_of(result: RunResult, kind: type[Any]) -> list[Any]:
+    frames = [frame for frame in read(result.record).frames() if isinstance(frame, Handled)]
+    return [command for frame in frames for command in frame.commands if isinstance(command, kind)]
+
+
+def run(**options: Any) -> RunResult:
+    defaults: dict[str, Any] = {
+        "generators": [Steady(), Steady()],
+        "trainer": Counting(),
+        "prompts": [f"question {n}" for n in range(30)],
+        "limits": limits(),
+        "samples": 2,
+        "slots": 6,
+    }
+    return engine.runtime.local.run(**{**defaults, **options})
+
+
+def test_every_prompt_is_trained_once_the_tail_included_and_the_record_replays() -> None:
+    trainer = Counting()
+    result = run(trainer=trainer)
+    assert (result.outcome, result.steps, result.version) == ("finished", 8, 8)
+    assert sorted(trainer.groups) == list(range(30))
+    assert result.groups == {"consumed": 30, "filtered": 0, "dropped": 0, "failed": 0}
+    assert result.staleness_max == max(trainer.staleness) <= 2
+    assert [row["step"] for row in result.metrics] == list(range(8))
+    assert replay(read(result.record)).identical
+
+
+class Remote(Counting):
+    """The client of a trainer elsewhere: its calls are coroutines."""
+
+    busy = False
+
+    async def train(self, batch: Batch) -> dict[str, float]:  # type: ignore[override]
+        assert not self.busy
+        self.busy = True
+        await asyncio.sleep(0)
+        self.busy = False
+        return super().train(batch)
+
+    async def weights(self) -> Any:
+        assert not self.busy
+        return self.steps
+
+
+def test_a_trainer_may_be_made_of_coroutines() -> None:
+    trainer = Remote()
+    result = run(trainer=trainer)
+    assert (result.outcome, result.steps, result.version) == ("finished", 8, 8)
+    assert sorted(trainer.groups) == list(range(30))
+
+
+def test_prompts_in_memory_may_hold_any_object() -> None:
+    trainer = Counting()
+    run(trainer=trainer, prompts=[Prompt(row=n, text="", fields={"image": object()}) for n in range(8)])
+    assert sorted(trainer.groups) == list(range(8))
+
+
+class Hanging(Counting):
+    """Its second step returns only after `free`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        if self.steps:
+            self.free.wait()
+        return super().train(batch)
+
+
+def test_a_trainer_that_hangs_ends_the_run_with_the_cause() -> None:
+    trainer = Hanging()
+    said = r"the trainer is lost: the trainer exceeded its time limit of 0\.2 s \(timeouts\.train_s\)"
+    try:
+        with pytest.raises(RunFailed, match=said):
+            run(trainer=trainer, limits=limits(timeouts=Timeouts.every(None, train_s=0.2, cut_s=0.2)))
+    finally:
+        trainer.free.set()
+
+
+def test_epochs_pass_over_the_prompts_again() -> None:
+    trainer = Counting()
+    assert run(trainer=trainer, epochs=3, prompts=["a", "b", "c", "d"]).groups["consumed"] == 12
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_weights_reach_generators_that_keep_the_whole_protocol(mode: str) -> None:
+    class Paced(TokenGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            self.length = 4 + 8 * (work.group % 3)
+            return await super().generate(work)
+
+    generators = [Paced(free=True), Paced(free=True)]
+    result = run(generators=generators, limits=limits(sync_mode=mode, max_steps=12), epochs=2)
+    assert (result.outcome, result.steps) == ("finished", 12)
+    assert all(f"pause {mode}" in generator.calls for generator in generators)
+    assert all(generator.calls[-1] == "close" for generator in generators)
+    versions = [e.newest_version for e in events_of(result, GroupGenerated)]
+    assert max(versions) >= 8, "new weights are sampled from"
+    assert replay(read(result.record)).identical
+
+
+def test_simple_generators_are_cancelled_by_abort_and_begin_again() -> None:
+    class Slow(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            await asyncio.sleep(0.002 * (work.group % 4))
+            return [response([version], reward=1.0, version=version) for _ in range(work.samples)]
+
+    result = run(generators=[Slow(), Slow()], limits=limits(sync_mode="abort"))
+    assert result.outcome == "finished"
+    assert result.groups["consumed"] == 30
+
+
+def test_one_prompt_that_always_fails_costs_only_itself() -> None:
+    class Picky(Steady):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            if work.group == 5:
+                raise DataFailure(f"row {work.prompt.row} has no answer")
+            if work.group == 6:
+                return [response([1], reward=math.nan, version=version)] * work.samples
+            if work.group == 7 and work.attempt < 3:
+                raise ConnectionError("reset by peer")
+            return await super().sample(work, weights, version)
+
+    result = run(generators=[Picky()], slots=12)
+    assert (result.groups["consumed"], result.groups["failed"]) == (28, 2)
+    failures = events_of(result, GroupFailed)
+    assert [(e.group, e.cause) for e in failures].count((5, "data")) == 2
+    assert [(e.group, e.cause) for e in failures].count((6, "data")) == 2
+    assert [(e.group, e.cause) for e in failures].count((7, "infrastructure")) == 2
+
+
+@pytest.mark.parametrize("oldest", [-5, 0, 99, 1.0, "1"])
+def test_an_oldest_version_that_a_group_cannot_have_costs_it_one_attempt(oldest: Any) -> None:
+    class Misled(Steady):
+        def __init__(self) -> None:
+            super().__init__()
+            self.misled: set[int] = set()
+
+        async def generate(self, work: GroupWork) -> Generated:
+            generated = await super().generate(work)
+            if self.version > 1 and work.attempt == 1 and len(self.misled) < 2:
+                self.misled.add(work.group)
+                generated.oldest_version = oldest
+            return generated
+
+    generator = Misled()
+    result = run(generators=[generator])
+    assert result.groups["consumed"] == 30
+    failures = events_of(result, GroupFailed)
+    assert {event.group for event in failures} == generator.misled and len(failures) == 2
+    assert all(f"oldest_version={oldest!r}, which must be None or an int from" in e.reason for e in failures)
+
+
+def test_a_prompt_that_cannot_be_read_fails_its_group_alone() -> None:
+    def prompt(group: int) -> Prompt:
+        if group == 3:
+            raise ValueError("line 4 is damaged")
+        return Prompt(row=group, text="?")
+
+    result = run(prompts=CountedPrompts(10, prompt))
+    assert (result.groups["consumed"], result.groups["failed"]) == (9, 1)
+    assert "its prompt cannot be read: ValueError: line 4 is damaged" in events_of(result, GroupFailed)[0].reason
+
+
+def test_a_run_whose_trainer_always_fails_says_so() -> None:
+    class Broken(Counting):
+        def train(self, batch: Batch) -> dict[str, float]:
+            raise RuntimeError("the GPU fell off")
+
+    with pytest.raises(RunFailed, match=r"train step 0 failed 5 times; last error: RuntimeError: the GPU fell off"):
+        run(trainer=Broken())
+
+
+class Sometimes(CountedPrompts):
+    """Of 30 prompts; each third answer is `odd`."""
+
+    def __init__(self, odd: Any) -> None:
+        super().__init__(30, lambda group: Prompt(row=group, text="?"))
+        self.odd = odd
+        self.calls = 0
+
+    def draw(self, first: int, count: int) -> tuple[int, bool]:
+        self.calls += 1
+        if self.calls % 3 == 2:
+            return self.odd  # type: ignore[no-any-return]
+        return super().draw(first, min(count, 2))
+
+
+@pytest.mark.parametrize("odd", [(99, False), (-3, False), (0, False), None])
+def test_a_data_source_that_fails_now_and_then_costs_no_prompt(odd: Any) -> None:
+    trainer = Counting()
+    source = Sometimes(odd)
+    result = run(prompts=source, trainer=trainer)
+    assert sorted(trainer.groups) == list(range(30)) and result.outcome == "finished"
+    assert len(events_of(result, DrawFailed)) == len(range(2, source.calls + 1, 3)) > 3
+    assert replay(read(result.record)).identical
+
+
+@pytest.mark.parametrize("odd", [(99, False), (-3, False), (0, False), OSError("no such file")])
+def test_a_data_source_that_always_fails_ends_the_run_by_name(odd: Any) -> None:
+    class Broken(Sometimes):
+        def draw(self, first: int, count: int) -> tuple[int, bool]:
+            if isinstance(odd, OSError):
+                raise odd
+            return odd  # type: ignore[no-any-return]
+
+    with pytest.raises(
+        RunFailed, match=r"the data source failed 5 times in a row; last error: .*(Broken\.draw|no such)"
+    ):
+        run(prompts=Broken(odd))
+
+
+def test_metrics_that_cannot_be_used_lose_no_step(tmp_path: Path) -> None:
+    class Odd(Counting):
+        def train(self, batch: Batch) -> Any:
+            return {**super().train(batch), "large": 10**400, 7: 0.5, "step": 99, "optimizer_steps": math.nan}
+
+    result = run(trainer=Odd(), run_dir=tmp_path)
+    assert result.groups["consumed"] == 30
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in result.metrics] == list(range(8))
+    assert rows[1]["loss"] == result.metrics[1]["loss"] == 0.5
+    assert not {"large", "7"} & set(rows[1]) and 7 not in result.metrics[1]
+
+
+def test_a_train_step_that_fails_once_is_done_again_with_the_same_batch() -> None:
+    class Shaky(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[list[int]] = []
+
+        def train(self, batch: Batch) -> dict[str, float]:
+            self.seen.append([group.group for group in batch.groups])
+            if len(self.seen) == 2:
+                raise RuntimeError("a bit flipped")
+            return super().train(batch)
+
+    trainer = Shaky()
+    assert run(trainer=trainer).groups["consumed"] == 30
+    assert trainer.seen[1] == trainer.seen[2]
+
+
+def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
+    class Fragile(Steady):
+        def __init__(self, life: int) -> None:
+            super().__init__()
+            self.life = life
+
+        async def resume(self) -> None:
+            if self.life == 1:
+                raise RuntimeError("frozen for good")
+
+    lives: list[int] = []
+
+    def make(replica: int) -> Fragile:
+        lives.append(replica)
+        return Fragile(lives.count(replica))
+
+    result = run(generators=make, replicas=2)
+    assert result.groups["consumed"] == 30
+    assert sorted(lives) == [0, 0, 1, 1]
+    assert all(not e.final and "frozen for good" in e.reason for e in events_of(result, ProcessLost))
+
+    with pytest.raises(RunFailed, match="no replica is left"):
+        run(generators=[Fragile(1), Fragile(1)])
+
+
+def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on() -> None:
+    class Fragile(Steady):
+        async def resume(self) -> None:
+            raise RuntimeError("frozen for good")
+
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        if len(made) > 2:
+            raise SystemExit("no licence left")
+        return Fragile() if replica == 0 else Steady()
+
+    result = run(generators=make, replicas=2, replacements=2)
+    assert result.groups["consumed"] == 30
+    frozen, unmade, *_ = events_of(result, ProcessLost)  # the next start is delayed, so the run may end before it
+    assert "frozen for good" in frozen.reason
+    assert (unmade.index, unmade.incarnation, unmade.final) == (0, 2, False)
+    assert "could not be started" in unmade.reason and "no licence left" in unmade.reason
+
+
+def test_a_factory_that_raises_at_the_beginning_fails_the_run_with_its_error() -> None:
+    def make(replica: int) -> SimpleGenerator:
+        if replica == 1:
+            raise ValueError("no weights at this place")
+        return Steady()
+
+    with pytest.raises(ValueError, match="no weights at this place"):
+        run(generators=make, replicas=2)
+
+
+class Mortal(Steady):
+    """Ends after so many groups, or when it is first given one."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.over = asyncio.Event()
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        self.groups -= 1
+        if self.groups < 0:
+            self.over.set()
+            await asyncio.Event().wait()
+        return await super().sample(work, weights, version)
+
+    async def failed(self) -> str:
+        await self.over.wait()
+        return "its engine ended"
+
+
+def test_a_replica_is_replaced_for_as_long_as_the_run_trains_between_its_deaths() -> None:
+    trainer = Counting()
+    result = run(generators=lambda replica: Mortal(12), replacements=1, trainer=trainer)
+    assert sorted(trainer.groups) == list(range(30))
+    lost = events_of(result, ProcessLost)
+    assert len(lost) >= 2, "more than it may in a row"
+    assert [e.incarnation for e in lost] == list(range(1, len(lost) + 1))
+
+
+def test_a_replica_that_only_dies_is_replaced_so_many_times() -> None:
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        return Mortal(0)
+
+    with pytest.raises(RunFailed, match=r"no replica is left.*its engine ended"):
+        run(generators=make, replacements=2)
+    assert len(made) == 3
+    with pytest.raises(RunFailed, match=r"no replica is left.*its engine ended"):
+        run(generators=make, limits=limits(replica_restarts=1))
+    assert len(made) == 3 + 2
+
+
+def test_a_factory_that_raises_is_asked_again_after_the_ordered_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetimes, "FIRST_DELAY_S", 0.001)
+    made: list[int] = []
+
+    def make(replica: int) -> SimpleGenerator:
+        made.append(replica)
+        if 1 < len(made) < 4:
+            raise RuntimeError("no memory")
+        return Mortal(0) if len(made) == 1 else Steady()
+
+    result = run(generators=make, replacements=5)
+    assert result.outcome == "finished" and len(made) == 4
+    delays = [order.delay_s for order in orders_of(result, StartProcess)]
+    assert delays == [0.0, 0.0, 0.002, 0.004]
+
+
+def test_the_next_life_of_a_replica_begins_when_the_one_before_is_closed() -> None:
+    """It may need the memory that the generator before it holds."""
+    told: list[str] = []
+
+    class Slow(Mortal):
+        def __init__(self) -> None:
+            super().__init__(0)
+            told.append("made")
+
+        async def close(self) -> None:
+            told.append("closing")
+            for _ in range(8):
+                await asyncio.sleep(0)
+            told.append("closed")
+
+    with pytest.raises(RunFailed, match="its engine ended"):
+        run(generators=lambda replica: Slow(), replacements=2)
+    assert told == ["made", "closing", "closed"] * 3
+
+
+@pytest.mark.parametrize("turns", range(16))
+def test_a_replica_that_is_given_up_and_fails_by_itself_is_lost_once(turns: int) -> None:
+    class Broken(SimpleGenerator):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.over = asyncio.Event()
+
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            self.calls += 1
+            if self.calls == 2:
+                self.over.set()  # with this failure the replica is given up
+            raise ValueError("burnt")
+
+        async def failed(self) -> str:
+            await self.over.wait()
+            for _ in range(turns):  # of the event loop: before, while and after it is given up
+                await asyncio.sleep(0)
+            return "its engine ended"
+
+    result = engine.runtime.local.run(
+        generators=[Steady(), Broken()],
+        trainer=Counting(),
+        prompts=[f"question {n}" for n in range(16)],
+        limits=limits(infrastructure_attempts=2),
+        samples=2,
+        slots=4,
+    )
+    assert result.outcome == "finished"
+    assert len(events_of(result, ProcessLost)) == 1
+
+
+def test_a_run_directory_takes_record_metrics_and_checkpoints(tmp_path: Path) -> None:
+    result = run(run_dir=tmp_path / "one", limits=limits(checkpoint_every=3))
+    assert result.record == tmp_path / "one" / "schedule"
+    assert replay(read(result.record)).identical
+    rows = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(8))
+    assert rows[1]["loss"] == 0.5
+    assert sorted(p.name for p in (tmp_path / "one" / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": []}, "at least one prompt"),
+        ({"samples": 0}, "samples is 0, but must be at least 1"),
+        ({"generators": []}, "generators"),
+        ({"limits": limits(checkpoint_every=1)}, "checkpoints need a run_dir"),
+        ({"policies": {"deadline": "trunkate"}}, "did you mean truncate"),
+        ({"replacements": -1}, "replica_restarts is -1, but must be a whole number from 0"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_starts(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(**options)
+
+
+def test_a_generator_that_is_not_whole_says_what_is_missing() -> None:
+    with pytest.raises(RunFailed, match=r"no group could be trained on.* NotImplementedError: SimpleGenerator must"):
+        run(generators=[SimpleGenerator()], prompts=["a"], limits=limits(), trainer=Counting())
+
+
+def test_cancelling_stops_the_run_and_closes_its_record(tmp_path: Path) -> None:
+    class Endless(TokenGenerator):
+        pass
+
+    generator = Endless()
+
+    async def scene() -> None:
+        task = asyncio.create_task(
+            engine.runtime.local.run_async(
+                generators=[generator],
+                trainer=Counting(),
+                prompts=["a"] * 9,
+                limits=limits(),
+                samples=1,
+                run_dir=tmp_path,
+            )
+        )
+        while not generator.works:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scene())
+    frames = list(read(tmp_path / "schedule").frames())
+    assert frames[-1].commands[-1].outcome == "stopped"
+    assert generator.calls == ["close"]

@@ -1,0 +1,125 @@
+"""Replicas that come and go in a run in one process, as its scheduler orders."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from test_local_runs import Counting, Steady, events_of, run
+
+from engine.commands import Command, StartProcess, StopProcess
+from engine.events import ProcessLost, ProcessUp, ReplicasWanted
+from engine.protocols import GroupWork
+from engine.record import read, replay
+from engine.runtime.session import Session
+from engine.trajectory import Trajectory
+
+PROMPTS = 120
+
+
+class Wanting(Steady):
+    """Asks for other numbers of replicas after so many groups, over all of its kind."""
+
+    def __init__(self, sessions: list[Session], wanted: dict[int, int], seen: list[int]) -> None:
+        super().__init__()
+        self._sessions = sessions
+        self._wanted = wanted
+        self._seen = seen
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        self._seen.append(work.group)
+        if (replicas := self._wanted.get(len(self._seen))) is not None:
+            self._sessions[0].deliver(ReplicasWanted(replicas=replicas))
+        return await super().sample(work, weights, version)
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """Those that runs of the test make, as they are made. They get each order about a life twice."""
+    made: list[Session] = []
+
+    class Noted(Session):
+        def connect(self, *given: Any) -> None:
+            super().connect(*given)
+            made.append(self)
+            execute = self.executor.execute
+
+            def twice(commands: Sequence[Command]) -> None:
+                execute([*commands, *(one for one in commands if isinstance(one, StartProcess | StopProcess))])
+
+            monkeypatch.setattr(self.executor, "execute", twice)
+
+    monkeypatch.setattr(sys.modules["engine.runtime.local.run"], "Session", Noted)
+    return made
+
+
+def test_replicas_are_started_let_go_and_started_again(sessions: list[Session]) -> None:
+    trainer, seen, made = Counting(), list[int](), list[int]()
+
+    def make(replica: int) -> Wanting:
+        made.append(replica)
+        return Wanting(sessions, wanted, seen)
+
+    wanted = {8: 3, 40: 1, 80: 2}
+    result = run(
+        generators=make,
+        replicas=2,
+        trainer=trainer,
+        prompts=[f"question {n}" for n in range(PROMPTS)],
+    )
+    assert sorted(trainer.groups) == list(range(PROMPTS)), "each prompt once"
+    joined = [(event.index, event.incarnation) for event in events_of(result, ProcessUp)]
+    assert joined == [(0, 1), (1, 1), (2, 1), (1, 2)]
+    assert sorted(made) == sorted(replica for replica, _ in joined), "one generator for each life"
+    lost = [(event.index, event.incarnation, event.final) for event in events_of(result, ProcessLost)]
+    assert sorted(lost) == [(1, 1, False), (2, 1, False)]
+    assert replay(read(result.record)).identical
+
+
+def test_a_run_that_was_given_its_generators_cannot_have_more_and_goes_on(sessions: list[Session]) -> None:
+    trainer, seen = Counting(), list[int]()
+    generators = [Wanting(sessions, {8: 3}, seen) for _ in range(2)]
+    result = run(generators=generators, trainer=trainer)
+    assert sorted(trainer.groups) == list(range(30))
+    (lost,) = events_of(result, ProcessLost)
+    assert (lost.index, lost.incarnation, lost.final) == (2, 1, True)
+    assert "no generator is left" in lost.reason
+
+
+class Closing(Wanting):
+    """Takes some turns of the event loop to close, or never ends it."""
+
+    def __init__(self, sessions: list[Session], seen: list[int], *, hangs: bool = False) -> None:
+        super().__init__(sessions, {8: 1}, seen)
+        self._hangs = hangs
+        self.state_then = ""
+        """Of replica 1, once it has closed."""
+
+    async def close(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if self._hangs:
+            await asyncio.Event().wait()
+        self.state_then = self._sessions[0].scheduler.state.fleet.replicas[1].process.state
+
+
+def test_a_replica_that_is_stopped_is_lost_once_it_has_closed(sessions: list[Session]) -> None:
+    trainer, seen = Counting(), list[int]()
+    generators = [Closing(sessions, seen) for _ in range(2)]
+    result = run(generators=generators, trainer=trainer)
+    (lost,) = events_of(result, ProcessLost)
+    assert (lost.index, lost.incarnation, lost.reason) == (1, 1, "1 replicas are wanted")
+    assert [generator.state_then for generator in generators] == ["gone", "stopping"]
+    assert sorted(trainer.groups) == list(range(30))
+
+
+def test_a_replica_that_never_closes_is_lost_and_the_run_ends(
+    sessions: list[Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["engine.runtime.local.local_processes"], "CLOSE_S", 0.0)
+    trainer, seen = Counting(), list[int]()
+    result = run(generators=[Closing(sessions, seen, hangs=True) for _ in range(2)], trainer=trainer)
+    (lost,) = events_of(result, ProcessLost)
+    assert (lost.index, lost.incarnation) == (1, 1)
+    assert (result.outcome, sorted(trainer.groups)) == ("finished", list(range(30)))

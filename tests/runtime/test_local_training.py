@@ -1,0 +1,154 @@
+"""Real training runs of configurations in one process: the embedded sampler, the torch trainer, rewards and scorers."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.actors.configured_plan import plan_of
+from engine.config.loading import parse_config
+from engine.errors import ConfigError
+from engine.events import BatchScored, GroupGenerated, StateLeft
+from engine.protocols import Batch
+from engine.runtime.local import run_plan
+from engine.states.limits import Pool
+from engine.training.model_scorer import ModelScorer
+from engine.training.model_trainer import ModelTrainer
+
+sys.path.append(str(Path(__file__).parent.parent / "actors"))
+from ray_plans import SMALLEST, check_record, events_of
+
+STEPS, BATCH = 8, 4
+APART = (
+    Pool(tasks=("rollout", "reward", "validation"), replicas=(0, 1)),
+    Pool(tasks=("train",)),
+    Pool(tasks=("old_logprobs",)),
+    Pool(tasks=("ref_logprobs",)),
+)
+
+
+def tree(made: Path, **rollout: Any) -> dict[str, Any]:
+    """A configuration of the smallest model there can be, hardly trained, so that its responses are of any length."""
+    return {
+        "run": {"dir": str(made), "max_steps": STEPS, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
+        "scheduler": {"train_batch_size": BATCH, "samples_per_prompt": 4, "max_staleness_steps": 2},
+        "rollout": {"replicas": 2, "slots": 6, "max_tokens": 150, **rollout},
+        "trainer": {"learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 2, "threads": 1},
+        "validation": {"prompts": 8, "every": 4},
+    }
+
+
+def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(tmp_path: Path) -> None:
+    """Composed objectives, each of whose parts says something in `metrics.jsonl`."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config = tree(tmp_path, sync_mode="abort")
+    config["trainer"] |= {
+        "advantage": "rloo",
+        "loss": "dual_clip",
+        "old_policy": "proximal",
+        "correction": "sequence_tis",
+        "masks": [{"measure": "token_ratio", "low": 0.5, "high": 2.0}, {"measure": "mean_k3", "high": 0.5}],
+        "kl_loss_coef": 0.01,
+        "kl_reward_coef": 0.01,
+        "overlong_cache_tokens": 149,  # of 150: length alone makes advantages, even where every answer is wrong
+    }
+    assert run_plan(plan_of(parse_config(config), run_dir)).outcome == "finished"
+    check_record(run_dir)
+    scored = [(e.step, e.task) for e in events_of(run_dir, BatchScored)]
+    assert scored == [(step, task) for step in range(STEPS) for task in ("ref_logprobs", "old_logprobs")]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [row for row in rows if "step" in row]
+    assert len(lines) == STEPS
+    told = {
+        "ess", "clip_share_dual", "behavior_kl_k1", "reference_kl_k3", "kl_reward_mean", "overlong_penalty_mean",
+        "masked_share", "masked_share_token_ratio", "rejected_share_mean_k3", "advantage_std",
+    }  # fmt: skip
+    assert all(isinstance(line[name], float) for line in lines for name in told)
+    assert lines[0]["reference_kl_k3"] == pytest.approx(0.0, abs=1e-9) and lines[-1]["reference_kl_k3"] > 0
+    assert any("ratio_mean_stale_1" in line for line in lines)
+
+
+def test_inputs_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    config = tree(tmp_path) | {"model": {"path": "somewhere"}, "validation": {}}
+    config["data"], config["reward"] = {"path": str(rows)}, {"function": "no_such_module:score"}
+    with pytest.raises(ConfigError, match="no module named 'no_such_module'"):
+        plan_of(parse_config(config), tmp_path)
+    config["reward"], config["data"] = {"function": "engine.tasks.rewards:exact_match"}, {"path": "rows.jsonl"}
+    with pytest.raises(ConfigError, match="does not exist"):
+        plan_of(parse_config(config), tmp_path)
+
+
+class Rewarded(ModelTrainer):
+    def train(self, batch: Batch) -> dict[str, float]:
+        assert all(trajectory.reward is not None for group in batch.groups for trajectory in group.trajectories)
+        return super().train(batch)
+
+
+def test_the_configured_reward_is_given_in_a_pool_of_its_own(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "run": {"dir": str(tmp_path), "max_steps": 2, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
+        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4, "state_timeout_s": 7.0},
+        "rollout": {"slots": 6, "max_tokens": 30},
+        "pools": [{"tasks": ["rollout"]}, {"tasks": ["train"]}, {"tasks": ["reward"], "slots": 3}],
+        "reward": {"timeout_s": 9.0},
+        "trainer": {"checkpoint_every": 0, "threads": 1},
+        "validation": {"at_start": False, "prompts": 4},
+    }
+    (tmp_path / "run").mkdir()
+    planned = plan_of(parse_config(config), tmp_path / "run")
+    assert (planned.state_timeout_s, planned.reward_timeout_s) == (7.0, 9.0)
+    model, settings = planned.make_trainer.args[:2]  # type: ignore[attr-defined]
+    result = run_plan(replace(planned, make_trainer=lambda: Rewarded(model, settings)))
+    assert (result.outcome, result.steps) == ("finished", 2), result.reason
+    left = {event.group for event in events_of(tmp_path / "run", StateLeft) if event.state == "rewarding"}
+    assert len(left) >= 8 and left <= {event.group for event in events_of(tmp_path / "run", GroupGenerated)}
+    assert result.validations[-1]["accuracy"] is not None, "held-out prompts are rewarded where they are answered"
+    check_record(tmp_path / "run")
+
+
+class Both(ModelTrainer):
+    """Holds what it is given against what it would have scored itself."""
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        own = ModelScorer(self.model_path, self.settings, ("old_logprobs", "ref_logprobs"))
+        own.load(self.weights())
+        for task in ("old_logprobs", "ref_logprobs"):
+            given = [[list(row) for row in group] for group in batch.scores[task]]
+            assert given == own.score(batch, task), f"{task} of step {batch.step}"
+        assert self.reference is None
+        return super().train(batch)
+
+
+def test_the_built_in_scorers_give_the_trainer_what_it_would_have_scored(tmp_path: Path) -> None:
+    config = {
+        "run": {"dir": str(tmp_path), "max_steps": 3, "seed": 3},
+        "model": {"make": "arithmetic", "arithmetic": SMALLEST},
+        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4},
+        "rollout": {"slots": 6, "max_tokens": 40},
+        "trainer": {
+            "learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1, "old_policy": "proximal", "kl_loss_coef": 0.1,
+            "overlong_cache_tokens": 39,
+        },
+        "validation": {"at_start": False, "at_end": False},
+    }  # fmt: skip
+    (tmp_path / "run").mkdir()
+    planned = plan_of(parse_config(config), tmp_path / "run")
+    settings = parse_config(config).trainer_settings()
+    model = planned.make_scorer.args[0]  # type: ignore[union-attr]
+    watched = replace(
+        planned,
+        limits=replace(planned.limits, pools=APART),
+        make_trainer=lambda: Both(model, settings, scored_apart=("old_logprobs", "ref_logprobs")),
+        scorer_threads=(1,),
+    )
+    result = run_plan(watched)
+    assert (result.outcome, result.steps) == ("finished", 3), result.reason
+    check_record(tmp_path / "run")

@@ -1,0 +1,97 @@
+"""Trajectory groups as bytes: what goes in comes out, and what is no group is refused."""
+
+import datetime
+import pickle
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import DataFailure, EngineError
+from engine.storage.group_codec import FIELD_DEPTH, pack_group, plain_prompt, unpack_group
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+
+texts = st.text(st.characters(), max_size=8)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+    return Trajectory(
+        prompt_ids=draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)),
+        token_ids=ids,
+        logprobs=draw(st.lists(st.floats(allow_nan=False), min_size=len(ids), max_size=len(ids))),
+        loss_mask=draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))),
+        spans=[Span(0, len(ids), draw(st.integers(0, 2**40)))],
+        text=draw(st.text(st.characters(), max_size=9)),
+        finish_reason=draw(st.sampled_from(["", "stop", "length"])),
+        reward=draw(st.none() | st.floats(allow_nan=False)),
+        continues=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    group=st.integers(-(2**40), 2**40),
+    fields=st.dictionaries(texts, plain, max_size=3),
+    made=st.lists(trajectories(), max_size=3),
+)
+def test_a_group_comes_back_as_it_was(group: int, fields: dict[str, object], made: list[Trajectory]) -> None:
+    whole = TrajectoryGroup(group=group, prompt=Prompt(row=7, text="?", fields=fields), trajectories=made)
+    assert unpack_group(pack_group(whole)) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_bytes_that_are_no_group_are_refused(data: st.DataObject) -> None:
+    prompt = Prompt(row=1, text="2 + 2", fields={"answer": [4, {"of": None}]})
+    packed = pack_group(TrajectoryGroup(group=3, prompt=prompt, trajectories=[data.draw(trajectories())]))
+    with pytest.raises(EngineError, match="not a packed group"):
+        unpack_group(packed[: data.draw(st.integers(0, len(packed) - 1))])
+    at, bit = data.draw(st.integers(0, len(packed) - 1)), data.draw(st.integers(0, 7))
+    flipped = packed[:at] + bytes([packed[at] ^ (1 << bit)]) + packed[at + 1 :]
+    try:
+        unpack_group(flipped)  # another group, at worst: that it is this one is for the sums around it to say
+    except EngineError as error:
+        assert "the bytes are not a packed group" in str(error)
+
+
+@pytest.mark.parametrize(
+    "plain", [[2, 0, [0, "", {}], []], [1, 0, [0, "", {}], [[]]], [1, 0, [0, "", {}]], {}, [1, 0, ["0", "", {}], []]]
+)
+def test_values_that_are_no_group_are_refused(plain: object) -> None:
+    with pytest.raises(EngineError, match="the bytes are not a packed group"):
+        unpack_group(msgpack.packb(plain))
+
+
+def test_nothing_is_unpickled() -> None:
+    with pytest.raises(EngineError, match="the bytes are not a packed group"):
+        unpack_group(pickle.dumps(TrajectoryGroup(group=0, prompt=Prompt(row=0, text=""), trajectories=[])))
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (datetime.date(2026, 1, 1), "is a date"),
+        ([1, {"at": object()}], "is a object"),
+        ({"a": {3: "x"}}, "has the key 3, a int"),
+        (2**63, "more than 64 bits"),
+        (nested(FIELD_DEPTH + 1), "nested more than"),
+    ],
+)
+def test_a_prompt_that_is_not_plain_data_is_refused_by_its_row(value: object, problem: str) -> None:
+    with pytest.raises(DataFailure, match=f"row 12: its field 'when' .*{problem}"):
+        plain_prompt(Prompt(row=12, text="?", fields={"answer": 4, "when": value}))

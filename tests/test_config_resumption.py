@@ -1,0 +1,118 @@
+"""A run resumed by a configuration that has changed: what may, what the scheduler is told, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import load_config
+from engine.config.changeable_fields import require_live
+from engine.config.resumption import resumed
+from engine.errors import ConfigError
+from engine.metrics.journal import cut_rows
+from engine.scheduling.settings import live_settings
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A configuration file, and what the record of its run says."""
+    path = tmp_path / "config.yaml"
+    scheduler = {"train_batch_size": 4, "max_staleness_steps": 2, "max_concurrent_groups": 8}
+    path.write_text(yaml.safe_dump({"model": {"make": "arithmetic"}, "scheduler": scheduler}))
+    return path, load_config(path).model_dump(mode="json")
+
+
+def test_nothing_changed_is_nothing_to_tell(begun: tuple[Path, dict[str, Any]]) -> None:
+    config, settings = resumed(*begun)
+    assert settings == () and config.model_dump(mode="json") == begun[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        (["scheduler.max_drops=2"], [("scheduler.max_drops", "2")]),
+        (["scheduler.policies.deadline=drop"], [("scheduler.policies.deadline", "drop")]),
+        (["scheduler.policies.sync=rolling"], [("scheduler.policies.sync", "rolling")]),
+        (["scheduler.policies.on_error=builtin"], [("scheduler.policies.on_error", "builtin")]),
+        (["timeouts.group_s=90"], [("timeouts.group_s", "90.0")]),
+        (["timeouts.group_s=null"], [("timeouts.group_s", "null")]),
+        (["scheduler.max_drops=4"], [("scheduler.max_drops", "4")]),
+        (["trainer.keep_checkpoints=5"], [("trainer.keep_checkpoints", "5")]),
+        (["trainer.keep_checkpoints_every=20"], [("trainer.keep_checkpoints_every", "20")]),
+        (
+            ["scheduler.max_concurrent_groups=16", "scheduler.max_staleness_steps=3"],
+            [("scheduler.max_staleness_steps", "3"), ("scheduler.max_concurrent_groups", "16")],
+        ),
+        (
+            ["scheduler.max_staleness_steps=0", "scheduler.max_concurrent_groups=4"],
+            [("scheduler.max_concurrent_groups", "4"), ("scheduler.max_staleness_steps", "0")],
+        ),
+    ],
+)
+def test_live_settings_are_told_in_an_order_that_holds(
+    begun: tuple[Path, dict[str, Any]], overrides: list[str], settings: list[tuple[str, str]]
+) -> None:
+    """One that is given is told even where it says what it said at first: it may have been set meanwhile."""
+    assert list(resumed(*begun, overrides)[1]) == settings
+
+
+def test_free_fields_change_and_only_those_that_a_run_has_set_are_told(begun: tuple[Path, dict[str, Any]]) -> None:
+    overrides = ["rollout.replicas=5", "control.enabled=false", "run.silence_s=9", "durability.drain_s=30"]
+    config, settings = resumed(*begun, overrides)
+    assert settings == (("durability.drain_s", "30.0"), ("rollout.replicas", "5"))
+    assert (config.rollout.replicas, config.control.enabled, config.durability.drain_s) == (5, False, 30.0)
+
+
+def test_every_other_difference_is_told_with_what_was_and_is(begun: tuple[Path, dict[str, Any]]) -> None:
+    overrides = ["scheduler.train_batch_size=8", "run.seed=3", "scheduler.max_drops=2", "rollout.replicas=5"]
+    with pytest.raises(ConfigError) as caught:
+        resumed(*begun, overrides)
+    said = str(caught.value)
+    assert "run.seed is 3: the run began with 0" in said
+    assert "scheduler.train_batch_size was 4, is 8" in said
+    assert "max_drops was" not in said and "rollout.replicas was" not in said
+    assert "scheduler.max_staleness_steps" in said.partition("a resume can change")[2]
+
+
+def test_a_resume_takes_inputs_that_were_moved_and_no_others(tmp_path: Path) -> None:
+    inputs = {"data": {"path": "old.jsonl"}, "reward": {"function": "engine.tasks.rewards:exact_match"}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "org/model"}, **inputs}))
+    recorded = load_config(path).model_dump(mode="json")
+    (tmp_path / "old.jsonl").write_text("")
+    (tmp_path / "new.jsonl").write_text("")
+    override = f"data.path={tmp_path / 'new.jsonl'}"
+    with pytest.raises(ConfigError, match=r"data\.path is .*new\.jsonl"):
+        resumed(path, recorded, [override])
+    (tmp_path / "old.jsonl").unlink()
+    assert resumed(path, recorded, [override])[0].data.path == str(tmp_path / "new.jsonl")
+
+
+def test_where_runs_and_code_are_may_change(begun: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    config, settings = resumed(*begun, [f"run.dir={tmp_path / 'other'}", f"run.code_dir={tmp_path / 'code'}"])
+    assert (config.run.dir, settings) == (str(tmp_path / "other"), ())
+
+
+def test_every_live_setting_is_a_field_and_bounds_are_not_live() -> None:
+    from engine.config.loading import fields
+
+    known = {path for path, _ in fields()}
+    assert set(live_settings()) <= known
+    assert require_live("scheduler.max_drops") == "scheduler.max_drops"
+    for path in ("scheduler.train_batch_size", "scheduler.sync_every", "trainer.loss"):
+        with pytest.raises(ConfigError, match=path):
+            require_live(path)
+
+
+def test_a_line_of_the_metrics_that_is_no_row_is_told_and_left_out(tmp_path: Path) -> None:
+    path, told = tmp_path / "metrics.jsonl", []
+    rows = [json.dumps({"step": step, "loss": 0.5}).encode() for step in range(4)]
+    whole = [rows[0], b'{"step": 1, "lo', b"\xff\xfe", b"[1, 2]", b'{"step": "x"}', b"", rows[2], rows[3]]
+    path.write_bytes(b"\n".join(whole) + b"\n" + b'{"step": 4')
+    assert [row["step"] for row in cut_rows(path, 3, complain=told.append)] == [0, 2]
+    assert [said.partition(" is no row")[0] for said in told] == [
+        f"{path}: line {number}" for number in (2, 3, 4, 5, 6)
+    ]
+    assert path.read_bytes() == rows[0] + b"\n" + rows[2] + b"\n"

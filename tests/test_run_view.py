@@ -1,0 +1,224 @@
+"""The live view, the plain lines and the table at the end: what they show, and that it fits 80 columns."""
+
+import io
+import math
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clockwork import clockwork
+from rich.cells import cell_len
+from rich.console import Console
+
+from engine.cli.run_view import LiveView, PlainView, clock, figure, panel, sparkline, step_line, summary, view_for
+from engine.metrics.status import Status
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def middle() -> Status:
+    world = clockwork(steps=40, generation_s=lambda group: 1.0 + group % 3)
+    world.run(lambda world: world.scheduler.state.latest_version == 12)
+    world.metrics.validated(0, 0.31)
+    return world.metrics.status()
+
+
+def crowded() -> Status:
+    """A status with everything at its longest."""
+    return replace(
+        middle(),
+        step=123_456,
+        max_steps=1_000_000,
+        elapsed_s=360_000.0,
+        eta_s=3_600_000.0,
+        reward=-123.456,
+        reward_first=-1234.5,
+        rewards=tuple(float(n % 17) for n in range(60)),
+        slots_busy=65_536,
+        slots=131_072,
+        ready=100_000,
+        parked=100_000,
+        tokens_per_s=1e7,
+        version=123_456,
+        replica_versions={n: 123_456 for n in range(64)},
+        replica_states=dict.fromkeys(range(64), "installing"),
+        failures={"group_data": 123_456},
+        last_failure="[bold]z[/bold]" * 30,
+        trainer_now="x" * 200,
+        rollout_now="y" * 200,
+        silence="nothing has changed " * 30,
+    )
+
+
+def drawn(status: Status, title: str = "Step Engine  runs/20260131-235959-quickstart") -> list[str]:
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    console.print(panel(status, title))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "status", [middle(), crowded(), clockwork().metrics.status()], ids=["middle", "crowded", "new"]
+)
+def test_the_live_view_fits_80_columns_and_never_wraps(status: Status) -> None:
+    lines = drawn(status)
+    rows = 8 + bool(status.failures) + bool(status.silence)
+    assert len(lines) == rows + 2, "a line for each row and the frame"
+    assert {cell_len(line) for line in lines} == {80}
+
+
+def test_the_live_view_shows_what_matters() -> None:
+    status = middle()
+    text = "\n".join(drawn(status))
+    assert "12/40" in text and " left" in text
+    assert re.search(r"reward +[\d.]+ [▁▂▃▄▅▆▇█]{12} first 0\.\d+", text)
+    assert "validation 0.310" in text
+    assert "bound 1" in text
+    assert f"{status.slots_busy}/4 slots busy" in text and "tokens/s" in text
+    assert "0: v1" in text and "1: v1" in text
+    assert status.trainer_now in text and status.rollout_now in text
+
+
+def test_a_long_title_is_cut() -> None:
+    assert {cell_len(line) for line in drawn(middle(), "Step Engine  " + "deep/" * 60)} == {80}
+
+
+def test_plain_lines_are_one_per_step_in_order_and_none_twice() -> None:
+    world = clockwork(steps=5)
+    stream = io.StringIO()
+    with PlainView(stream) as view:
+        world.run(lambda world: view.show(world.metrics.status()) is not None)
+        view.show(world.metrics.status())
+    lines = stream.getvalue().splitlines()
+    assert [int(re.match(r"step=(\d+) ", line)[1]) for line in lines] == [0, 1, 2, 3, 4]  # type: ignore[index]
+    pattern = re.compile(
+        r"step=\d+ done=\d+/\d+ version=\d+ reward=[\d.]+ accuracy=- loss=[\d.e-]+ staleness=\d/[\d.]+/\d tokens=\d+ "
+        r"tokens_s=\d+ busy=\d/4 elapsed_s=[\d.]+ eta_s=(\d+|-)"
+    )
+    for line in lines:
+        assert pattern.fullmatch(line), line
+
+
+def test_a_line_without_figures_says_so() -> None:
+    line = step_line({"step": 3, "reward_mean": math.nan}, replace(middle(), max_steps=None, eta_s=None))
+    assert "done=4/- " in line and "reward=- " in line and "loss=- " in line and "staleness=-/-/-" in line
+
+
+def test_the_table_at_the_end_has_every_figure() -> None:
+    world = clockwork(steps=4).run()
+    world.metrics.validated(0, 0.25)
+    world.metrics.validated(4, 0.875)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(world.metrics.status(), where="runs/20260131-235959-quickstart", wall_s=12.34))
+    text = console.export_text()
+    for row in (
+        r"train steps +│ 4 of 4",
+        r"reward first / last +│ 0\.031 / 0\.4\d\d",
+        r"validation accuracy before / after +│ 0\.250 / 0\.875",
+        r"staleness min / mean / max +│ 0 / 0\.75 / 1  \(bound 1\)",
+        r"groups +│ \d+ consumed, 0 filtered, \d+ dropped, 0 +│",
+        r"rollout idle +│ \d+ %",
+        r"trainer idle +│ \d+ %",
+        r"tokens generated / trained +│ 80 / 80",
+        r"wall seconds +│ 12\.3",
+        r"run directory +│ runs/20260131-235959-quickstart",
+    ):
+        assert re.search(row, text), (row, text)
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+
+
+def test_failures_are_counted_and_the_last_one_is_told() -> None:
+    status = replace(
+        middle(), failures={"group_data": 3, "replica_lost": 1}, last_failure="group 7: my_rewards:[score]"
+    )
+    assert any("4 attempts; the last: group 7: my_rewards:[score]" in line for line in drawn(status))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(status, where="runs/here"))
+    text = " ".join(re.sub("[│]", " ", console.export_text()).split())
+    assert "3 group data, 1 replica lost" in text and "my_rewards:[score]" in text
+    assert not any("attempts" in line for line in drawn(middle()))
+
+
+def test_a_silence_is_noted_once_and_shown_while_it_lasts() -> None:
+    told = "nothing has changed for 300 s; waited for is the trainer: trains step 3 on 4 groups for 312 s"
+    silent = replace(middle(), silence=told)
+    assert any("waiting" in line and "nothing has changed for 300 s" in line for line in drawn(silent))
+    assert not any("waiting " in line for line in drawn(middle()))
+    for terminal in (False, True):
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=terminal, width=80)
+        with view_for(console, title="t", plain=not terminal) as view:
+            for status in (silent, silent, middle(), silent):
+                view.show(status)
+        assert stream.getvalue().count("trains step 3 on") >= 2
+        assert re.sub(r"\s+", " ", stream.getvalue()).count("for 312 s") == 2, "the whole of it, once for each silence"
+
+
+def test_a_terminal_gets_the_live_view_and_a_pipe_plain_lines() -> None:
+    terminal = Console(force_terminal=True, file=io.StringIO())
+    assert isinstance(view_for(terminal, title="t"), LiveView)
+    assert isinstance(view_for(terminal, title="t", plain=True), PlainView)
+    assert isinstance(view_for(Console(file=io.StringIO()), title="t"), PlainView)
+
+
+def test_small_pieces() -> None:
+    assert sparkline((), 10) == "" and sparkline((1.0, 1.0), 10) == "▁▁"
+    assert sparkline((0.0, None, math.nan, 7.0, 3.5), 10) == "▁█▅"
+    assert len(sparkline(tuple(map(float, range(99))), 24)) == 24
+    assert (clock(0), clock(61), clock(3_661), clock(None), clock(math.inf)) == ("0:00", "1:01", "1:01:01", "-", "-")
+    assert (figure(None, ".1f"), figure(math.nan, ".1f"), figure(1.25, ".1f")) == ("-", "-", "1.2")
+
+
+ON_A_TERMINAL = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from rich.console import Console
+from clockwork import clockwork
+from engine.cli.run_view import LiveView, view_for
+console = Console(width=80)
+view = view_for(console, title="Step Engine  runs/here")
+assert isinstance(view, LiveView)
+world = clockwork(steps=6)
+with view:
+    view.note("metrics: http://127.0.0.1:1/metrics")
+    world.run(lambda world: view.show(world.metrics.status()) is not None)
+    view.show(world.metrics.status())
+"""
+
+
+def test_on_a_real_terminal_the_view_is_drawn_in_place() -> None:
+    primary, secondary = pty.openpty()
+    script = ON_A_TERMINAL.format(root=str(ROOT), tests=str(ROOT / "tests"))
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=secondary, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(secondary)
+        output = read_all(primary)
+        assert process.wait(timeout=60) == 0, process.stderr.read().decode() if process.stderr else ""
+    os.close(primary)
+    text = output.decode()
+    assert "metrics: http://127.0.0.1:1/metrics" in text
+    assert "6/6" in text and "Step Engine" in text
+    assert "\x1b[1A" in text, "earlier frames are drawn over"
+    assert text.rstrip().endswith("\x1b[?25h") or "\x1b[?25h" in text, "the cursor is shown again"
+
+
+def read_all(descriptor: int) -> bytes:
+    """Everything until the other side closes."""
+    parts: list[bytes] = []
+    while select.select([descriptor], [], [], 60)[0]:
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        parts.append(part)
+    return b"".join(parts)

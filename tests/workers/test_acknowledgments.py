@@ -1,0 +1,134 @@
+"""When a replica says that orders which only had to arrive were carried out."""
+
+import asyncio
+
+from test_measurement import Answering, measure, news, stage
+from test_replica_worker import WHO, Stage, play
+from token_generator import TokenGenerator
+
+from engine.commands import AbortGroup, PauseReplica, ResumeReplica, StopMeasuring
+from engine.events import RowsMeasured
+from engine.workers.reports import DoneOrders
+
+
+def test_orders_that_are_carried_out_at_once_are_answered_by_one_event() -> None:
+    async def scene() -> None:
+        events = []
+        done = DoneOrders(events.append)
+        done.add(3)
+        done.add(4, 9)
+        assert not events
+        await asyncio.sleep(0)
+        done.add(5)
+        await asyncio.sleep(0)
+        assert [event.orders for event in events] == [(3, 4, 9), (5,)]
+
+    play(scene)
+
+
+def test_what_raises_is_not_answered() -> None:
+    async def scene() -> None:
+        events = []
+        done = DoneOrders(events.append)
+
+        async def gone() -> None:
+            raise ConnectionError("the store is gone")
+
+        (error,) = await asyncio.gather(done.add_after(gone, [3]), return_exceptions=True)
+        await asyncio.sleep(0)
+        assert isinstance(error, ConnectionError) and events == []
+
+    play(scene)
+
+
+def test_groups_that_are_ended_are_answered_together_and_so_is_one_that_is_over() -> None:
+    async def scene() -> None:
+        on = Stage(TokenGenerator(length=3))
+        on.start(0)
+        on.start(1)
+        await on.settle()
+        for group, number in ((0, 11), (1, 12), (7, 13)):
+            on.host.carry_out(AbortGroup(group=group, attempt=1, number=number, **WHO))
+        assert on.done == []
+        await on.settle()
+        assert sorted(number for told in on.done for number in told) == [11, 12, 13] and len(on.done) <= 2
+        on.start(1, attempt=2)
+        on.host.carry_out(AbortGroup(group=1, attempt=1, number=12, **WHO))
+        await on.settle()
+        assert on.done[-1] == (12,) and on.host.running == 1, "a repeat ends no later attempt, and is answered"
+
+    play(scene)
+
+
+def test_a_replica_that_resumes_is_answered_after_what_was_ordered_before_and_so_is_a_repeat() -> None:
+    async def scene() -> None:
+        on = Stage(TokenGenerator(length=3))
+        on.start(0)
+        await on.settle()
+        on.host.carry_out(PauseReplica(version=1, mode="wait", attempt=1, **WHO))
+        resume = ResumeReplica(attempt=1, number=5, **WHO)
+        on.host.carry_out(resume)
+        on.host.carry_out(resume)
+        await on.settle()
+        assert on.done == [], "a group runs yet, so it is not even paused"
+        on.generator.tick(3)
+        await on.settle()
+        assert {number for told in on.done for number in told} == {5}
+        on.host.carry_out(resume)
+        await on.settle()
+        assert on.done[-1] == (5,) and len(on.done) >= 2
+
+    play(scene)
+
+
+def test_one_that_cannot_resume_is_broken_and_does_not_answer() -> None:
+    class Stuck(TokenGenerator):
+        async def resume(self) -> None:
+            raise RuntimeError("no memory")
+
+    async def scene() -> None:
+        on = Stage(Stuck(length=3))
+        resume = ResumeReplica(attempt=1, number=5, **WHO)
+        on.host.carry_out(resume)
+        on.host.carry_out(resume)
+        await on.settle()
+        assert on.broken and on.done == []
+
+    play(scene)
+
+
+def test_measuring_that_is_stopped_is_answered_and_a_repeat_stops_nothing_that_was_begun_since() -> None:
+    """A scheduler that takes over orders again what is open, oldest first: the stop, then the rows after it."""
+
+    async def scene() -> None:
+        on = stage(Answering())
+        stop = StopMeasuring(validation=2, number=4, **WHO)
+        on.host.carry_out(measure())
+        await on.settle()
+        on.host.carry_out(stop)
+        await on.settle()
+        assert on.done == [(4,)] and on.host._measuring._running == {}
+        on.host.carry_out(measure(attempt=2))
+        await on.settle()
+        on.host.carry_out(stop)
+        on.host.carry_out(measure(attempt=2))
+        await on.settle()
+        assert on.done == [(4,), (4,)]
+        on.generator.let.set()
+        await on.settle()
+        assert [event.attempt for event in news(on, RowsMeasured)] == [2]
+
+    play(scene)
+
+
+def test_a_host_that_is_closed_answers_nothing() -> None:
+    async def scene() -> None:
+        on = Stage(TokenGenerator(length=3))
+        on.start(0)
+        await on.settle()
+        on.host.carry_out(AbortGroup(group=0, attempt=1, number=1, **WHO))
+        await on.host.close()
+        await on.settle()
+        assert on.done == []
+
+    play(scene)

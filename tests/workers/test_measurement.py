@@ -1,0 +1,206 @@
+"""Held-out rows on a replica: counted once, under the version that was asked for, and whose fault it is when not."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from test_replica_worker import WHO, Stage, play
+
+from engine.commands import InstallWeights, MeasureRows, PauseReplica, ResumeReplica, StageWeights, StopMeasuring
+from engine.errors import DataFailure, EngineError
+from engine.events import Event, ReplicaPaused, RowsFailed, RowsMeasured
+from engine.protocols import Generated, GroupWork
+from engine.runtime.local import SimpleGenerator, response
+from engine.trajectory import Prompt, Trajectory
+from engine.workers.measurement import HeldOut, held_out_group
+
+PROMPTS = [Prompt(row=row, text=f"{row} + 1") for row in range(6)]
+
+
+class Answering(SimpleGenerator):
+    """Rows that 3 divides are right; row 5 cannot be judged. Answers when it is let."""
+
+    def __init__(self, reward: Callable[[int], float | None] = lambda row: float(row % 3 == 0)) -> None:
+        super().__init__()
+        self.reward = reward
+        self.let = asyncio.Event()
+        self.works: list[GroupWork] = []
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        self.works.append(work)
+        await self.let.wait()
+        if work.prompt.row == 5:
+            raise DataFailure("no answer is known")
+        judged = response([1, 2], reward=0.0, version=version)
+        judged.reward = self.reward(work.prompt.row)
+        return [judged]
+
+
+def stage(generator: Any, held_out: bool = True) -> Stage:
+    """A host whose generator answers held-out prompts too."""
+    return Stage(generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator) if held_out else None)
+
+
+def measure(chunk: int = 0, first: int = 0, count: int = 3, attempt: int = 1, version: int = 0, validation: int = 2):  # type: ignore[no-untyped-def]
+    return MeasureRows(
+        validation=validation, chunk=chunk, attempt=attempt, version=version, first=first, count=count, **WHO
+    )
+
+
+def news(stage: Stage, *kinds: type[Event]) -> list[Any]:
+    return [event for event in stage.events if isinstance(event, kinds)]
+
+
+def test_rows_are_counted_and_those_at_fault_are_not() -> None:
+    async def scene() -> None:
+        on = stage(Answering())
+        on.generator.let.set()
+        on.host.carry_out(measure(0, 0, 3))
+        on.host.carry_out(measure(1, 3, 3))
+        await on.until(2)
+        said = {e.chunk: (e.version, e.measured, e.right, e.reward) for e in news(on, RowsMeasured)}
+        assert said == {0: (0, 3, 1, 1.0), 1: (0, 2, 1, 1.0)}
+        assert all(work.held_out and work.samples == 1 and work.group < 0 for work in on.generator.works)
+        groups = [work.group for work in on.generator.works]
+        assert groups == [held_out_group(2, 6, row) for row in range(6)]
+        assert not set(groups) & {held_out_group(3, 6, row) for row in range(6)}
+
+    play(scene)
+
+
+def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> None:
+    async def scene() -> None:
+        on = stage(Answering())
+        on.generator.let.set()
+        for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(5, validation=1)):
+            on.host.carry_out(order)
+        await on.settle()
+        assert [(e.validation, e.attempt) for e in news(on, RowsMeasured)] == [(2, 2)]
+
+    play(scene)
+
+
+def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
+    async def scene() -> None:
+        class Broken(Answering):
+            async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+                raise EngineError("out of memory")
+
+        on = stage(Broken())
+        on.host.carry_out(measure())
+        on.host.carry_out(measure(1, 3, 9))
+        lost = stage(Answering(), held_out=False)
+        lost.host.carry_out(measure())
+        await on.until(2)
+        await lost.until(1)
+        told = {event.chunk: event.reason for event in news(on, RowsFailed)}
+        reasons = [told[0], told[1], news(lost, RowsFailed)[0].reason]
+        assert ["out of memory" in reasons[0], "there are 6 held-out" in reasons[1], "no evaluator" in reasons[2]] == [
+            True
+        ] * 3
+
+    play(scene)
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, "high", 10**400])
+def test_a_response_without_a_finite_reward_is_not_measured(reward: Any) -> None:
+    async def scene() -> None:
+        on = stage(Answering(reward=lambda row: reward))
+        on.generator.let.set()
+        on.host.carry_out(measure())
+        await on.until(1)
+        (event,) = news(on, RowsMeasured)
+        assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("wrong", ["text", None, Generated(group=None)])  # type: ignore[arg-type]
+def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> None:
+    class Odd(Answering):
+        async def generate(self, work: GroupWork) -> Any:
+            return wrong
+
+    async def scene() -> None:
+        on = stage(Odd())
+        on.host.carry_out(measure())
+        await on.until(1)
+        (event,) = news(on, RowsFailed)
+        assert "held-out row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
+
+    play(scene)
+
+
+def test_rewards_too_large_to_add_up_fail_the_chunk() -> None:
+    async def scene() -> None:
+        on = stage(Answering(reward=lambda row: 1e308))
+        on.generator.let.set()
+        on.host.carry_out(measure())
+        await on.until(1)
+        (event,) = news(on, RowsFailed)
+        assert "too large to add up" in event.reason
+
+    play(scene)
+
+
+def test_another_version_is_never_measured_in_its_place() -> None:
+    async def scene() -> None:
+        on = stage(Answering())
+        on.host.carry_out(measure(version=1))
+        await on.until(1)
+        assert "version 0, but version 1 must" in news(on, RowsFailed)[0].reason
+        on.host.carry_out(measure(1))
+        await on.settle()
+        on.host._weights.version = 1  # as if an install had come in between
+        on.generator.let.set()
+        await on.until(2)
+        assert "version 1, but version 0 must" in news(on, RowsFailed)[1].reason
+
+    play(scene)
+
+
+def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
+    class Slow(Answering):
+        async def install(self, version: int) -> None:
+            await self.installed.wait()
+            await super().install(version)
+
+    async def scene() -> None:
+        on = stage(Slow())
+        on.generator.installed = asyncio.Event()
+        on.weights.store.put(1, "w")
+        on.generator.let.set()
+        for order in (
+            StageWeights(version=1, attempt=1, **WHO),
+            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+            InstallWeights(version=1, attempt=1, **WHO),
+            ResumeReplica(attempt=1, number=0, **WHO),
+            measure(version=1),
+        ):
+            on.host.carry_out(order)
+        await on.settle()
+        assert not news(on, RowsMeasured, RowsFailed)
+        on.generator.installed.set()
+        await on.settle()
+        assert [e.version for e in news(on, RowsMeasured)] == [1]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_what_is_stopped_reports_nothing_and_samples_nothing_once_the_replica_is_paused(mode: str) -> None:
+    async def scene() -> None:
+        on = stage(Answering())
+        on.host.carry_out(measure())
+        on.host.carry_out(measure(1, 3, 3))
+        await on.settle()
+        assert len(on.generator.works) == 6
+        on.host.carry_out(StopMeasuring(validation=2, number=0, **WHO))
+        on.host.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
+        await on.until(1)
+        assert [type(e) for e in on.events] == [ReplicaPaused]
+        assert not on.generator._sampling
+
+    play(scene)

@@ -1,0 +1,737 @@
+"""`ReplicaHost`: what it reports, in what order, and what it makes of generators that do wrong."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from token_generator import TokenGenerator
+
+from engine.commands import (
+    AbortGroup,
+    InstallWeights,
+    ParkGroup,
+    PauseReplica,
+    ResumeGroup,
+    ResumeReplica,
+    StageWeights,
+    StartGroup,
+    TruncateGroup,
+)
+from engine.errors import DataFailure, EngineError
+from engine.events import (
+    Event,
+    GroupAborted,
+    GroupFailed,
+    GroupGenerated,
+    GroupProgressed,
+    OrderDone,
+    PrefixStored,
+    ProcessUp,
+    ReplicaPaused,
+    SyncFailed,
+    WeightsInstalled,
+    WeightsStaged,
+)
+from engine.ids import NO_VERSION
+from engine.protocols import Generated, GroupWork
+from engine.runtime.local import SimpleGenerator, response
+from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.workers.measurement import HeldOut
+from engine.workers.replica import ReplicaHost
+
+PROMPT = Prompt(row=3, text="2 + 2")
+WHO = {"replica": 0, "incarnation": 1, "cause": 0}
+
+
+class Stage:
+    """A host on stage: its generator, its stores, and what it has emitted."""
+
+    def __init__(
+        self,
+        generator: Any,
+        samples: int = 2,
+        replica: int = 0,
+        prefixes: int = 0,
+        held_out: HeldOut | None = None,
+    ) -> None:
+        self.generator = generator
+        self.events: list[Event] = []
+        """All but `OrderDone`."""
+        self.done: list[tuple[int, ...]] = []
+        """The orders of each `OrderDone`."""
+        self.broken: list[str] = []
+        self.trajectories = LocalTrajectories()
+        self.weights = LocalWeights()
+        self._news = asyncio.Event()
+        self.host = ReplicaHost(
+            replica=replica,
+            incarnation=1,
+            generator=generator,
+            samples=samples,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self._emit,
+            broken=self.broken.append,
+            prefix_every_tokens=prefixes,
+            held_out=held_out,
+            progress_every_s=0.0,
+        )
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, OrderDone):
+            self.done.append(event.orders)
+        else:
+            self.events.append(event)
+            self._news.set()
+
+    def start(self, group: int = 0, attempt: int = 1) -> None:
+        self.host.carry_out(StartGroup(group=group, attempt=attempt, **WHO), PROMPT)
+
+    def resume(self, group: int = 0, attempt: int = 2, truncate: bool = False) -> None:
+        self.host.carry_out(ResumeGroup(group=group, attempt=attempt, truncate=truncate, **WHO), PROMPT)
+
+    def pause(self, mode: str, version: int = 1, attempt: int = 1) -> None:
+        self.host.carry_out(PauseReplica(version=version, mode=mode, attempt=attempt, **WHO))
+
+    async def until(self, count: int) -> list[Event]:
+        """Wait until so many events have been emitted."""
+        while len(self.events) < count:
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 60)
+        return self.events
+
+    async def settle(self) -> None:
+        """Let everything run that can run now."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def swap(self, version: int, mode: str = "keep", attempt: int = 1) -> None:
+        """Bring a version in, as the scheduler would order it."""
+        self.weights.store.put(version, f"weights {version}")
+        before = len(self.events)
+        self.host.carry_out(StageWeights(version=version, attempt=attempt, **WHO))
+        self.pause(mode, version, attempt)
+        self.host.carry_out(InstallWeights(version=version, attempt=attempt, **WHO))
+        self.host.carry_out(ResumeReplica(attempt=attempt, number=0, **WHO))
+        await self.until(before + 3)
+        await self.settle()
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
+
+
+def test_a_group_is_kept_before_it_is_reported() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.host.join(slots=4)
+        kept_at_report: list[bool] = []
+        emit = stage.host._emit
+        stage.host._emit = lambda e: (kept_at_report.append(stage.trajectories.store.stats().groups == 1), emit(e))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(3)
+        joined, generated = await stage.until(2)
+        assert joined == ProcessUp(kind="replica", index=0, incarnation=1, slots=4, version=0)
+        assert generated == GroupGenerated(
+            group=0, attempt=1, replica=0, incarnation=1, tokens=6, oldest_version=0, newest_version=0, live=2,
+            reward_mean=0.5, reward_spread=1.0,
+        )  # fmt: skip
+        assert kept_at_report == [True]
+        assert stage.host.running == 0
+
+    play(scene)
+
+
+def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=2, free=True))
+        stage.start()
+        stage.start()
+        stage.host.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
+        await stage.until(1)
+        stage.start()
+        await stage.settle()
+        assert [type(e) for e in stage.events] == [GroupGenerated]
+        assert len(stage.generator.works) == 1
+
+    play(scene)
+
+
+def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_nothing() -> None:
+    """As a scheduler does that has been built again from its record."""
+
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=6))
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        await stage.swap(1)
+        for again in (StageWeights(version=1, attempt=1, **WHO), InstallWeights(version=1, attempt=1, **WHO)):
+            stage.host.carry_out(again)
+        stage.pause("keep")
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        stage.generator.tick(6)
+        await stage.settle()
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled, GroupGenerated]
+        assert stage.host.running == 0
+
+    play(scene)
+
+
+def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_on_from_them() -> None:
+    async def scene() -> None:
+        first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))
+        second.host._trajectories = first.trajectories
+        first.start(0)
+        first.start(1)
+        await first.settle()
+        first.generator.tick(4)
+        first.pause("abort")
+        events = await first.until(3)
+        assert [type(e) for e in events] == [GroupAborted, GroupAborted, ReplicaPaused]
+        assert {e.group for e in events[:2]} == {0, 1}
+        assert all(e.tokens == 8 and (e.oldest_version, e.newest_version) == (0, 0) for e in events[:2])
+
+        second.weights.store.put(1, "weights 1")
+        await second.swap(1)
+        second.resume(0)
+        (generated,) = (await second.until(4))[3:]
+        assert (generated.tokens, generated.oldest_version, generated.newest_version) == (12, 0, 1)
+        (group,) = await first.trajectories.get([0])
+        for trajectory in group.trajectories:
+            assert trajectory.token_ids == [0, 1, 2, 3, 4, 5]
+            assert trajectory.logprobs == [0.0] * 4 + [-1.0] * 2
+            assert trajectory.spans == [Span(0, 4, 0), Span(4, 6, 1)]
+
+    play(scene)
+
+
+def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() -> None:
+    async def scene() -> None:
+        first, second = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
+        second.host._trajectories = first.trajectories
+        first.start()
+        await first.settle()
+        first.generator.tick(2)
+        (stored,) = await first.until(1)
+        assert stored == PrefixStored(
+            group=0, attempt=1, replica=0, incarnation=1, tokens=4, oldest_version=0, newest_version=0, unfinished=2
+        )
+        first.generator.tick(1)  # what is not stored dies with the replica
+        second.resume()
+        (generated,) = await second.until(1)
+        assert isinstance(generated, GroupGenerated) and generated.tokens == 12
+        (work,) = second.generator.works
+        assert [len(t.token_ids) for t in work.partial.trajectories] == [2, 2]
+        await first.host.close()
+
+    play(scene)
+
+
+def test_groups_that_progress_are_reported_together_and_only_while_they_run() -> None:
+    class Progresses(TokenGenerator):
+        def __init__(self) -> None:
+            super().__init__(length=2, free=True)
+            self.works: list[GroupWork] = []
+            self.leave = asyncio.Event()
+
+        async def generate(self, work: GroupWork) -> Generated:
+            self.works.append(work)
+            await self.leave.wait()
+            return await super().generate(work)
+
+    async def scene() -> None:
+        stage = Stage(generator := Progresses())
+        stage.host.join(slots=4)
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        for work in (*generator.works, *generator.works):
+            work.progress()
+        _, *reported = await stage.until(3)
+        assert [(type(event), event.group, event.attempt) for event in reported] == [
+            (GroupProgressed, 0, 1), (GroupProgressed, 1, 1),
+        ]  # fmt: skip
+        generator.leave.set()
+        await stage.until(5)
+        generator.works[0].progress()
+        await stage.settle()
+        assert len(stage.events) == 5, "the group has ended"
+
+    play(scene)
+
+
+def test_while_the_store_is_busy_only_the_newest_prefix_waits_and_the_end_comes_last() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=5), prefixes=1)
+        gate, puts = asyncio.Event(), []
+        put = stage.trajectories.put
+
+        async def slow(group: TrajectoryGroup, attempt: int) -> None:
+            puts.append(group.tokens)
+            await gate.wait()
+            await put(group, attempt)
+
+        stage.trajectories.put = slow  # type: ignore[method-assign]
+        stage.start()
+        await stage.settle()
+        for _ in range(4):
+            stage.generator.tick(1)
+            await stage.settle()
+        assert puts == [2]
+        stage.generator.tick(1)
+        await stage.settle()
+        gate.set()
+        *stored, generated = await stage.until(2)
+        assert puts == [2, 10], "what it had on the way is not worth storing once it has ended"
+        assert [type(event) for event in stored] == [PrefixStored] and isinstance(generated, GroupGenerated)
+
+    play(scene)
+
+
+def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=5), prefixes=1)
+        gate = asyncio.Event()
+        put = stage.trajectories.put
+
+        async def slow(group: TrajectoryGroup, attempt: int) -> None:
+            await gate.wait()
+            await put(group, attempt)
+
+        stage.trajectories.put = slow  # type: ignore[method-assign]
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(1)
+        await stage.settle()
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+        await stage.settle()
+        gate.set()
+        await stage.settle()
+        assert stage.events == [] and stage.trajectories.store.stats().groups == 0
+
+    play(scene)
+
+
+def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new() -> None:
+    async def scene() -> None:
+        ahead, behind = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
+        behind.host._trajectories = ahead.trajectories
+        await ahead.swap(1)
+        ahead.start()
+        await ahead.settle()
+        ahead.generator.tick(2)
+        await ahead.until(4)
+        behind.resume()
+        (event,) = await behind.until(1)
+        assert event == GroupAborted(
+            group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
+        )
+        assert behind.generator.works == []
+        await ahead.host.close()
+
+    play(scene)
+
+
+def test_a_malformed_prefix_is_not_stored_and_costs_nothing() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=4), prefixes=2)
+        stage.start()
+        await stage.settle()
+        (work,) = stage.generator.works
+        wrong = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[Trajectory(token_ids=[1], logprobs=[-1.0])])
+        work.save(wrong)
+        await stage.settle()
+        assert stage.events == [] and stage.trajectories.store.stats().groups == 0
+        stage.generator.tick(4)
+        *_, last = await stage.until(2)
+        assert isinstance(last, GroupGenerated) and stage.broken == []
+
+    play(scene)
+
+
+def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
+    class Spoiler(TokenGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            if work.partial is not None and work.attempt == 2:
+                work.partial.trajectories[0].token_ids.append(99)
+                raise RuntimeError("out of memory")
+            return await super().generate(work)
+
+    async def scene() -> None:
+        stage = Stage(Spoiler(length=3))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(2)
+        stage.pause("abort")
+        await stage.until(2)
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.resume(attempt=2)
+        assert (await stage.until(3))[2].cause == "infrastructure"
+        stage.resume(attempt=3)
+        await stage.settle()
+        stage.generator.tick(1)
+        assert (await stage.until(4))[3].tokens == 6
+
+    play(scene)
+
+
+def test_wait_lets_groups_end_before_the_pause_and_keep_freezes_them() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.start()
+        await stage.settle()
+        stage.pause("wait")
+        await stage.settle()
+        assert stage.events == []
+        stage.generator.tick(3)
+        assert [type(e) for e in await stage.until(2)] == [GroupGenerated, ReplicaPaused]
+
+        stage = Stage(TokenGenerator(length=4))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(2)
+        await stage.swap(1, "keep")
+        assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled]
+        assert stage.generator.calls == ["stage 1", "pause keep", "install 1", "resume"]
+        stage.generator.tick(2)
+        (generated,) = (await stage.until(4))[3:]
+        assert (generated.oldest_version, generated.newest_version, generated.tokens) == (0, 1, 8)
+
+    play(scene)
+
+
+def test_a_group_that_comes_during_an_abort_is_given_back_unbegun() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3, free=True))
+        stage.pause("abort")
+        stage.start(5)
+        await stage.settle()
+        events = await stage.until(2)
+        assert {type(e) for e in events} == {GroupAborted, ReplicaPaused}
+        (aborted,) = (e for e in events if isinstance(e, GroupAborted))
+        assert (aborted.tokens, aborted.oldest_version) == (0, NO_VERSION)
+        assert stage.generator.works == []
+
+    play(scene)
+
+
+def test_truncate_finishes_a_group_with_what_it_has() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=9))
+        stage.start()
+        await stage.settle()
+        stage.generator.tick(4)
+        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        (generated,) = await stage.until(1)
+        assert generated.tokens == 8
+        (group,) = await stage.trajectories.get([0])
+        assert [t.finish_reason for t in group.trajectories] == ["truncated", "truncated"]
+
+        stage.resume(group=0, attempt=2, truncate=True)
+        assert isinstance((await stage.until(2))[1], GroupGenerated)
+        assert stage.generator.works[-1].truncate
+
+    play(scene)
+
+
+def test_an_aborted_group_is_never_heard_of_again() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+        await stage.settle()
+        stage.generator.tick(3)
+        await stage.until(1)
+        await stage.settle()
+        assert [e.group for e in stage.events] == [1]
+        assert stage.trajectories.store.stats().groups == 1
+        # It ended while the order was on its way: what it left is forgotten.
+        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        await stage.settle()
+        assert stage.trajectories.store.stats().groups == 0
+
+    play(scene)
+
+
+def test_a_group_that_is_parked_ends_with_what_it_has_and_the_others_go_on() -> None:
+    async def scene() -> None:
+        generator = TokenGenerator()
+        stage = Stage(generator)
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        generator.tick(2)
+        order = ParkGroup(group=0, attempt=1, **WHO)
+        stage.host.carry_out(ParkGroup(group=1, attempt=7, **WHO))
+        stage.host.carry_out(order)
+        stage.host.carry_out(order)
+        (parked,) = await stage.until(1)
+        assert isinstance(parked, GroupAborted) and (parked.group, parked.tokens, parked.unfinished) == (0, 4, 2)
+        assert stage.trajectories.store.partial(0) is not None
+        generator.tick(4)
+        assert isinstance((await stage.until(2))[1], GroupGenerated)
+
+    play(scene)
+
+
+def test_a_group_that_its_generator_does_not_give_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(TokenGenerator):
+        async def abort(self, groups: Sequence[int]) -> None: ...
+
+    async def scene() -> None:
+        stage = Stage(Deaf())
+        stage.start()
+        await stage.settle()
+        stage.host.carry_out(ParkGroup(group=0, attempt=1, **WHO))
+        (failed,) = await stage.until(1)
+        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
+
+    monkeypatch.setattr("engine.workers.replica.PARK_S", 0.0)
+    play(scene)
+
+
+def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
+        await stage.trajectories.put(newer, attempt=2)
+        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+        await stage.settle()
+        assert stage.trajectories.store.partial(0) is newer
+
+    play(scene)
+
+
+def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewhere() -> None:
+    newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
+
+    class Overtaken(LocalTrajectories):
+        """A put that takes until the group has been aborted here and done anew on another replica."""
+
+        async def put(self, group: TrajectoryGroup, attempt: int) -> None:
+            stage.host._running[0].unwanted = True
+            await super().put(newer, attempt=2)
+            await super().put(group, attempt)
+
+    stage = Stage(TokenGenerator(length=2, free=True))
+    stage.host._trajectories = stage.trajectories = Overtaken()
+
+    async def scene() -> None:
+        stage.start()
+        await stage.settle()
+        assert stage.host.running == 0 and stage.events == []
+        assert stage.trajectories.store.partial(0) is newer
+
+    play(scene)
+
+
+def test_a_new_attempt_waits_for_the_end_of_the_old_one_and_only_it_reports() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.start(attempt=1)
+        await stage.settle()
+        stage.start(attempt=2)
+        await stage.settle()
+        stage.generator.tick(3)
+        await stage.until(1)
+        await stage.settle()
+        assert [(e.group, e.attempt) for e in stage.events] == [(0, 2)]
+
+    play(scene)
+
+
+def test_a_stale_put_never_replaces_what_a_later_attempt_left() -> None:
+    trajectories = LocalTrajectories()
+    late, newer = (TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[]) for _ in range(2))
+
+    async def scene() -> None:
+        await trajectories.put(newer, attempt=2)
+        await trajectories.put(late, attempt=1)
+        assert trajectories.store.partial(0) is newer
+        await trajectories.discard([0])
+        assert trajectories.store.stats().bytes == 0
+        with pytest.raises(EngineError, match=r"does not hold groups \[0\]"):
+            await trajectories.get([0])
+
+    play(scene)
+
+
+# -- generators that do wrong ------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A value that looks like a number and is none, as a tensor of two elements does."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("only one element can be converted")
+
+
+def good(**changes: Any) -> Trajectory:
+    return replace(response([7, 8], reward=1.0, version=0), **changes)
+
+
+@pytest.mark.parametrize(
+    ("returned", "cause", "words"),
+    [
+        ("nothing", "infrastructure", "must return Generated"),
+        ([good()], "infrastructure", "1 trajectories, not the 2 asked for"),
+        ([good(), "text"], "infrastructure", "it is a str, not a Trajectory"),
+        ([good(), good(logprobs=[0.0])], "infrastructure", "2 token_ids, 1 logprobs and 2 loss_mask"),
+        ([good(), good(token_ids=(7, 8))], "infrastructure", "token_ids is a tuple, not a list"),
+        ([good(), good(logprobs=[0.0, math.nan])], "infrastructure", "a log-prob is not a finite number"),
+        ([good(), good(token_ids=[7, -8])], "infrastructure", "token_ids holds -8; a token id is an int from 0 to"),
+        ([good(), good(token_ids=[7, 2**40])], "infrastructure", "token_ids must hold only ints from 0"),
+        ([good(), good(token_ids=[7, None])], "infrastructure", "token_ids must hold only ints"),
+        ([good(), good(prompt_ids=["a"])], "infrastructure", "prompt_ids must hold only ints"),
+        ([good(), good(text=None)], "infrastructure", "text is a NoneType, not a str"),
+        ([good(), good(finish_reason=1)], "infrastructure", "finish_reason is a int, not a str"),
+        ([good(), good(continues=0)], "infrastructure", "continues is a int, not a bool"),
+        ((good(), good()), "infrastructure", "trajectories as a tuple, not as a list"),
+        (None, "infrastructure", "trajectories as a NoneType, not as a list"),
+        ([good(), good(reward=math.inf)], "data", "its reward is inf, not a finite number"),
+        ([good(), good(reward=10**400)], "data", "its reward is a int, not a number"),
+        ([good(), good(loss_mask=[1, 2])], "infrastructure", "must hold only 0 and 1"),
+        ([good(), good(spans=[Span(0, 1, 0)])], "infrastructure", "spans cover 1 of 2 tokens"),
+        ([good(), good(spans=[Span(1, 2, 0)])], "infrastructure", "must start at 0, where the one before ended"),
+        ([good(), good(spans=[Span(0, 2, 5)])], "infrastructure", "have version 5, but it must be 0 to 0"),
+        ([good(), good(spans=[(0, 2)])], "infrastructure", "is not (start, stop, version)"),
+        ([good(), good(finish_reason="")], "infrastructure", "it has no finish_reason"),
+        ([good(), good(reward=None)], "data", "prompt row 3): it has no reward"),
+        ([good(), good(reward=math.nan)], "data", "its reward is nan, not a finite number"),
+        ([good(), good(reward="high")], "data", "its reward is a str, not a number"),
+        ([good(), good(reward=Pair())], "data", "its reward is a Pair, not a number"),
+        ([good(reward=1e308), good(reward=1e308)], "data", "too large to compute their mean and spread"),
+        ([good(reward=-1e308), good(reward=1e308)], "data", "its rewards, from -1e+308 to 1e+308, are too large"),
+        (RuntimeError("CUDA out of memory"), "infrastructure", "RuntimeError: CUDA out of memory"),
+        (DataFailure("row 3 has no answer"), "data", "row 3 has no answer"),
+        (asyncio.CancelledError("my own task"), "infrastructure", "CancelledError: my own task"),
+        (ValueError("\ud800 broken text"), "infrastructure", "ValueError: ? broken text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_generator_does_wrong_is_named(
+    returned: Any, cause: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(SimpleGenerator):
+        async def generate(self, work: GroupWork) -> Generated:
+            if isinstance(returned, BaseException):
+                raise returned
+            if isinstance(returned, str):
+                return returned  # type: ignore[return-value]
+            return Generated(group=TrajectoryGroup(group=work.group, prompt=work.prompt, trajectories=returned))
+
+    async def scene() -> None:
+        stage = Stage(Wrong())
+        stage.start()
+        (failed,) = await stage.until(1)
+        assert isinstance(failed, GroupFailed)
+        assert (failed.cause, failed.attempt) == (cause, 1)
+        assert words in failed.reason
+        assert stage.trajectories.store.stats().groups == 0
+
+    with caplog.at_level(logging.WARNING):
+        play(scene)
+    assert any(record.exc_info for record in caplog.records), "the full story is in the log"
+
+
+def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
+    class Stuck(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> list[Trajectory]:
+            return [response([1], reward=1.0, version=0) for _ in range(work.samples)]
+
+    async def scene() -> None:
+        stage = Stage(Stuck())
+        await stage.swap(1)
+        stage.start()
+        failed = (await stage.until(4))[3]
+        assert "have version 0, but it must be 1 to 1 there" in failed.reason
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("call", "events"), [("stage", 1), ("pause", 2), ("install", 3)])
+def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: int) -> None:
+    async def scene() -> None:
+        generator = TokenGenerator(length=2)
+        stage = Stage(generator)
+
+        async def fails(*arguments: Any) -> None:
+            raise RuntimeError(f"{call} broke")
+
+        setattr(generator, call, fails)
+        stage.weights.store.put(1, "w")
+        orders = [
+            StageWeights(version=1, attempt=1, **WHO),
+            PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+            InstallWeights(version=1, attempt=1, **WHO),
+        ]
+        for order in orders[:events]:
+            stage.host.carry_out(order)
+        failed = (await stage.until(events))[-1]
+        assert isinstance(failed, SyncFailed)
+        assert (failed.version, failed.attempt) == (1, 1)
+        assert f"RuntimeError: {call} broke" in failed.reason
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.start()
+        await stage.settle()
+        generator.tick(2)
+        assert isinstance((await stage.until(events + 1))[-1], GroupGenerated)
+        assert stage.broken == []
+
+    play(scene)
+
+
+def test_weights_that_were_never_published_are_a_failed_sync() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator())
+        stage.host.carry_out(StageWeights(version=7, attempt=1, **WHO))
+        (failed,) = await stage.until(1)
+        assert "does not hold version 7" in failed.reason
+
+    play(scene)
+
+
+def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
+    class Frozen(TokenGenerator):
+        async def resume(self) -> None:
+            raise RuntimeError("stuck")
+
+    async def scene() -> None:
+        stage = Stage(Frozen())
+        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        await stage.settle()
+        assert stage.broken == ["resuming failed: RuntimeError: stuck"]
+
+    play(scene)
+
+
+def test_close_ends_everything_without_a_word() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator())
+        stage.start(0)
+        stage.start(1)
+        await stage.settle()
+        await stage.host.close()
+        stage.start(2)
+        await stage.settle()
+        assert stage.events == []
+        assert stage.generator.calls == ["close"]
+
+    play(scene)

@@ -1,0 +1,260 @@
+"""`ScorerHost`: under which weights a batch is scored, where the scores go, and how the trainer comes by them."""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from test_trainer_worker import Scribe
+
+from engine.commands import ScoreBatch, TrainStep
+from engine.errors import EngineError
+from engine.events import BatchScored, Event, StepFailed, StepTrained
+from engine.protocols import Batch
+from engine.runtime.local import response
+from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.storage.trajectories import pack_scores, unpack_scores
+from engine.storage.weights import Trained
+from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers.scorer import ScorerHost
+from engine.workers.trainer import TrainerHost
+
+
+class Reader:
+    """Scores are the weights that it has; what it is asked is written down."""
+
+    def __init__(self) -> None:
+        self.weights = 0.0
+        self.calls: list[str] = []
+        self.scores: Any = None
+        self.fails = ""
+
+    def load(self, weights: Any) -> None:
+        self.calls.append(f"load {weights}")
+        if self.fails == "load":
+            raise RuntimeError("no memory")
+        self.weights = float(weights)
+
+    def score(self, batch: Batch, task: str) -> Any:
+        self.calls.append(f"score {task} of {batch.step}")
+        if self.fails == "score":
+            raise RuntimeError("no memory")
+        if self.scores is not None:
+            return self.scores
+        return [[[self.weights] * sum(t.loss_mask) for t in group.trajectories] for group in batch.groups]
+
+
+class Learner(Scribe):
+    """Weights are the number of steps done; keeps the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Batch] = []
+        self.asked = 0
+        self.fails_at: range | tuple[int, ...] = ()
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self.batches.append(batch)
+        return {}
+
+    def weights(self) -> Any:
+        self.asked += 1
+        if self.asked in self.fails_at:
+            raise RuntimeError("no room")
+        return len(self.batches)
+
+
+class Bench:
+    """A scorer and a trainer over the same stores."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
+        self._news = asyncio.Event()
+        shared: dict[str, Any] = {"trajectories": self.trajectories, "weights": self.weights, "emit": self._emit}
+        self.reader, self.learner = Reader(), Learner()
+        self.scorer = ScorerHost(scorer=self.reader, ask=self._ask, **shared)
+        self.trainer = TrainerHost(
+            trainer=self.learner, report=lambda *_: None, scored_apart=["old_logprobs"], hands_over=True, **shared
+        )
+
+    async def _ask(self, steps: int) -> None:
+        await self.trainer.hand_over_again(steps)
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def _next(self) -> Event:
+        count = len(self.events)
+        while len(self.events) == count:
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 60)
+        return self.events[-1]
+
+    async def score(self, step: int, attempt: int = 1, task: str = "old_logprobs") -> Event:
+        self.scorer.carry_out(ScoreBatch(step=step, attempt=attempt, task=task, groups=(4, 2), cause=0))
+        return await self._next()
+
+    async def train(self, step: int, attempt: int = 1) -> Event:
+        self.trainer.carry_out(TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(0, 0), cause=0))
+        return await self._next()
+
+
+def play(scene: Callable[[Bench], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        bench = Bench()
+        for group in (2, 4):
+            kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
+            kept.trajectories += [response([1] * group, reward=1.0, version=0), response([], reward=1.0, version=0)]
+            await bench.trajectories.put(kept, attempt=1)
+        await scene(bench)
+        await bench.scorer.close()
+        await bench.trainer.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+def test_each_step_is_scored_under_the_weights_that_it_is_trained_from() -> None:
+    async def scene(bench: Bench) -> None:
+        for step in range(3):
+            assert await bench.score(step) == BatchScored(step=step, attempt=1, task="old_logprobs")
+            assert await bench.train(step) == StepTrained(step=step, attempt=1)
+        assert bench.reader.calls == [
+            "score old_logprobs of 0", "load 1", "score old_logprobs of 1", "load 2", "score old_logprobs of 2",
+        ]  # fmt: skip
+        for step, batch in enumerate(bench.learner.batches):
+            scored = [[list(row) for row in group] for group in batch.scores["old_logprobs"]]
+            assert scored == [[[float(step)] * 4, []], [[float(step)] * 2, []]], "in the order of the batch"
+
+    play(scene)
+
+
+def test_weights_of_any_other_step_are_never_scored_under() -> None:
+    async def scene(bench: Bench) -> None:
+        failed = await bench.score(1)
+        assert isinstance(failed, StepFailed)
+        assert failed.reason.startswith("scoring old_logprobs: ")
+        assert "the weights after 1 train steps are not in the store; it holds none" in failed.reason
+        await bench.weights.put(Trained(2), 2)
+        assert "it holds those after 2" in (await bench.score(1, attempt=2)).reason  # type: ignore[attr-defined]
+        assert not any(call.startswith("score") for call in bench.reader.calls)
+
+    play(scene)
+
+
+def test_weights_that_could_not_be_handed_over_are_handed_over_again_when_a_scorer_asks() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.score(0)
+        bench.learner.fails_at = (1,)
+        assert isinstance(await bench.train(0), StepTrained)
+        assert bench.learner.asked == 1, "the trainer does not repeat it: the scheduler counts attempts"
+        assert isinstance(await bench.score(1), BatchScored)
+        bench.learner.fails_at = (3, 4)
+        assert await bench.train(1) == StepTrained(step=1, attempt=1), "a step that is trained is trained"
+        failed = await bench.score(2)
+        assert isinstance(failed, StepFailed)
+        assert "the weights after 2 train steps cannot be handed over: RuntimeError: no room" in failed.reason
+        assert isinstance(await bench.score(2, attempt=2), BatchScored)
+        assert isinstance(await bench.score(2, attempt=3), BatchScored)
+        asked = bench.learner.asked
+        await bench.trainer.hand_over_again(2)
+        await bench.trainer.hand_over_again(1)
+        assert bench.learner.asked == asked == 5, "once they are there nobody owes them"
+
+    play(scene)
+
+
+def test_the_reference_needs_no_weights_and_a_batch_can_be_scored_ahead() -> None:
+    async def scene(bench: Bench) -> None:
+        assert isinstance(await bench.score(5, task="ref_logprobs"), BatchScored)
+        assert bench.reader.calls == ["score ref_logprobs of 5"]
+
+    play(scene)
+
+
+def test_an_attempt_that_failed_to_load_is_loaded_anew() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.score(0)
+        await bench.train(0)
+        bench.reader.fails = "load"
+        assert "RuntimeError: no memory" in (await bench.score(1)).reason  # type: ignore[attr-defined]
+        bench.reader.fails = ""
+        assert isinstance(await bench.score(1, attempt=2), BatchScored)
+        assert bench.reader.calls[1:] == ["load 1", "load 1", "score old_logprobs of 1"]
+
+    play(scene)
+
+
+def test_a_repeated_order_is_carried_out_once() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.score(0)
+        bench.scorer.carry_out(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
+        await bench.score(0, attempt=2)
+        assert bench.reader.calls == ["score old_logprobs of 0"] * 2
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        (None, "a list for each of the 2 groups"),
+        ([[[0.0] * 4, []]], "a list for each of the 2 groups"),
+        ([[[0.0] * 4], [[0.0] * 2, []]], "2 lists for group 4"),
+        ([[[0.0] * 3, []], [[0.0] * 2, []]], "trajectory 0 of group 4 has 4 trained tokens, but score() returned 3"),
+        ([[["high"] * 4, []], [[0.0] * 2, []]], "TypeError"),
+    ],
+)
+def test_what_a_scorer_returns_wrong_is_named(scores: Any, words: str) -> None:
+    async def scene(bench: Bench) -> None:
+        bench.reader.score = lambda batch, task: scores  # type: ignore[method-assign]
+        assert words in (await bench.score(0)).reason  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match="holds no old_logprobs of step 0"):
+            await bench.trajectories.scores(0, "old_logprobs", [4, 2])
+
+    play(scene)
+
+
+def test_a_step_without_its_scores_is_not_trained() -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.score(0)
+        await bench.train(0)
+        failed = await bench.train(1)
+        assert isinstance(failed, StepFailed)
+        assert "holds no old_logprobs of step 1 for groups [4, 2]" in failed.reason
+        assert len(bench.learner.batches) == 1
+
+    play(scene)
+
+
+def test_scores_are_forgotten_with_their_groups() -> None:
+    async def scene(bench: Bench) -> None:
+        before = bench.trajectories.store.stats().bytes
+        await bench.score(0)
+        await bench.score(0, attempt=2)
+        assert bench.trajectories.store.stats().bytes == before + 2 * 12 + 4 * 6
+        await bench.trajectories.discard([4, 2])
+        assert bench.trajectories.store.stats().bytes == 0
+        await bench.trajectories.put_scores(0, "old_logprobs", [4], [[array("f", [1.0])]])
+        assert bench.trajectories.store.stats().bytes == 0, "what comes late is nobody's"
+
+    play(scene)
+
+
+def test_scores_travel_to_the_bit() -> None:
+    rows = [array("f", [-0.1, -math.inf, 1e-30]), array("f"), array("f", [0.0])]
+    assert unpack_scores(pack_scores(rows)) == rows
+    assert unpack_scores(pack_scores([])) == []
+
+
+def test_a_trainer_that_was_restored_hands_over_what_it_has() -> None:
+    async def scene(bench: Bench) -> None:
+        bench.learner.batches = [Batch(step=0, groups=[], staleness=[])] * 3
+        await bench.trainer.hand_over(3)
+        assert isinstance(await bench.score(3), BatchScored)
+        assert bench.reader.calls[0] == "load 3"
+
+    play(scene)

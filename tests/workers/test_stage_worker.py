@@ -1,0 +1,322 @@
+"""`AddedStatesHost`: what the work of a state may do to a group, and what is said of each way in which it ends."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.commands import EnterState
+from engine.errors import DataFailure, EngineError
+from engine.events import Event, GroupGenerated, StateFailed, StateLeft
+from engine.protocols import Generated, GroupWork
+from engine.rollout.scoring import MOST_STUCK, Rewarding, Scorer
+from engine.runtime.local import response
+from engine.runtime.local.local_processes import LocalTrajectories
+from engine.states.limits import REWARDING
+from engine.storage.trajectories import copy_group
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.workers.group_checks import Versions, check_generated
+from engine.workers.reports import generated_event
+from engine.workers.stage import AddedStatesHost, Work
+
+PROMPT = Prompt(row=7, text="?")
+INITIAL = Versions(admitted=0, oldest=0, newest=0)
+
+
+class Digits:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, token_ids))
+
+
+async def praise(group: TrajectoryGroup) -> TrajectoryGroup:
+    for index, trajectory in enumerate(group.trajectories):
+        trajectory.reward = float(index)
+    return group
+
+
+class Bench:
+    def __init__(self, work: Work, timeout_s: float | None = None, state: str = "judging") -> None:
+        self.events: list[Event] = []
+        self.trajectories = LocalTrajectories()
+        self._news = asyncio.Event()
+        self.host = AddedStatesHost(
+            works={state: work}, trajectories=self.trajectories, emit=self._emit, timeout_s=timeout_s,
+            untimed=[REWARDING], broken=self._break,
+        )  # fmt: skip
+        self.reasons: list[str] = []
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    def _break(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self._news.set()
+
+    def order(self, group: int = 3, attempt: int = 2, state: str = "judging") -> None:
+        self.host.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0))
+
+    async def until(self, count: int) -> Event:
+        while len(self.events) < count:
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 60)
+        return self.events[-1]
+
+
+def play(bench: Callable[[], Bench], scene: Callable[[Bench], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        stage = bench()
+        for number in (3, 4):
+            group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[])
+            group.trajectories = [response([5, 6], reward=0.0, version=0) for _ in range(3)]
+            for trajectory in group.trajectories:
+                trajectory.reward = None
+            await stage.trajectories.put(group, attempt=1)
+        await scene(stage)
+        await stage.host.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+def test_the_work_is_kept_before_it_is_reported() -> None:
+    async def scene(bench: Bench) -> None:
+        bench.order()
+        left = await bench.until(1)
+        assert left == StateLeft(group=3, attempt=2, state="judging", live=3, reward_mean=1.0, reward_spread=2.0)
+        (kept,) = await bench.trajectories.get([3])
+        assert [t.reward for t in kept.trajectories] == [0.0, 1.0, 2.0]
+
+    play(lambda: Bench(praise), scene)
+
+
+def test_a_repeat_changes_nothing_and_a_newer_attempt_ends_the_older() -> None:
+    calls: list[int] = []
+    ended: list[int] = []
+
+    async def first_for_ever(group: TrajectoryGroup) -> TrajectoryGroup:
+        calls.append(group.group)
+        if len(calls) == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(group.group)
+        return await praise(group)
+
+    async def scene(bench: Bench) -> None:
+        for attempt in (2, 2, 3):
+            bench.order(attempt=attempt)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        left = await bench.until(1)
+        assert isinstance(left, StateLeft) and left.attempt == 3
+        bench.order(attempt=3)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert calls == [3, 3] and ended == [3] and len(bench.events) == 1, "one that was reported is none to begin"
+
+    play(lambda: Bench(first_for_ever), scene)
+
+
+async def tokens(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories[1].token_ids[0] = 9
+    return group
+
+
+async def mask(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories[1].loss_mask[0] = 0
+    return group
+
+
+async def fewer(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories.pop()
+    return group
+
+
+async def nothing(group: TrajectoryGroup) -> Any:
+    return None
+
+
+async def no_rewards(group: TrajectoryGroup) -> Any:
+    return group
+
+
+async def no_number(group: TrajectoryGroup) -> Any:
+    (await praise(group)).trajectories[2].reward = math.nan
+    return group
+
+
+async def bad_row(group: TrajectoryGroup) -> Any:
+    raise DataFailure("row 7 has no rubric")
+
+
+async def broken(group: TrajectoryGroup) -> Any:
+    group.trajectories[0].token_ids.clear()
+    raise RuntimeError("the judge is away")
+
+
+async def cancelled(group: TrajectoryGroup) -> Any:
+    raise asyncio.CancelledError("by its own client")
+
+
+@pytest.mark.parametrize(
+    ("work", "cause", "words"),
+    [
+        (tokens, "infrastructure", "changed token_ids of trajectory 1; it may change rewards only"),
+        (mask, "infrastructure", "changed loss_mask of trajectory 1"),
+        (fewer, "infrastructure", "another number of trajectories"),
+        (nothing, "infrastructure", "must return the group, not NoneType"),
+        (no_rewards, "data", "trajectory 0: it has no reward"),
+        (no_number, "data", "trajectory 2: its reward is nan"),
+        (bad_row, "data", "row 7 has no rubric"),
+        (broken, "infrastructure", "RuntimeError: the judge is away"),
+        (cancelled, "infrastructure", "CancelledError: by its own client"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_work_does_wrong_costs_an_attempt_and_leaves_the_group_as_it_was(
+    work: Work, cause: str, words: str
+) -> None:
+    async def scene(bench: Bench) -> None:
+        (kept,) = await bench.trajectories.get([3])
+        before = copy_group(kept)
+        bench.order()
+        failed = await bench.until(1)
+        assert isinstance(failed, StateFailed)
+        assert (failed.group, failed.attempt, failed.state, failed.cause) == (3, 2, "judging", cause)
+        assert words in failed.reason
+        assert await bench.trajectories.get([3]) == [before]
+        bench.order(attempt=3)
+        assert (await bench.until(2)).attempt == 3  # type: ignore[attr-defined]
+
+    play(lambda: Bench(work), scene)
+
+
+def test_work_that_takes_too_long_is_ended() -> None:
+    async def for_ever(group: TrajectoryGroup) -> TrajectoryGroup:
+        await asyncio.Event().wait()
+        return group
+
+    async def scene(bench: Bench) -> None:
+        bench.order()
+        failed = await bench.until(1)
+        assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
+        assert "the work of judging exceeded its limit of 0.01 s on group 3" in failed.reason
+
+    play(lambda: Bench(for_ever, timeout_s=0.01), scene)
+
+
+@pytest.mark.parametrize("stuck", [1, MOST_STUCK])
+def test_the_calls_of_a_reward_have_a_time_of_their_own_and_may_get_stuck(stuck: int) -> None:
+    go_on = threading.Event()
+
+    def reward(prompt: Prompt, trajectory: Trajectory) -> float:
+        go_on.wait()
+        return 1.0
+
+    def bench() -> Bench:
+        scorer = Scorer(Digits(), reward, threads=stuck, timeout_s=0.01)
+        return Bench(Rewarding(scorer), timeout_s=1e-9, state=REWARDING)
+
+    async def scene(bench: Bench) -> None:
+        for number in range(10, 10 + stuck):
+            group = TrajectoryGroup(group=number, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
+            group.trajectories[0].reward = None
+            await bench.trajectories.put(group, attempt=1)
+            bench.order(group=number, state=REWARDING)
+        failed = await bench.until(stuck)
+        assert isinstance(failed, StateFailed) and failed.cause == "data", failed
+        assert "took longer than 0.01 s on prompt row 7" in failed.reason
+        while stuck == MOST_STUCK and not bench.reasons:
+            await asyncio.sleep(0)
+        assert len(bench.reasons) == (stuck == MOST_STUCK)
+        assert all("64 calls of reward" in reason for reason in bench.reasons)
+        go_on.set()
+
+    play(bench, scene)
+
+
+def test_a_group_that_is_forgotten_meanwhile_stays_so() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(group: TrajectoryGroup) -> TrajectoryGroup:
+        begun.set()
+        await go_on.wait()
+        return await praise(group)
+
+    async def scene(bench: Bench) -> None:
+        bench.order()
+        await begun.wait()
+        await bench.trajectories.discard([3])
+        go_on.set()
+        await bench.until(1)
+        assert bench.trajectories.store.stats().groups == 1
+        bench.order(attempt=9)
+        assert "does not hold groups [3]" in (await bench.until(2)).reason  # type: ignore[attr-defined]
+
+    play(lambda: Bench(slow), scene)
+
+
+def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def stubborn(group: TrajectoryGroup) -> TrajectoryGroup:
+        begun.append(group.group)
+        if group.group == 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(group.group)
+        return await praise(group)
+
+    async def scene(bench: Bench) -> None:
+        bench.order(group=3)
+        while not begun:
+            await asyncio.sleep(0)
+        bench.host.discard([3, 5])
+        bench.order(group=4)
+        left = await bench.until(1)
+        assert isinstance(left, StateLeft) and left.group == 4
+        assert ended == [3] and begun == [3, 4] and bench.events == [left]
+
+    play(lambda: Bench(stubborn), scene)
+
+
+def test_a_state_that_nobody_works_in_is_named() -> None:
+    async def scene(bench: Bench) -> None:
+        bench.order(state="other")
+        assert "no work is defined for the state other" in (await bench.until(1)).reason  # type: ignore[attr-defined]
+
+    play(lambda: Bench(praise), scene)
+
+
+def test_close_ends_work_without_a_word() -> None:
+    async def for_ever(group: TrajectoryGroup) -> TrajectoryGroup:
+        await asyncio.Event().wait()
+        return group
+
+    async def scene(bench: Bench) -> None:
+        bench.order()
+        await asyncio.sleep(0)
+        await bench.host.close()
+        assert bench.events == []
+
+    play(lambda: Bench(for_ever), scene)
+
+
+def test_rewards_may_be_left_out_where_they_are_given_later_and_only_there() -> None:
+    work = GroupWork(group=1, attempt=1, prompt=PROMPT, samples=1)
+    group = TrajectoryGroup(group=1, prompt=PROMPT, trajectories=[response([5], reward=0.0, version=0)])
+    group.trajectories[0].reward = None
+    check_generated(work, Generated(group=group), INITIAL, rewarded=False)
+    told = generated_event(group, 1, 0, 1)
+    assert isinstance(told, GroupGenerated) and (told.live, told.reward_mean) == (1, 0.0)
+    with pytest.raises(DataFailure, match="it has no reward"):
+        check_generated(work, Generated(group=group), INITIAL)
+    group.trajectories[0].reward = math.inf
+    with pytest.raises(DataFailure, match="its reward is inf"):
+        check_generated(work, Generated(group=group), INITIAL, rewarded=False)
+    assert issubclass(DataFailure, EngineError)

@@ -1,0 +1,460 @@
+"""`TrainerHost`: one call at a time, in order, and every failure under its own name."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import CancelledError
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.events import (
+    BatchScored,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    OrderDone,
+    PublishFailed,
+    StepFailed,
+    StepTrained,
+    WeightsPublished,
+)
+from engine.protocols import Batch
+from engine.runtime.local import SimpleTrainer, response
+from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.storage.checkpoints import list_checkpoints
+from engine.storage.trajectories import copy_group
+from engine.trajectory import Prompt, TrajectoryGroup
+from engine.workers import order_queue
+from engine.workers.trainer import TrainerHost, figure_of
+
+
+class Scribe(SimpleTrainer):
+    """Writes down what it is asked, and fails where `fails` says so."""
+
+    def __init__(self, fails: str = "", error: BaseException | None = None) -> None:
+        self.fails = fails
+        self.error = error or RuntimeError("no memory")
+        self.calls: list[str] = []
+        self.threads: set[str] = set()
+        self.running = 0
+
+    def _note(self, call: str) -> None:
+        self.running += 1
+        assert self.running == 1, "two calls at once"
+        self.threads.add(threading.current_thread().name)
+        self.calls.append(call)
+        self.running -= 1
+        if call.startswith(self.fails or "-"):
+            raise self.error
+
+    def score(self, batch: Batch, task: str) -> None:
+        self._note(f"score {task} {[g.group for g in batch.groups]}")
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        self._note(f"train {[g.group for g in batch.groups]} {batch.staleness}")
+        return {"loss": 0.5}
+
+    def weights(self) -> Any:
+        self._note("weights")
+        return {"w": 1}
+
+    def save(self, directory: str, step: int) -> None:
+        Path(directory, "model").write_text("half")
+        self._note(f"save {step}")
+
+
+class Bench:
+    def __init__(self, trainer: Any, checkpoints: Path | None = None) -> None:
+        self.events: list[Event] = []
+        self.figures: list[tuple[int, Mapping[str, Any]]] = []
+        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
+        self._news = asyncio.Event()
+        self.host = TrainerHost(
+            trainer=trainer,
+            trajectories=self.trajectories,
+            weights=self.weights,
+            emit=self._emit,
+            report=lambda step, figures: self.figures.append((step, figures)),
+            checkpoints=checkpoints,
+        )
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def answer(self, *commands: Command) -> list[Event]:
+        """Give orders; the events that answer them."""
+        before = len(self.events)
+        for command in commands:
+            self.host.carry_out(command)
+        while len(self.events) < before + len(commands):
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 60)
+        return self.events[before:]
+
+    async def fill(self, *groups: int) -> None:
+        for group in groups:
+            kept = TrajectoryGroup(group=group, prompt=Prompt(row=group, text="?"), trajectories=[])
+            kept.trajectories.append(response([1], reward=1.0, version=0))
+            await self.trajectories.put(kept, attempt=1)
+
+
+def train(step: int = 0, attempt: int = 1) -> TrainStep:
+    return TrainStep(step=step, attempt=attempt, groups=(4, 2), staleness=(1, 0), cause=0)
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
+
+
+def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path: Path) -> None:
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer, tmp_path)
+        await bench.fill(2, 4)
+        events = await bench.answer(
+            ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0),
+            train(),
+            PublishWeights(version=1, attempt=1, steps=1, cause=0),
+            SaveCheckpoint(steps=1, number=1, cause=0),
+        )
+        assert events == [
+            BatchScored(step=0, attempt=1, task="old_logprobs"),
+            StepTrained(step=0, attempt=1),
+            WeightsPublished(version=1, attempt=1),
+            CheckpointSaved(steps=1),
+        ]
+        assert trainer.calls == ["score old_logprobs [4, 2]", "train [4, 2] [1, 0]", "weights", "save 1"]
+        assert len(trainer.threads) == 1
+        assert trainer.threads != {threading.current_thread().name}
+        assert bench.figures == [(0, {"loss": 0.5})]
+        assert bench.weights.store.get(1) == {"w": 1}
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_repeated_order_is_carried_out_once() -> None:
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer)
+        await bench.fill(2, 4)
+        await bench.answer(train(), train(attempt=2))
+        bench.host.carry_out(train())
+        await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
+        assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_only_the_newest_orders_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_queue, "REMEMBERED_ORDERS", 3)
+
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer)
+        await bench.fill(2, 4)
+        for step in range(9):
+            await bench.answer(train(step))
+        for step in range(6, 9):
+            bench.host.carry_out(train(step))
+        await bench.answer(PublishWeights(version=1, attempt=1, steps=9, cause=0))
+        assert [c.split()[0] for c in trainer.calls] == ["train"] * 9 + ["weights"], "repeats of the newest are known"
+        assert len(bench.host._seen) == 3
+        await bench.host.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("call", "command", "failed"),
+    [
+        ("score", ScoreBatch(step=0, attempt=1, task="t", groups=(2,), cause=0), StepFailed),
+        ("train", train(), StepFailed),
+        ("weights", PublishWeights(version=1, attempt=1, steps=1, cause=0), PublishFailed),
+        ("save", SaveCheckpoint(steps=3, number=1, cause=0), CheckpointFailed),
+    ],
+)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no memory"), SystemExit("goodbye"), StopIteration("no more"), CancelledError("given up")],
+    ids=["raises", "exits", "stops", "cancels"],
+)
+def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
+    tmp_path: Path, call: str, command: Command, failed: type[Event], error: BaseException
+) -> None:
+    async def scene() -> None:
+        trainer = Scribe(fails=call, error=error)
+        bench = Bench(trainer, tmp_path)
+        await bench.fill(2, 4)
+        (event,) = await bench.answer(command)
+        assert isinstance(event, failed)
+        assert type(error).__name__ in event.reason and str(error) in event.reason
+        assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
+        trainer.fails = ""
+        assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -> None:
+    class Spoiler(Scribe):
+        def score(self, batch: Batch, task: str) -> None:
+            self.spoil(batch)
+
+        def train(self, batch: Batch) -> dict[str, float]:
+            seen.append([copy_group(group) for group in batch.groups])
+            self.spoil(batch)
+            raise RuntimeError("no memory")
+
+        def spoil(self, batch: Batch) -> None:
+            batch.staleness[0] = 9
+            for group in batch.groups:
+                group.prompt.fields["answer"] = None  # type: ignore[index]
+                trajectory = group.trajectories[0]
+                trajectory.token_ids.append(99)
+                trajectory.logprobs[0], trajectory.loss_mask[0], trajectory.reward = 5.0, 0, None
+                group.trajectories.append(trajectory)
+            batch.groups.reverse()
+
+    seen: list[list[TrajectoryGroup]] = []
+
+    async def scene() -> None:
+        bench = Bench(Spoiler())
+        for number in (4, 2):
+            prompt = Prompt(row=number, text="?", fields={"answer": str(number)})
+            trajectories = [response([1, 2], reward=1.0, version=0)]
+            await bench.trajectories.put(TrajectoryGroup(group=number, prompt=prompt, trajectories=trajectories), 1)
+        await bench.answer(ScoreBatch(step=0, attempt=1, task="old_logprobs", groups=(4, 2), cause=0))
+        await bench.answer(train(attempt=1), train(attempt=2))
+        first, second = seen
+        assert first == second
+        assert [(g.group, g.prompt.fields, g.trajectories) for g in first] == [
+            (number, {"answer": str(number)}, [response([1, 2], reward=1.0, version=0)]) for number in (4, 2)
+        ]
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_batch_whose_groups_are_gone_and_metrics_of_a_wrong_kind_fail_the_step() -> None:
+    class Wrong(Scribe):
+        def train(self, batch: Batch) -> Any:
+            return [0.5]
+
+    async def scene() -> None:
+        bench = Bench(Wrong())
+        (failed,) = await bench.answer(train())
+        assert "does not hold groups [4, 2]" in failed.reason
+        await bench.fill(2, 4)
+        (failed,) = await bench.answer(train(attempt=2))
+        assert "must return a dict of metrics, not list" in failed.reason
+        await bench.host.close()
+
+    play(scene)
+
+
+class Hostile:
+    def item(self) -> float:
+        raise SystemExit("not now")
+
+
+class Scalar:
+    """As those of numpy and torch."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def item(self) -> Any:
+        return self.value
+
+
+class Unreadable(Mapping[str, float]):
+    def __getitem__(self, name: str) -> float:
+        raise KeyError(name)
+
+    def __iter__(self) -> Any:
+        raise SystemExit("not now")
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("loss", 10**400, "the metric 'loss' as a int, which is not a real number that fits a float"),
+        ("loss", -(10**400), "the metric 'loss' as a int"),
+        ("loss", None, "the metric 'loss' as a NoneType"),
+        ("loss", {"mean": 1.0}, "the metric 'loss' as a dict"),
+        ("loss", [0.5], "the metric 'loss' as a list"),
+        ("loss", "0.5", "the metric 'loss' as a str"),
+        ("loss", "x" * 2**20, "the metric 'loss' as a str"),
+        ("loss", 1j, "the metric 'loss' as a complex"),
+        ("loss", Hostile(), "the metric 'loss' as a Hostile"),
+        ("loss", Scalar("0.5"), "the metric 'loss' as a Scalar"),
+        (7, 0.5, "a metric named 7, a int; a name must be a str"),
+        (None, 0.5, "a metric named None, a NoneType"),
+        (("loss", 1), 0.5, r"a metric named ('loss', 1), a tuple"),
+        ("x" * 2**20, 0.5, "which must have 1 to 200 printable characters"),
+        ("", 0.5, "which must have 1 to 200 printable characters"),
+        ("\ud800", 0.5, "which must have 1 to 200 printable characters"),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_a_metric_that_cannot_be_used_is_left_out_and_told_once(
+    name: Any, value: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(Scribe):
+        def train(self, batch: Batch) -> Any:
+            return {name: value, "kept": 0.25}
+
+    async def scene() -> None:
+        bench = Bench(Odd())
+        await bench.fill(2, 4)
+        assert await bench.answer(train(), train(step=1)) == [StepTrained(step=s, attempt=1) for s in (0, 1)]
+        assert bench.figures == [(0, {"kept": 0.25}), (1, {"kept": 0.25})]
+        await bench.host.close()
+
+    with caplog.at_level("WARNING"):
+        play(scene)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert told in said and len(said) < 500
+
+
+def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    class Array(Scribe):
+        def train(self, batch: Batch) -> Any:
+            given = {"a": True, "b": Scalar(3), "c": Scalar(0.5), "d": Fraction(1, 4), "e": 2**70, "f": math.inf}
+            return given if batch.step else Unreadable()
+
+    async def scene() -> None:
+        bench = Bench(Array())
+        await bench.fill(2, 4)
+        await bench.answer(train(), train(step=1))
+        (_, first), (_, second) = bench.figures
+        assert first == {}
+        assert second == {"a": 1, "b": 3, "c": 0.5, "d": 0.25, "e": float(2**70), "f": math.inf}
+        assert [type(value) for value in second.values()] == [int, int, float, float, float, float]
+        await bench.host.close()
+
+    with caplog.at_level("WARNING"):
+        play(scene)
+    assert "metrics that cannot be read (SystemExit: not now)" in caplog.text
+
+
+def delete(steps: int, number: int) -> DeleteCheckpoint:
+    return DeleteCheckpoint(steps=steps, number=number, cause=0)
+
+
+def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_does(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(Scribe(), tmp_path)
+        (tmp_path / ".step-000003.saving").mkdir()
+        (tmp_path / ".step-000003.saving" / "weights").write_text("half of them")
+        (tmp_path / ".step-000012-left-1").mkdir()
+        await bench.answer(*(SaveCheckpoint(steps=steps, number=steps, cause=0) for steps in (2, 4, 10)))
+        assert await bench.answer(delete(2, number=7)) == [OrderDone(orders=(7,))]
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left == [".step-000012-left-1", "step-000004", "step-000010"]
+        await bench.host.close()
+        failing = Bench(Scribe(fails="save"), tmp_path)
+        assert isinstance((await failing.answer(SaveCheckpoint(steps=12, number=12, cause=0)))[0], CheckpointFailed)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
+        await failing.host.close()
+
+    play(scene)
+
+
+def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        trainer = Scribe()
+        bench = Bench(trainer, tmp_path)
+        await bench.answer(SaveCheckpoint(steps=10, number=10, cause=0))
+        again = Bench(trainer, tmp_path)
+        assert await again.answer(SaveCheckpoint(steps=10, number=10, cause=0)) == [CheckpointSaved(steps=10)]
+        assert trainer.calls == ["save 10", "save 10"]
+        await bench.host.close()
+        await again.host.close()
+
+    play(scene)
+
+
+def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(Scribe(), tmp_path)
+        await bench.answer(SaveCheckpoint(steps=2, number=2, cause=0))
+        half = tmp_path / ".step-000002.saving"
+        half.mkdir()
+        (half / "weights").write_text("the rest of an earlier one")
+        assert await bench.answer(delete(2, number=3), delete(2, number=4), delete(9, number=5)) == [
+            OrderDone(orders=(number,)) for number in (3, 4, 5)
+        ]
+        assert list(tmp_path.iterdir()) == []
+        await bench.host.close()
+        nowhere = Bench(Scribe())
+        assert await nowhere.answer(delete(2, number=6)) == [OrderDone(orders=(6,))]
+        await nowhere.host.close()
+
+    play(scene)
+
+
+def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = Bench(Scribe(), tmp_path)
+        orders = [
+            SaveCheckpoint(steps=2, number=2, cause=0),
+            delete(2, number=3),
+            SaveCheckpoint(steps=4, number=4, cause=0),
+        ]
+        answers = [CheckpointSaved(steps=2), OrderDone(orders=(3,)), CheckpointSaved(steps=4)]
+        assert await bench.answer(*orders) == answers
+        assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
+        await bench.host.close()
+
+    play(scene)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        place = tmp_path / "checkpoints"
+        bench = Bench(Scribe(), place)
+        await bench.answer(SaveCheckpoint(steps=2, number=2, cause=0))
+        (place / ".step-000002.saving").write_text("a file where the directory would have to go")
+        assert await bench.answer(delete(2, number=3)) == [OrderDone(orders=(3,))]
+        assert [steps for steps, _ in list_checkpoints(place)] == [2]
+        await bench.host.close()
+
+    with caplog.at_level("WARNING"):
+        play(scene)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "step-000002 cannot be deleted and stays: " in said
+
+
+def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
+    class Counting(Scribe):
+        def train(self, batch: Batch) -> dict[str, float]:
+            return {"optimizer_steps": 4.0}
+
+    async def scene() -> None:
+        bench = Bench(Counting())
+        await bench.fill(2, 4)
+        assert await bench.answer(train()) == [StepTrained(step=0, attempt=1, updates=4)]
+        await bench.host.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("value", "figure"), [(2**63 - 1, int), (1 - 2**63, int), (2**63, float), (True, int)])
+def test_a_metric_is_an_int_where_it_fits_64_bits(value: int, figure: type) -> None:
+    found = figure_of(value)
+    assert found == value and type(found) is figure

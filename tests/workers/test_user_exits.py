@@ -1,0 +1,264 @@
+"""What would end a process, raised by a user's own code, costs one attempt like any other exception."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.commands import EnterState, InstallWeights, MeasureRows, PauseReplica, StageWeights, StartGroup, TrainStep
+from engine.errors import DataFailure, EngineError, reason_of
+from engine.events import Event, GroupFailed, RowsFailed, StateFailed, StepFailed, SyncFailed
+from engine.gateway.runners import FunctionRunner
+from engine.protocols import Generated, GroupWork
+from engine.runtime.local import SimpleGenerator, SimpleTrainer, response
+from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
+from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
+from engine.user_code import awaited
+from engine.workers.measurement import HeldOut
+from engine.workers.replica import ReplicaHost
+from engine.workers.stage import AddedStatesHost
+from engine.workers.trainer import TrainerHost
+
+PROMPT = Prompt(row=3, text="2 + 2")
+WHO = {"replica": 0, "incarnation": 1, "cause": 0}
+
+
+class Rude(BaseException):
+    """Not an `Exception`, and it has no message."""
+
+    def __str__(self) -> str:
+        raise SystemExit("not even that")
+
+
+EXITS = [SystemExit(3), KeyboardInterrupt("stop"), GeneratorExit("enough"), asyncio.CancelledError("mine"), Rude()]
+exits = pytest.mark.parametrize("error", EXITS, ids=lambda error: type(error).__name__)
+
+
+class Leaving(SimpleGenerator):
+    """Raises `error` in the method that `call` names, and generates otherwise."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+        if call != "sample":
+            setattr(self, call, self.leave)
+        self.call = call
+
+    async def leave(self, *given: Any) -> Any:
+        raise self.error
+
+    async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+        if self.call == "sample":
+            raise self.error
+        return [response([1], reward=1.0, version=version) for _ in range(work.samples)]
+
+
+class Stage:
+    """Events of whatever is hosted, awaited one by one."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.broken: list[str] = []
+        self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
+
+    def replica(self, generator: Any, held_out: HeldOut | None = None) -> ReplicaHost:
+        return ReplicaHost(
+            replica=0, incarnation=1, generator=generator, samples=2, trajectories=self.trajectories,
+            weights=self.weights, emit=self.events.put_nowait, broken=self.broken.append, held_out=held_out,
+        )  # fmt: skip
+
+    async def next(self) -> Any:
+        return await asyncio.wait_for(self.events.get(), 60)
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 120))  # type: ignore[arg-type]
+
+
+@exits
+@pytest.mark.parametrize("call", ["generate", "sample"])
+def test_a_generator_that_leaves_costs_its_group_one_attempt(call: str, error: BaseException) -> None:
+    async def scene() -> None:
+        stage = Stage()
+        host = stage.replica(Leaving(call, error))
+        host.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
+        failed = await stage.next()
+        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
+        assert type(error).__name__ in failed.reason
+        assert stage.broken == [] and host.running == 0
+        await host.close()
+
+    play(scene)
+
+
+@exits
+@pytest.mark.parametrize("call", ["stage", "pause", "install"])
+def test_a_generator_that_leaves_an_order_about_weights_fails_that_sync(call: str, error: BaseException) -> None:
+    order = {
+        "stage": StageWeights(version=1, attempt=1, **WHO),
+        "pause": PauseReplica(version=1, mode="keep", attempt=1, **WHO),
+        "install": InstallWeights(version=1, attempt=1, **WHO),
+    }[call]
+
+    async def scene() -> None:
+        stage = Stage()
+        stage.weights.store.put(1, "w")
+        host = stage.replica(Leaving(call, error))
+        host.carry_out(order)
+        failed = await stage.next()
+        assert isinstance(failed, SyncFailed) and type(error).__name__ in failed.reason
+        assert stage.broken == []
+        await host.close()
+
+    play(scene)
+
+
+@exits
+def test_a_generator_that_leaves_while_it_is_watched_or_closed_breaks_only_its_replica(error: BaseException) -> None:
+    class Watched(Leaving):
+        async def failed(self) -> str:
+            raise self.error
+
+    async def scene() -> None:
+        stage = Stage()
+        host = stage.replica(Watched("close", error))
+        host.join(slots=1)
+        await stage.next()
+        while not stage.broken:
+            await asyncio.sleep(0)
+        assert type(error).__name__ in stage.broken[0]
+        await host.close()
+
+    play(scene)
+
+
+@exits
+def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> None:
+    async def scene() -> None:
+        stage = Stage()
+        evaluator = Leaving("generate", error)
+        host = stage.replica(evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator))
+        host.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, **WHO))
+        failed = await stage.next()
+        assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
+        await host.close()
+
+    play(scene)
+
+
+@exits
+def test_the_work_of_a_state_that_leaves_costs_one_attempt(error: BaseException) -> None:
+    async def leave(group: TrajectoryGroup) -> TrajectoryGroup:
+        raise error
+
+    async def scene() -> None:
+        stage = Stage()
+        group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
+        await stage.trajectories.put(group, attempt=1)
+        host = AddedStatesHost(
+            works={"judging": leave}, trajectories=stage.trajectories, emit=stage.events.put_nowait, timeout_s=5.0
+        )
+        host.carry_out(EnterState(group=0, attempt=1, state="judging", cause=0))
+        failed = await stage.next()
+        assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
+        assert type(error).__name__ in failed.reason
+        await host.close()
+
+    play(scene)
+
+
+@exits
+def test_an_agent_that_leaves_is_the_fault_of_its_prompt_and_others_run_on(error: BaseException) -> None:
+    async def agent(base_url: str, key: str, prompt: Prompt) -> float | None:
+        if prompt.row == 3:
+            raise error
+        return 0.5
+
+    async def scene() -> None:
+        runner = FunctionRunner(agent)
+        with pytest.raises(DataFailure, match=rf"on prompt row 3: .*{type(error).__name__}"):
+            await runner.run("http://localhost", "key", PROMPT)
+        assert await runner.run("http://localhost", "key", Prompt(row=4, text="?")) == 0.5
+        runner.close()
+
+    play(scene)
+
+
+def test_a_reward_object_that_leaves_while_it_is_read_costs_one_attempt() -> None:
+    class Number:
+        def __float__(self) -> float:
+            raise SystemExit(3)
+
+    class Odd(SimpleGenerator):
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            return [response([1], reward=Number(), version=version) for _ in range(2)]  # type: ignore[arg-type]
+
+    async def scene() -> None:
+        stage = Stage()
+        host = stage.replica(Odd())
+        host.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
+        failed = await stage.next()
+        assert isinstance(failed, GroupFailed) and "SystemExit: 3" in failed.reason
+        await host.close()
+
+    play(scene)
+
+
+def test_our_own_cancellation_is_no_failure() -> None:
+    async def scene() -> None:
+        began = asyncio.Event()
+
+        async def work() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(awaited(work))
+        await began.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0):
+                await awaited(work)
+        with pytest.raises(ValueError, match="as it is"):
+            await awaited(fails, "as it is")
+
+    async def fails(words: str) -> Generated:
+        raise ValueError(words)
+
+    play(scene)
+
+
+def test_an_exception_without_a_message_is_told_by_its_kind() -> None:
+    class Mute(DataFailure):
+        def __init__(self) -> None:
+            pass
+
+    assert reason_of(Mute()) == "(its message cannot be shown)"
+    assert reason_of(Rude()) == "Rude: (its message cannot be shown)"
+    assert reason_of(EngineError("it broke")) == "it broke"
+
+
+def test_a_trainer_whose_error_has_no_message_fails_its_step_and_the_next_is_carried_out() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise SystemExit("not even that")
+
+    class Learner(SimpleTrainer):
+        def train(self, batch: Any) -> dict[str, float]:
+            raise Mute
+
+    async def scene() -> None:
+        stage = Stage()
+        host = TrainerHost(
+            trainer=Learner(), trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
+            report=lambda step, figures: None,
+        )  # fmt: skip
+        for attempt in (1, 2):
+            host.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), cause=0))
+            failed = await stage.next()
+            assert failed == StepFailed(step=0, attempt=attempt, reason="Mute: (its message cannot be shown)")
+        await host.close()
+
+    play(scene)
