@@ -64,7 +64,7 @@ def a_policy(decision: str, method: str, body: str) -> str:
 
 
 JUDGE = """
-from engine import policies, rundir
+from engine import policies
 
 class Judge:
     def enters(self, view, group):

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.commands import Command, FinishRun, ScoreBatch, StopProcess, TrainStep
+from engine.commands import Command, FinishRun, ScoreBatch, TrainStep
 from engine.errors import EngineError
 from engine.events import Event, OrderDone, PromptsDrawn, RunInterrupted, RunStarted, SchedulerRecovered
 from engine.ids import GroupId, ReplicaId
@@ -84,8 +84,6 @@ class World:
         self._over: asyncio.Future[FinishRun] = self._loop.create_future()
         self._error: Exception | None = None
         self._most = 0
-        self._stopped: set[tuple[str, int, int]] = set()
-        """Incarnations that were ordered to stop. A pool does not wait until they have ended."""
         self._weights = LocalWeights()
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self.plan = self._plan()
@@ -244,9 +242,7 @@ class World:
         self.judge.observe(event, commands)
         pools = self.scheduler.state.pools
         for command in commands:
-            if isinstance(command, StopProcess):
-                self._stopped.add((command.kind, command.index, command.incarnation))
-            elif isinstance(command, ScoreBatch | TrainStep):
+            if isinstance(command, ScoreBatch | TrainStep):
                 task = command.task if isinstance(command, ScoreBatch) else "train"
                 self.judge.begin_task(pools.of(task), self._idle, command)
         if self.check:
@@ -282,11 +278,9 @@ class World:
         return {index: process for (kind, index), process in newest if kind == REPLICA and not process.dead}
 
     def _idle(self, replica: ReplicaId) -> bool:
-        """Whether a replica does nothing in its pool, or is being stopped."""
+        """Whether a replica does nothing in its pool."""
         generator = self.generators.get(replica)
         process = self.processes.newest.get((REPLICA, replica))
         if generator is None or process is None or process.dead:
-            return True
-        if (REPLICA, replica, process.incarnation) in self._stopped:
             return True
         return generator.frozen or not (generator.groups or generator.measuring)

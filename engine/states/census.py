@@ -24,7 +24,7 @@ IN_SYNC = ("pausing", "installing")
 AT_REST = ("drained", "asleep", "down")
 """Nothing runs on a replica in one of these states."""
 OUT_OF_THE_WAY = ("asleep", "down")
-"""Replicas in these states use no resources of their pool."""
+"""Replicas in these states use no resources of their pool, unless their process is being stopped."""
 
 
 class Tally:
@@ -283,7 +283,8 @@ class Census:
             if replica.held < 0:
                 found.append((kind.unheld, replica.heading))
         lease = self._lease_of.get(replica.id)
-        if lease is not None and replica.state not in OUT_OF_THE_WAY:
+        ending = replica.process.state == "stopping"
+        if lease is not None and (ending or replica.state not in OUT_OF_THE_WAY):
             found.append((self._in_the_way[lease.id], version))
         if replica.validator:
             return tuple(found)
