@@ -1,7 +1,7 @@
-"""Where a run takes orders, and the token that they need: `control.json` in its directory, for its user's eyes alone.
+"""Address and token of a run's control endpoint: `control.json` in its directory, readable by its user alone.
 
-Written by the scheduler actor as the run begins and removed as it ends; read by the command line. A link in its place
-is neither followed nor written through. The token is a new one for each run, and stands nowhere else.
+The run's session writes the file at the start and removes it at the end; the command line reads it. Symbolic links are
+refused. The token is new for each start of a run and is stored nowhere else.
 """
 
 import json
@@ -30,7 +30,7 @@ def new_token() -> str:
 
 
 def announce(run_dir: Path, place: ControlPlace) -> None:
-    """Write the place down, readable by this user alone, whole or not at all. Raises: OSError."""
+    """Write the file atomically, readable by this user alone. Raises: OSError."""
     temporary = run_dir / f".{FILE}.{os.getpid()}.tmp"
     temporary.unlink(missing_ok=True)
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -44,7 +44,7 @@ def announce(run_dir: Path, place: ControlPlace) -> None:
 
 
 def withdraw(run_dir: Path) -> None:
-    """The run has ended. A file that cannot be removed stays: its token opens nothing any more."""
+    """Remove the file of a run that has ended. A file that cannot be removed stays: its token is no longer valid."""
     try:
         (run_dir / FILE).unlink(missing_ok=True)
     except OSError:
@@ -52,13 +52,13 @@ def withdraw(run_dir: Path) -> None:
 
 
 def place_of(run_dir: Path, shown: str) -> ControlPlace:
-    """Where the run of a directory takes orders. Raises: `ConfigError` where it does not, or the file is no run's."""
+    """Read the address and token of a run. Raises: `ConfigError` if the run is not running, or the file is invalid."""
     path = run_dir / FILE
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         law = "is not running, or runs with control.enabled: false"
-        raise ConfigError("RUN", shown, law, f"continue a run that has ended with `engine resume {shown}`") from None
+        raise ConfigError("RUN", shown, law, f"resume a run that has stopped with `engine resume {shown}`") from None
     except OSError as error:
         raise ConfigError("RUN", shown, f"has an unreadable {FILE}: {error.strerror or error}") from None
     try:
@@ -80,8 +80,8 @@ def _read(handle: int) -> ControlPlace:
     text = os.read(handle, MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-    told = json.loads(text)
-    url, token = told["url"], told["token"]
+    content = json.loads(text)
+    url, token = content["url"], content["token"]
     if not (isinstance(url, str) and url.startswith("http://") and isinstance(token, str) and token):
         raise ValueError("it has no valid url and token")
     return ControlPlace(url, token)

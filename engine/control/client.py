@@ -1,6 +1,6 @@
 """Send a request to a running run, from a command-line process.
 
-Called by `engine scale`, `set`, `drain` and `stop`. Every failure is a `ConfigError` in one line; the token is in none.
+Called by `engine scale`, `set`, `drain`, `stop` and `waits`. Every failure is a one-line `ConfigError` without the token.
 """
 
 import http.client
@@ -19,8 +19,8 @@ PATIENCE_S = 30.0
 """How long the run may take to answer."""
 
 
-class _StayHere(urllib.request.HTTPRedirectHandler):
-    """No run redirects: whoever does is another program, which is not to have the token."""
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a run never redirects, so another program would get the token."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
@@ -28,13 +28,13 @@ class _StayHere(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _StayHere)
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
 
 def tell(run_dir: Path, shown: str, asked: Operation) -> dict[str, Any]:
-    """What the run of a directory answers to an operation.
+    """Send an operation to the run of a directory and return its answer.
 
-    Raises: `ConfigError` where it is not running, does not answer, or refuses: then with the law it names.
+    Raises: `ConfigError` if the run is not running, does not answer, or refuses (with the broken rule).
     """
     place = place_of(run_dir, shown)
     request = urllib.request.Request(

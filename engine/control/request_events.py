@@ -1,6 +1,6 @@
-"""From an operation to the events that carry it out, after a pure check: what breaks a law never becomes an event.
+"""Checks an operation and converts it into events. An operation that breaks a law never becomes an event.
 
-Called by the scheduler actor between two events, so that what is checked is what the events will meet.
+The run's session calls it between two events, so the state that is checked is the state that the events meet.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,22 @@ from engine.scheduling.settings import (
 from engine.states.limits import Limits
 
 REPLICAS = "rollout.replicas"
-"""Among the settings of a run that is resumed: how many replicas it has was said anew."""
+"""Setting that states a new number of replicas at a resume."""
 
 
 def decide(
     asked: Operation, scheduler: Scheduler, most_replicas: int, reward_timeout_s: float = 0.0
 ) -> tuple[Event, ...]:
-    """`reward_timeout_s`: how long one call of the reward may take. Raises: `ConfigError` with the law that it would
-    break; for a run that is over, too."""
+    """The events that carry out an operation. `reward_timeout_s`: time limit of one reward call.
+
+    Raises: `ConfigError` that names the law that the operation breaks, or if the run has ended.
+    """
     outcome = scheduler.state.outcome
     if isinstance(asked, Look):
         return ()
     if outcome is not None:
         raise ConfigError(
-            "RUN", outcome.outcome, f"the run has ended: {outcome.reason}", "continue it with `engine resume`"
+            "RUN", outcome.outcome, f"the run has ended: {outcome.reason}", "resume it with `engine resume`"
         )
     if isinstance(asked, Stop):
         return (StopRequested(reason=asked.reason),)
@@ -42,8 +44,8 @@ def decide(
         check_replicas(asked.replicas, scheduler.state.limits, most_replicas)
         return (ReplicasWanted(replicas=asked.replicas),)
     if isinstance(asked, Set):
-        told = [(one.setting, one.value) for one in asked.settings]
-        return changes(told, scheduler.state.limits, scheduler.policies, reward_timeout_s)
+        settings = [(one.setting, one.value) for one in asked.settings]
+        return changes(settings, scheduler.state.limits, scheduler.policies, reward_timeout_s)
     if asked.replica is None:
         return (DrainRequested(reason=asked.reason),)
     return (_leaves(asked, asked.replica, scheduler),)
@@ -65,21 +67,21 @@ def changes(
 
 
 def after_resuming(scheduler: Scheduler, settings: Sequence[tuple[str, str]], replicas: int) -> tuple[Event, ...]:
-    """The events after the `RunResumed` of a run resumed with so many replicas: its settings, and where
-    nobody says otherwise as many replicas as were wanted last. To be asked before it; raises like `changes`."""
+    """The events after the `RunResumed` of a run with `replicas` replicas: its settings, then the last wanted number
+    of replicas unless `settings` has a new one. Call it before that event. Raises like `changes`."""
     state = scheduler.state
     wanted = sum(replica.process.wanted for replica in state.fleet.rollouts())
-    told = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
+    changed = changes([one for one in settings if one[0] != REPLICAS], state.limits, scheduler.policies)
     if wanted in (0, replicas) or REPLICAS in dict(settings):
-        return told
-    return (*told, ReplicasWanted(replicas=wanted))
+        return changed
+    return (*changed, ReplicasWanted(replicas=wanted))
 
 
 def check_replicas(replicas: int, limits: Limits, most: int) -> None:
-    """Raises: `ConfigError` where there cannot be so many."""
-    standing = [id for pool in limits.pools for id in pool.replicas]
-    if standing:
-        law = f"the pools of this run fix its replicas: {sorted(standing)}"
+    """Raises: `ConfigError` if the run cannot have this number of generating replicas."""
+    fixed = [id for pool in limits.pools for id in pool.replicas]
+    if fixed:
+        law = f"cannot change: the pools of this run have fixed replicas {sorted(fixed)}"
         raise ConfigError("replicas", replicas, law, "change `pools` and start a new run")
     own = limits.validators()
     if own and replicas > own.start:

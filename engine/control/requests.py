@@ -1,6 +1,6 @@
-"""The JSON requests that a running run accepts; anything else is refused.
+"""The JSON requests that a running run accepts. `client.py` creates them, `server.py` parses them.
 
-Read by `server.py`, made by `client.py`. Strict: no unknown field, no other type, everything bounded.
+Parsing is strict: unknown fields, other types and values out of bounds are refused.
 """
 
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ class Asked(BaseModel):
 
 
 class Drain(Asked):
-    """Come to rest and end resumably; or, with `replica`, let that one go, which will be taken away."""
+    """Park the groups, save a checkpoint and stop the run, resumably. With `replica`: drain only that replica."""
 
     operation: Literal["drain"] = "drain"
     reason: Reason
@@ -30,35 +30,35 @@ class Drain(Asked):
 
 
 class Stop(Asked):
-    """End resumably, at once."""
+    """Stop the run at once, resumably."""
 
     operation: Literal["stop"] = "stop"
     reason: Reason
 
 
 class Scale(Asked):
-    """Have so many replicas that generate."""
+    """Set the number of generating replicas."""
 
     operation: Literal["scale"] = "scale"
     replicas: int = Field(ge=1, le=MOST_REPLICAS)
 
 
 class Setting(Asked):
-    """One figure or policy of the scheduler, by the name it has there."""
+    """One setting of a running run, by its path in the configuration."""
 
     setting: str = Field(min_length=1, max_length=200)
     value: str = Field(max_length=200)
 
 
 class Set(Asked):
-    """Change settings, in this order: all of them or none."""
+    """Change settings in this order: all or none."""
 
     operation: Literal["set"] = "set"
     settings: tuple[Setting, ...] = Field(min_length=1, max_length=MOST_SETTINGS, strict=False)
 
 
 class Look(Asked):
-    """Say what the run does and what it waits for."""
+    """Report what the run does and what it waits for."""
 
     operation: Literal["state"] = "state"
 
@@ -68,7 +68,7 @@ _ADAPTER: TypeAdapter[Operation] = TypeAdapter(Annotated[Operation, Field(discri
 
 
 def parse(body: bytes) -> Operation:
-    """Raises: ValueError, in one line that names the first field which is wrong, and never its value."""
+    """Parse a request body. Raises: ValueError, one line that names the first invalid field, never its value."""
     try:
         return _ADAPTER.validate_json(body)
     except ValidationError as error:

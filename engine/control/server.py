@@ -1,7 +1,7 @@
-"""The control endpoint: one route, bearer tokens, known hosts, bounded bodies, connections and patience.
+"""The control endpoint: one route, bearer tokens, known hosts, and bounded bodies, connections and waits.
 
-Served in the scheduler actor's loop. It knows neither Ray nor the scheduler: `carry_out` takes an operation and says
-what was decided. Nobody without the token learns anything, and no answer or log line holds it or any other header.
+It runs on the event loop of the run's session, and calls `carry_out` for each operation. It answers requests without
+the token only with an error. No answer and no log line contains the token or any other header.
 """
 
 import hmac
@@ -18,11 +18,11 @@ from engine.http_listener import ANYWHERE, ConnectionBounds, Hosts, Listener, Re
 
 BOUNDS = ConnectionBounds(body_bytes=MAX_BODY_BYTES)
 CarryOut = Callable[[Operation], dict[str, Any]]
-"""What was decided, as JSON has it. Raises: `ConfigError` for the law that the operation breaks."""
+"""Carries out an operation and returns its result as JSON data. Raises: `ConfigError` for a broken law."""
 
 
 class ControlServer:
-    """Takes operations at `POST /control` from whoever has the token, from `start` to `close`."""
+    """Accepts operations with the token at `POST /control`, from `start` to `close`."""
 
     def __init__(self, token: str, carry_out: CarryOut, bounds: ConnectionBounds = BOUNDS) -> None:
         self._token = token
@@ -31,8 +31,8 @@ class ControlServer:
         self._listener: Listener | None = None
 
     async def start(self, host: str, port: int, hosts: Sequence[str] = ()) -> ControlPlace:
-        """Listen; `hosts`: further names under which requests may reach it. Raises: `ConfigError`, where the address
-        cannot be listened on."""
+        """Listen. `hosts`: additional host names under which requests are accepted. Raises: `ConfigError` if it cannot
+        listen at the address."""
         self._listener = Listener(self._take, _refusal, self._bounds, hosts=Hosts(host, hosts))
         try:
             address = await self._listener.start(host, port)
@@ -49,16 +49,16 @@ class ControlServer:
             await self._listener.close()
 
     async def _take(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Before anything else of a request is looked at: its token."""
+        """Check the token first, then everything else."""
         assert self._listener is not None
         if not self._holds_token(request):
             raise Refused(401, "the token does not belong to this run")
         if (request.method, request.path) != ("POST", "/control"):
             known = request.path == "/control"
             raise (
-                Refused(405, "wrong method: it is POST /control")
+                Refused(405, f"use POST /control, not {request.method}")
                 if known
-                else Refused(404, "nothing is here: it is POST /control")
+                else Refused(404, f"unknown path {request.path}; use POST /control")
             )
         try:
             asked = parse(await self._listener.body(request))

@@ -1,7 +1,6 @@
-"""Readers of a recorded schedule: did the run decide what this engine would decide, what was the state at an event,
-and why.
+"""Readers of a recorded schedule: whether this engine decides the same, and the state at an event with its causes.
 
-Called by the command line and by whoever debugs a schedule. Nothing here writes.
+Called by the command line. Nothing here writes.
 """
 
 from engine.inspect.machines import machines_text

@@ -1,7 +1,4 @@
-"""The state machines as documents: tables and Mermaid diagrams drawn from the tables themselves.
-
-Used by `engine states`.
-"""
+"""Prints the state machines as tables and Mermaid diagrams. Used by `engine states`."""
 
 from engine.states.group import GROUP, group_table
 from engine.states.machine import Table
@@ -16,7 +13,7 @@ MACHINES = (GROUP, STEP, PROCESS, REPLICA, VERSION, VALIDATION, POOL)
 
 
 def machines_text(format: str, added: tuple[str, ...] = ()) -> str:
-    """Every machine, as `mermaid`, as `table` or as `both`; groups with these added states."""
+    """Every machine in a format: `mermaid`, `table` or `both`. `added`: states added to the group's machine."""
     parts: list[str] = []
     for table in (group_table(added), *MACHINES[1:]):
         parts.append(f"## {table.name}\n")
@@ -37,7 +34,7 @@ def mermaid(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """A machine as a table: a row for everything that may happen in a state."""
+    """A machine as a Markdown table: one row for each transition out of a state."""
     phases = table.phases
     rows = [("state", *(("phase",) if phases else ()), "trigger", "next state", "when")]
     for state in table.states:
@@ -45,7 +42,7 @@ def markdown(table: Table) -> str:
         leaving = [t for t in table.transitions if state in t.sources]
         rows += [(state, *phase, t.trigger, t.target, t.why) for t in leaving]
         if not leaving:
-            rows.append((state, *phase, "", "", "it is over"))
+            rows.append((state, *phase, "", "", "final state"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows

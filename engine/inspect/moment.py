@@ -1,7 +1,6 @@
-"""`engine replay RUN --at N [--group G]`: the state at an event, the event, what it led to, and the story of a group.
+"""`engine replay RUN --at N [--group G]`: an event, its commands, the state after it, and the story of a group.
 
-The record is replayed up to the event, so what is shown is the scheduler's own state, not a reconstruction of it.
-Called by the command line and by whoever debugs a schedule.
+It replays the record up to the event, so it shows the scheduler's own state, not a reconstruction.
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from engine.scheduling.scheduler import Scheduler
 
 
 def open_record(run: str | Path) -> Record:
-    """The record of a run, by its directory or by the directory of the record itself.
+    """The record of a run. `run`: the run's directory, or that of the record.
 
-    Raises: `ConfigError` where there is none, `RecordError` where it cannot be read.
+    Raises: `ConfigError` if there is no such directory, `RecordError` if the record cannot be read.
     """
     path = Path(run)
     if not path.is_dir():
@@ -35,9 +34,9 @@ def open_record(run: str | Path) -> Record:
 
 
 def replay_text(run: str | Path) -> tuple[str, int]:
-    """What a replay says, and the exit code: 0 identical, 1 diverged.
+    """Replay a record. Returns the report and the exit code: 0 identical, 1 diverged.
 
-    Raises: as `open_record`, and `RecordError` for damage further on.
+    Raises: as `open_record`, and `RecordError` for damage in any segment.
     """
     report = replay(open_record(run))
     return str(report), 0 if report.identical else 1
@@ -56,23 +55,23 @@ class Moment:
     event: Event
     commands: tuple[Command, ...]
     changes: tuple[str, ...]
-    """Changes of state that the event brought about: `group 3: queued → generating (start)`."""
+    """State changes that the event caused: `group 3: queued → generating (start)`."""
     summary: dict[str, Any]
-    """`summary.summarize` of the state after the event; of that before it where it was rejected."""
+    """`summary.summarize` of the state after the event; if it was rejected, before it."""
     rejected: str = ""
     """Why the scheduler could not handle it."""
     story: Story | None = None
     notes: tuple[str, ...] = ()
-    """What else is to be said of the record: its torn end, a divergence after this event."""
+    """Remarks about the record: a torn end, a divergence after this event."""
 
     def __str__(self) -> str:
         lines = [*self.notes, stamped(self.event)]
         if self.rejected:
             lines.append(f"  rejected: {self.rejected}")
-        lines += _cut([f"  {change}" for change in self.changes], "changes of state")
+        lines += _cut([f"  {change}" for change in self.changes], "state changes")
         lines += _cut([f"  -> {worded(command)}" for command in self.commands], "commands")
         if not self.commands and not self.rejected:
-            lines.append("  no command answers it")
+            lines.append("  no commands")
         lines += ["", f"state {'before' if self.rejected else 'after'} event {self.event.id}"]
         lines += [f"  {line}" for line in summary_lines(self.summary)]
         if self.story is not None:
@@ -86,10 +85,10 @@ def at_text(run: str | Path, n: EventId, group: GroupId | None = None) -> str:
 
 
 def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment:
-    """Replay up to event `n`; with a group, to the record's end, for its whole story.
+    """Replay up to event `n`; with a group, up to the end, for its whole story.
 
-    Raises: `ConfigError` for an event or a group that the record does not have, `RecordError` where it cannot be read,
-    `EngineError` where this engine decides otherwise than the record before event `n`, so that the state is unknown.
+    Raises: `ConfigError` for an event or group that the record does not have, `RecordError` if the record cannot be
+    read, `EngineError` if the replay diverges at or before event `n`, because the state is then unknown.
     """
     if n < 0:
         raise ConfigError("--at", n, "must not be negative: events are counted from 0", "use 0 or more")
@@ -101,13 +100,13 @@ def state_at(record: Record, n: EventId, group: GroupId | None = None) -> Moment
 
 
 class _Watcher:
-    """Looks over a replay's shoulder."""
+    """Observes a replay and keeps what a `Moment` shows."""
 
     def __init__(self, n: EventId, group: GroupId | None) -> None:
         self.n = n
         self.story = None if group is None else Story(group)
         self._changes: list[tuple[str, int, str]] = []
-        """(machine, id, change) under the present event."""
+        """(machine, id, change) during the current event."""
         self._at_n: dict[str, Any] | None = None
         self._before_n: dict[str, Any] | None = None
         self._scheduler: Scheduler
@@ -135,11 +134,11 @@ class _Watcher:
             self._before_n = summarize(state)
         if self.story is not None:
             mine = [text for machine, id, text in self._changes if machine == "group" and id == self.story.group]
-            self.story.tell(frame, mine, state)
+            self.story.add(frame, mine, state)
         self._changes.clear()
 
     def moment(self, report: ReplayReport) -> Moment:
-        """What was seen, or why it was not. Raises: as `state_at`."""
+        """The result of a finished replay. Raises: as `state_at`."""
         rejected = [r for r in report.rejected if r.event.id == self.n]
         notes = [f"cut: {report.torn}"] if report.torn else []
         if report.divergence is not None:
@@ -156,20 +155,19 @@ class _Watcher:
                 rejected=rejected[-1].reason, story=self.story, notes=tuple(notes),
             )  # fmt: skip
         if not report.events:
-            raise ConfigError("--at", self.n, "the record has no event")
-        raise ConfigError(
-            "--at", self.n, f"the record has {report.events} events", f"use a number from 0 to {report.events - 1}"
-        )
+            raise ConfigError("--at", self.n, "the record has no events")
+        law = f"does not exist: the record has {report.events} events"
+        raise ConfigError("--at", self.n, law, f"use a number from 0 to {report.events - 1}")
 
     def _require_group(self) -> None:
         drawn = self._scheduler.state.ledger.drawn
         if self.story is not None and self.story.group >= drawn:
             fix = f"use a number from 0 to {drawn - 1}" if drawn else ""
-            raise ConfigError("--group", self.story.group, f"the record has {drawn} groups", fix)
+            raise ConfigError("--group", self.story.group, f"does not exist: the record has {drawn} groups", fix)
 
 
 def _rejection(rejected: Rejected) -> str:
-    return f"an event was rejected at this position before: {worded(rejected.event)}: {rejected.reason}"
+    return f"an earlier event at this position was rejected: {worded(rejected.event)}: {rejected.reason}"
 
 
 def _cut(lines: list[str], what: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""The causal story of one prompt group: event → command → event, with times, versions and changes of state.
+"""The causal story of one prompt group: event → command → event, with times, versions and state changes.
 
-Called by `at` for each event of a replay. An event belongs to the story if it names the group, if it changed the
-group's state, if a command that answers it names the group, or if it is about the replica the group runs on or the
-step that trains on it.
+`moment` calls it for each event of a replay. An event belongs to the story if it names the group, changed its state,
+caused a command that names it, or concerns the replica that it runs on or the step that trains it.
 """
 
 from collections.abc import Iterator
@@ -33,17 +32,17 @@ ABOUT_ITS_STEP = (BatchScored, StepTrained, StepFailed)
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One event of the story and what followed from it for the group."""
+    """One event of the story, and its effects on the group."""
 
     event: Event
     answers: tuple[EventId, str] | None
-    """The event whose answer ordered this one, and the order."""
+    """The event that caused the order which this event answers or reports on, and the order's name."""
     stale: bool
-    """The echo of something already over."""
+    """Whether the event is a stale echo, and changed nothing."""
     changes: tuple[str, ...]
-    """Of the group's state."""
+    """Changes of the group's state."""
     commands: tuple[tuple[Command, str], ...]
-    """Those that name the group, each with what is worth saying of it."""
+    """Commands that name the group, each with a note."""
 
     def lines(self, group: GroupId) -> list[str]:
         back = f"  <- {self.answers[1]} of #{self.answers[0]}" if self.answers else ""
@@ -64,13 +63,13 @@ class Story:
         self.group = group
         self.chapters: list[Chapter] = []
         self._replica: ReplicaId | None = None
-        """Where it runs."""
+        """The replica that it runs on."""
         self._step: StepId | None = None
-        """Which step has it in its batch."""
+        """The step that has it in its batch."""
         self._echoes = 0
 
-    def tell(self, frame: Handled, changes: list[str], state: State) -> None:
-        """Take in the next event; `state` is that after it, `changes` are those of this group."""
+    def add(self, frame: Handled, changes: list[str], state: State) -> None:
+        """Add the next event. `state`: the state after it. `changes`: state changes of this group."""
         event = frame.event
         stale = state.stale_echoes > self._echoes
         self._echoes = state.stale_echoes
@@ -84,7 +83,7 @@ class Story:
             self._replica = None
 
     def lines(self, mark: EventId | None = None) -> Iterator[str]:
-        """The text; a line behind event `mark` says where the reader stands."""
+        """The text, with a marker line after event `mark`."""
         marked = mark is None
         for chapter in self.chapters:
             if not marked and mark is not None and chapter.event.id > mark:
@@ -110,14 +109,14 @@ class Story:
         return bool(getattr(command, "group", None) == self.group) or self.group in getattr(command, "groups", ())
 
     def _order_behind(self, state: State) -> tuple[EventId, str] | None:
-        """What the order book says the event answers, or reports on."""
+        """The order that the event answers or reports on, from the order book."""
         if not state.orders.matched:
             return None
         order = state.orders.matched[-1].command
         return order.cause, type(order).__name__
 
     def _follow(self, commands: tuple[Command, ...]) -> None:
-        """Where the group runs, and which step has it."""
+        """Update the group's replica and step."""
         for command in filter(self._named_by, commands):
             if isinstance(command, (StartGroup, ResumeGroup)):
                 self._replica = command.replica
@@ -125,7 +124,7 @@ class Story:
                 self._replica, self._step = None, command.step
 
     def _note(self, command: Command, state: State) -> str:
-        """Versions and deadlines of an order to generate, place and staleness of a batch."""
+        """The note of a command: version and deadline for generating, position and staleness in a batch."""
         if isinstance(command, (StartGroup, ResumeGroup)):
             replica = state.fleet.replicas.get(command.replica)
             at = f"the replica has version {replica.version}" if replica else ""

@@ -1,4 +1,4 @@
-"""The state of a run as plain values and as text. Called by `at`; it reads the state and keeps nothing of it."""
+"""The state of a run as plain values and as text. Called by `moment`; keeps no references to the state."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -14,11 +14,11 @@ from engine.states.waits import counted
 
 
 SHOWN = 8
-"""Entries of a long list that are shown."""
+"""Maximum number of entries shown of a list."""
 
 
 def worded(item: Event | Command, without: tuple[str, ...] = ()) -> str:
-    """`StartGroup(group=3, attempt=1, ...)`, without stamps; long tuples are cut."""
+    """`StartGroup(group=3, attempt=1, ...)`, without id, time and cause. Long tuples are cut."""
     left_out = (*(("id", "at") if isinstance(item, Event) else ("cause",)), *without)
     said = [f"{f.name}={_value(getattr(item, f.name))}" for f in fields(item) if f.name not in left_out]
     return f"{type(item).__name__}({', '.join(said)})"
@@ -30,7 +30,7 @@ def stamped(event: Event) -> str:
 
 
 def few(things: Iterable[Any]) -> str:
-    """The first of a list, and how many there are."""
+    """The first entries of a list, and its length."""
     listed = [str(thing) for thing in things]
     if not listed:
         return "none"
@@ -48,7 +48,7 @@ def _value(value: Any) -> str:
 
 
 def summarize(state: State) -> dict[str, Any]:
-    """What a reader of a schedule wants to know at one event, as plain values that later events do not change."""
+    """The state as plain values, which later events do not change."""
     newest = state.latest_version
     return {
         "prompts": {
@@ -111,15 +111,15 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
     """The text of a summary."""
     prompts, places, concurrent, steps = said["prompts"], said["places"], said["concurrent"], said["steps"]
     counted = " + ".join(f"{count} {phase}" for phase, count in prompts["phases"].items())
-    source = "the source is empty" if prompts["exhausted"] else f"{prompts['asked']} asked for"
+    source = "the data source is exhausted" if prompts["exhausted"] else f"{prompts['asked']} requested"
     lines = [
         f"prompts   {prompts['drawn']} drawn = {counted}; {source}",
         f"places    {places['held']} of {places['all']} held at version {places['version']}; "
         f"{concurrent['running']} of {concurrent['most']} groups running",
     ]
     if said["deadlines"]:
-        said_of = [f"by step {d['step']}: {d['started']} ({d['ready']} ready)" for d in said["deadlines"]]
-        lines.append(f"deadlines {'; '.join(said_of)}")
+        deadlines = [f"by step {d['step']}: {d['started']} ({d['ready']} ready)" for d in said["deadlines"]]
+        lines.append(f"deadlines {'; '.join(deadlines)}")
     lines.append(f"steps     {steps['batched']} batched, {steps['trained']} trained")
     for step in steps["live"]:
         timer = "" if step["timer"] is None else f", timer {step['timer']}"
@@ -142,7 +142,7 @@ def summary_lines(said: dict[str, Any]) -> list[str]:
     publishing = "; one is being published" if said["publishing"] else ""
     lines.append(f"versions  {_versions(said['versions'])}{publishing}")
     for v in said["validations"]:
-        chunks = f"{v['out']} chunks out, {v['waiting']} wait; holds replicas {few(v['replicas'])}"
+        chunks = f"{v['out']} chunks running, {v['waiting']} waiting; holds replicas {few(v['replicas'])}"
         rows = f"version {v['version']}, {v['measured']} of {v['rows']} rows"
         lines.append(f"  validation {v['validation']}: {v['state']}, {rows}; {chunks}")
     checkpoint = "a checkpoint is being written; " if said["checkpoint_pending"] else ""
