@@ -24,9 +24,11 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPrompts(Command):
-    """Draw up to `count` prompts from the data source → `PromptsDrawn` or `DrawFailed`. `number` counts the draws."""
+    """Draw up to `count` prompts from the data source, beginning with prompt `first` → `PromptsDrawn` or `DrawFailed`.
+    `number` counts the draws."""
 
     tag: ClassVar[int] = 1
+    first: GroupId
     count: int
     number: int = 0
 

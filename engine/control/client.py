@@ -1,6 +1,7 @@
 """Send a request to a running run, from a command-line process.
 
-Called by `engine scale`, `set`, `drain`, `stop` and `waits`. Every failure is a one-line `ConfigError` without the token.
+Called by `engine scale`, `set`, `drain`, `stop` and `waits`. Every failure is a one-line `ConfigError` without the
+token.
 """
 
 import http.client

@@ -30,7 +30,7 @@ from engine.commands import (
     TrainStep,
 )
 from engine.errors import reason_of
-from engine.events import Event, GroupFailed, PromptsDrawn
+from engine.events import Event, GroupFailed
 from engine.ids import GroupId
 from engine.runtime.process_port import Order, Stores
 from engine.runtime.prompts import Prompts, draw_prompts, read_prompt
@@ -51,7 +51,7 @@ class RunExecutor:
     """Collects the orders of a drain; `flush` sends them.
 
     `deliver` receives events, `finish` the end of the run. `scorers`: the tasks of each scorer. `held_out`: number of
-    rows of a validation. `drawn`: number of prompts drawn before a resume or a failover."""
+    rows of a validation."""
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class RunExecutor:
         stores: Stores,
         check: Callable[[Prompt], None] = lambda prompt: None,
         held_out: int = 0,
-        drawn: GroupId = 0,
         deliver: Callable[..., None],
         finish: Callable[[FinishRun], None],
     ) -> None:
@@ -74,14 +73,12 @@ class RunExecutor:
         self._held_out = held_out
         self._deliver = deliver
         self._finish = finish
-        self._drawn = drawn
         self._discards: list[GroupId] = []
         self._discard_orders: list[int] = []
         self._done = DoneOrders(deliver)
         self._tasks: set[asyncio.Task[None]] = set()
         """Open draws and calls to the stores."""
         self._source = OneThread("prompts")
-        self._drawing = asyncio.Lock()
         self._timers = Timers(deliver)
         self.calls = 0
         """Number of messages sent to processes."""
@@ -190,11 +187,7 @@ class RunExecutor:
         self._spawn(self._draw_next(command))
 
     async def _draw_next(self, command: DrawPrompts) -> None:
-        async with self._drawing:
-            drawn = await self._source.call(draw_prompts, self._prompts, command, self._drawn)
-            if isinstance(drawn, PromptsDrawn):
-                self._drawn += drawn.count
-        self._deliver(drawn)
+        self._deliver(await self._source.call(draw_prompts, self._prompts, command))
 
     def _retire(self, command: RetireWeights) -> None:
         self._expect(self._stores.retire(command.version), [command.number])

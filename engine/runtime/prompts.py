@@ -48,13 +48,13 @@ class CountedPrompts:
         return self._prompt(group)
 
 
-def draw_prompts(prompts: Prompts, order: DrawPrompts, first: GroupId) -> PromptsDrawn | DrawFailed:
-    """Execute an order for prompts, starting at `first`; returns the event that answers it. Never raises."""
+def draw_prompts(prompts: Prompts, order: DrawPrompts) -> PromptsDrawn | DrawFailed:
+    """Execute an order for prompts; returns the event that answers it. Never raises."""
     try:
-        count, exhausted = contained(_checked_draw, prompts, first, order.count)
+        count, exhausted = contained(_checked_draw, prompts, order.first, order.count)
     except Exception as error:
         return DrawFailed(number=order.number, reason=reason_of(error))
-    return PromptsDrawn(first=first, count=count, exhausted=exhausted, number=order.number)
+    return PromptsDrawn(first=order.first, count=count, exhausted=exhausted, number=order.number)
 
 
 def read_prompt(prompts: Prompts, group: GroupId) -> Prompt:

@@ -167,7 +167,6 @@ class Session:
             stores=stores,
             check=processes.check,
             held_out=len(plan.held_out),
-            drawn=self.scheduler.state.ledger.drawn,
             deliver=self.deliver,
             finish=self._finish,
         )

@@ -54,9 +54,9 @@ class RolloutScheduling:
         state = self.state
         ordered: Any = state.orders.matched[0].command
         require(
-            event.first == state.ledger.drawn and 0 <= event.count <= ordered.count,
+            event.first == ordered.first and 0 <= event.count <= ordered.count,
             "law 5: prompts were drawn that were not ordered",
-            first=event.first, drawn=state.ledger.drawn, count=event.count, ordered=ordered.count,
+            first=event.first, ordered_first=ordered.first, count=event.count, ordered=ordered.count,
         )  # fmt: skip
         require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
         state.failed_draws = 0
@@ -356,7 +356,8 @@ class RolloutScheduling:
             most = limits.max_steps * limits.train_batch_size + state.surplus_left
             want = min(want, most - state.held - waiting)
         if want > 0:
-            self.orders.add(DrawPrompts(count=want, number=self.orders.number, cause=self.orders.cause))
+            first = self.state.ledger.drawn
+            self.orders.add(DrawPrompts(first=first, count=want, number=self.orders.number, cause=self.orders.cause))
 
 
 def _unlawful_key(key: tuple[Any, ...]) -> str:

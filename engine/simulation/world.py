@@ -105,7 +105,6 @@ class World:
             prompts=self.plan.make_prompts(),
             stores=LocalStores(self.store, self._weights),
             held_out=len(self.plan.held_out),
-            drawn=state.ledger.drawn,
             deliver=self._deliver_unless_it_hangs,
             finish=lambda command: None,
         )

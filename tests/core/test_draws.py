@@ -51,7 +51,9 @@ def test_a_failed_draw_is_ordered_again_and_one_that_succeeds_forgives_it() -> N
         for _ in range(4):
             order = last_draw(run)
             (again,) = run.tell(DrawFailed(number=order.number, reason="the disk is asleep"))
-            assert again == DrawPrompts(count=order.count, number=order.number + 1, cause=again.cause)
+            assert again == DrawPrompts(
+                first=order.first, count=order.count, number=order.number + 1, cause=again.cause
+            )
         run.tell(drawn(run, 1))
         assert run.state.failed_draws == 0
 

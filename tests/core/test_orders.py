@@ -263,7 +263,7 @@ def test_what_a_stopped_run_had_under_way_is_done_after_it_is_resumed() -> None:
 def test_orders_are_given_again_oldest_first_and_a_timer_with_what_is_left_of_its_time() -> None:
     book = OrderBook()
     timer = SetTimer(timer=3, delay_s=10.0, cause=0)
-    drawn, resumed = DrawPrompts(count=4, cause=0), sample(ResumeReplica, number=2)
+    drawn, resumed = DrawPrompts(first=0, count=4, cause=0), sample(ResumeReplica, number=2)
     for command in (timer, drawn, resumed):
         book.add(command, at=5.0)
     assert list(book.reissued(9.0)) == [replace(timer, delay_s=6.0), drawn, resumed]

@@ -86,6 +86,15 @@ def test_figures_out_of_law_are_refused_with_the_law(figures: dict[str, int], sa
         Limits(**{"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4, **figures})
 
 
+def test_bounds_above_which_a_figure_must_be_do_not_shut_out_small_ones() -> None:
+    figures = {"train_batch_size": 2, "max_staleness_steps": 1, "max_concurrent_groups": 4}
+    limits = Limits(**figures, drain_s=0.05, straggler_factor=1.05)
+    assert (limits.drain_s, limits.straggler_factor) == (0.05, 1.05)
+    for wrong in ({"drain_s": 0.0}, {"straggler_factor": 1.0}):
+        with pytest.raises(ConfigError, match="above"):
+            Limits(**figures, **wrong)
+
+
 def test_slots_bound_each_replica_and_load_is_even() -> None:
     run = small(replicas=2, slots=1)
     assert [(s.group, s.replica) for s in run.starts()] == [(0, 0), (1, 1)]

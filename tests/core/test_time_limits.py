@@ -473,10 +473,20 @@ def test_a_group_that_progresses_otherwise_gets_its_full_time_again_too() -> Non
     assert [one.group for one in wait(run, run.clock + 101.0) if isinstance(one, ParkGroup)] == [0]
 
 
-def test_reports_of_progress_do_not_pile_up() -> None:
-    run = small(every(None, group_s=100.0))
-    for _ in range(200):
-        run.tell(GroupProgressed(group=0, attempt=1, replica=0, incarnation=1))
+def test_max_s_bounds_orders_that_have_a_longer_limit_of_their_own() -> None:
+    run = small(every(None, group_s=1000.0, max_s=250.0))
+    began = run.state.orders.find("group", 0).at  # type: ignore[union-attr]
+    assert not cut_or_stopped(wait(run, began + 249.0))
+    assert cut_or_stopped(wait(run, began + 250.0)) == ["ParkGroup"] * 4
+
+
+def test_orders_that_were_answered_do_not_pile_up() -> None:
+    run = small(every(None, group_s=1e6))
+    for _ in range(60):
+        run.finish(*run.running()[:2])
+        run.train()
+        run.publish()
+        run.install()
     assert len(run.state.clocks._heap) <= 64 + 4 * len(run.state.clocks.looks)
 
 

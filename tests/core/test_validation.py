@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring
+from engine.commands import FinishRun, MeasureRows, RetireWeights, StageWeights, StartGroup, StopMeasuring, StopProcess
 from engine.errors import ConfigError, EngineError
 from engine.events import (
     CheckpointSaved,
@@ -363,6 +363,8 @@ def test_a_last_version_that_cannot_be_installed_fails_its_validation_and_not_th
         else:
             world.tell(SyncFailed(**place, version=1, reason="torn"))
     assert world.ends() == [("failed", 1)]
+    assert world.ended[0].reason == "2 replicas could not be brought to version 1"
+    assert len(world.ordered(StopProcess)) == 2, world.ordered(StopProcess)
     assert world.state.outcome is not None and world.state.outcome.outcome == "finished"
 
 

@@ -115,5 +115,5 @@ class Echo:
             self.state_hash = self.wrong.get("state_hash", self.state_hash)
             return self.wrong.get("commands", answer(event.id))
         if isinstance(event, RunStarted):
-            return (DrawPrompts(count=1, cause=event.id),)
+            return (DrawPrompts(first=0, count=1, cause=event.id),)
         return answer(event.id)

@@ -10,7 +10,7 @@ from engine.events import DrawFailed, PromptsDrawn
 from engine.runtime.prompts import CountedPrompts, draw_prompts, listed, read_prompt
 from engine.trajectory import Prompt
 
-ORDER = DrawPrompts(count=4, number=7, cause=0)
+ORDER = DrawPrompts(first=12, count=4, number=7, cause=0)
 
 
 class Source:
@@ -32,7 +32,7 @@ class Source:
 def test_as_many_prompts_as_ordered_or_fewer_are_drawn(given: Any) -> None:
     count, exhausted = given
     drawn = PromptsDrawn(first=12, count=count, exhausted=exhausted, number=7)
-    assert draw_prompts(Source(given), ORDER, 12) == drawn
+    assert draw_prompts(Source(given), ORDER) == drawn
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_counted_prompts_end_with_the_last(total: int | None, first: int, given:
     ],
 )
 def test_a_draw_that_is_wrong_is_a_failed_attempt(given: Any, words: str) -> None:
-    failed = draw_prompts(Source(given), ORDER, 12)
+    failed = draw_prompts(Source(given), ORDER)
     assert isinstance(failed, DrawFailed) and failed.number == 7
     assert words in failed.reason
 
