@@ -756,7 +756,7 @@ def test_a_request_that_is_sent_twice_at_once_counts_once(monkeypatch: pytest.Mo
 
 def test_a_third_request_ends_the_process(tmp_path: Path) -> None:
     code = (
-        "import signal; from engine import interrupts\n"
+        "import signal; from engine.cli import interrupts\n"
         "interrupts.SENT_TWICE_S = 0.0\n"
         "with interrupts.Interrupts() as interrupts:\n"
         "    interrupts.waiting = True\n"
@@ -925,8 +925,8 @@ def test_an_event_and_the_story_of_a_group_are_shown(capsys: Capture, recorded: 
         (["file"], "RUN 'file' is not a directory"),
         (["bare"], "RUN 'bare' has no schedule/"),
         (["latest", "--group", "0"], "add --at N"),
-        (["latest", "--at", "100000"], "--at is 100000"),
-        (["latest", "--at", "3", "--group", "100000"], "--group is 100000"),
+        (["latest", "--at", "100000"], "--at 100000 does not exist"),
+        (["latest", "--at", "3", "--group", "100000"], "--group 100000 does not exist"),
     ],
 )
 def test_a_replay_of_what_is_not_there_is_refused(
