@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.rollout.torch.causal_model import FIXED_ROWS, CausalModel
 from engine.training.advantages import ADVANTAGES
-from engine.training.batch import trainable_samples
+from engine.training.batch import samples_of
 from engine.training.gradients import Policy, accumulate_gradient
 from engine.training.losses import token_weights
 from engine.training.trainer_settings import TrainerSettings
@@ -159,7 +159,7 @@ def train(
     policy: Policy, optimizer: torch.optim.Optimizer, groups: Sequence[TrajectoryGroup], settings: TrainerSettings
 ) -> None:
     """One train step: an optimizer update for each minibatch of groups."""
-    samples = [trainable_samples(group) for group in groups]
+    samples = [samples_of(group) for group in groups]
     advantages = ADVANTAGES[settings.advantage]([[sample.reward for sample in group] for group in samples])
     for group, values in zip(samples, advantages, strict=True):
         for sample, value in zip(group, values, strict=True):

@@ -414,8 +414,19 @@ def test_objectives_reach_the_trainer_and_order_the_scoring_they_read() -> None:
     settings = config.trainer_settings()
     assert settings.masks == (Mask(measure="token_ratio", low=0.5, high=5.0), Mask(measure="mean_k3", high=0.1))
     assert settings.overlong_max_tokens == config.rollout.max_tokens
-    assert config.limits().scoring_tasks == ("ref_logprobs", "old_logprobs")
+    assert config.limits().scoring_tasks == ("ref_logprobs",), "one optimizer step reads no old log-probs"
+    several = config.model_copy(update={"trainer": config.trainer.model_copy(update={"epochs_per_batch": 2})})
+    assert several.limits().scoring_tasks == ("ref_logprobs", "old_logprobs")
     assert parse_config(yaml.safe_load(config.dump_yaml())) == config
+
+
+def test_over_several_turns_a_response_is_limited_by_the_context() -> None:
+    agents = {"model": {"path": "m"}, "data": {"path": "d"}, "agent": {"rollout": "agents:play"}}
+    constant = {**agents, "trainer": {"aggregation": "constant"}}
+    settings = parse_config({**constant, "rollout": {"max_tokens": 64, "context": 900}}).trainer_settings()
+    assert (settings.aggregation_tokens, settings.overlong_max_tokens) == (900, 900)
+    with pytest.raises(ConfigError, match=r"trainer\.aggregation_tokens"):
+        parse_config(constant)
 
 
 def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt() -> None:
@@ -640,7 +651,7 @@ def test_scorers_and_validators_need_gpus_of_their_own_too() -> None:
         {
             **MADE,
             "rollout": {"transport": "distributed", "transport_backend": "nccl", "replicas": 2},
-            "trainer": {"kl_loss_coef": 0.1, "old_policy": "proximal"},
+            "trainer": {"kl_loss_coef": 0.1, "old_policy": "proximal", "epochs_per_batch": 2},
             "pools": [{"tasks": [task]} for task in ("rollout", "train", "old_logprobs", "ref_logprobs")],
             "validation": {"placement": "own"},
         }

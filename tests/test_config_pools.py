@@ -11,7 +11,7 @@ from engine.config.pools import surprises, threads_of_scorers
 from engine.errors import ConfigError
 from engine.states.limits import AddedState, Pool
 
-SCORES = {"kl_loss_coef": 0.1, "old_policy": "proximal"}
+SCORES = {"kl_loss_coef": 0.1, "old_policy": "proximal", "epochs_per_batch": 2}
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,7 @@ def threads_of_scorers(config: "Config", scorers: Sequence[Sequence[str]]) -> tu
 
 def layout(config: "Config") -> Iterator[str]:
     """What `engine check` says of the pools, one line each."""
-    needed = {"rollout", "reward", "train", *config.trainer_settings().scoring_tasks}
+    needed = {"rollout", "reward", "train", *config.scoring_tasks}
     shares = [pool.share for pool in config.pools]
     for number, pool in enumerate(limit_pools(config)):
         share = shares[number] if number < len(shares) else None

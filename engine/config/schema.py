@@ -314,7 +314,7 @@ class Config(Section):
             sync_every=s.sync_every,
             max_steps=self.run.max_steps,
             sync_mode=r.sync_mode,
-            scoring_tasks=self.trainer_settings().scoring_tasks,
+            scoring_tasks=self.scoring_tasks,
             deadline_timeout_s=s.deadline_timeout_s,
             max_drops=s.max_drops,
             max_filtered_in_a_row=s.max_filtered_in_a_row,
@@ -350,10 +350,17 @@ class Config(Section):
         chosen = self.scheduler.policies.model_dump()
         return PolicySet.from_names({**chosen, "sync": chosen["sync"] or self.rollout.sync_order})
 
+    @property
+    def scoring_tasks(self) -> tuple[str, ...]:
+        """What each batch is scored by before it is trained, in order."""
+        return self.trainer_settings().scoring_tasks(self.scheduler.train_batch_size)
+
     def trainer_settings(self) -> TrainerSettings:
         """The trainer's settings, with what it must share with the rollout. Raises: ConfigError."""
+        # Over several turns `max_tokens` limits each answer, and only the context limits the whole response.
+        several_turns = self.agent.on_gateway or self.agent.rollout is not None
         return self.trainer.settings(
-            response_tokens=self.rollout.max_tokens,
+            response_tokens=(self.rollout.context or 0) if several_turns else self.rollout.max_tokens,
             policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
             temperature=self.rollout.temperature,
             seed=self.run.seed,

@@ -19,6 +19,7 @@ class MaskSection(Section):
     measure: str = Field(description="token_ratio, geometric_ratio, product_ratio, or token_, mean_ or sum_k1, k2, k3.")
     low: float | None = Field(None, ge=-1000, le=1000, description="Lower bound; null: none.")
     high: float | None = Field(None, ge=-1000, le=1000, description="Upper bound; null: none.")
+    negative_only: bool = Field(False, description="Keep tokens whose advantage is not negative.")
 
 
 class TrainerSection(Section):
@@ -29,23 +30,25 @@ class TrainerSection(Section):
     adam_eps: float = Field(1e-8, gt=0, le=1, description="AdamW's denominator term.")
     weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled weight decay, of matrices only.")
     max_grad_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
-    lr_schedule: str = Field("constant", description="After the warm-up: constant, or linear to 0.")
+    lr_schedule: str = Field("constant", description="After the warm-up: constant, linear to 0, or cosine to 0.")
     lr_warmup_steps: int = Field(
         0, ge=0, le=MOST_STEPS, description="Optimizer steps over which the learning rate rises."
     )
     lr_total_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; only for linear."
+        0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; for linear and cosine."
     )
     advantage: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
     loss: str = Field(
-        "ppo_clip", description="ppo_clip, dual_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
+        "ppo_clip", description="ppo_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
     )
     old_policy: str = Field(
         "behavior", description="Denominator of the ratio: behavior, or proximal (weights before the step)."
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, le=100, description="The ratio is clipped above at 1 + clip_high.")
-    clip_dual: float = Field(3.0, gt=1, le=1000, description="Bound of dual_clip for negative advantages.")
+    clip_dual: float = Field(
+        0.0, ge=0, le=1000, description="Dual clip: bound of the ratio for negative advantages, such as 3; 0: none."
+    )
     correction: str = Field("none", description="none, token_tis or sequence_tis (truncated importance sampling).")
     correction_cap: float = Field(2.0, gt=0, description="Maximum importance weight.")
     masks: tuple[MaskSection, ...] = Field(
@@ -58,6 +61,7 @@ class TrainerSection(Section):
     kl_loss_ratio: bool = Field(False, description="Weight it by current / behavior, for the gradient of the KL.")
     kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
     kl_reward: str = Field("k1", description="Its estimator: k1, k2 or k3.")
+    entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
     reference_path: str | None = Field(None, min_length=1, description="Reference model; null: the initial weights.")
     overlong_cache_tokens: int = Field(
         0,
@@ -66,17 +70,30 @@ class TrainerSection(Section):
         description="Last tokens over which the reward of a long response falls (DAPO); 0: none.",
     )
     overlong_max_tokens: int = Field(
-        0, ge=0, le=MOST_TOKENS, description="Length with the full penalty; 0: rollout.max_tokens."
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Length with the full penalty; 0: rollout.max_tokens, with agents rollout.context.",
     )
     overlong_penalty: float = Field(1.0, ge=0, description="The full penalty.")
+    filter_overlong: bool = Field(
+        False, description="Train no token of responses that were cut off; their rewards stay in the baseline."
+    )
     aggregation: str = Field("token_mean", description="token_mean, sequence_mean or constant.")
     aggregation_tokens: int = Field(
-        0, ge=0, le=MOST_TOKENS, description="Divisor of constant, in tokens per trajectory; 0: rollout.max_tokens."
+        0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Divisor of constant, in tokens; 0: rollout.max_tokens, with agents rollout.context.",
     )
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
     micro_batch_tokens: int = Field(16_384, ge=1, le=MOST_TOKENS, description="Padded tokens of one forward pass.")
     bf16: Literal["auto", "on", "off"] = Field(
         "auto", description="bfloat16 autocast; auto: on CUDA devices that support it."
+    )
+    fp32_head: bool = Field(False, description="With bf16: logits in float32.")
+    activation_checkpointing: bool = Field(
+        False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
     )
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(

@@ -128,14 +128,16 @@ def shaped_reward(rollout: Rollout, settings: TrainerSettings) -> float:
     """The reward less the length penalty and, where it is the whole trajectory's, less the KL to the reference."""
     reward = rollout[0].reward
     if settings.overlong_cache_tokens:
-        reward -= settings.overlong_penalty * overlong_share(sum(sample.tokens for sample in rollout), settings)
+        reward -= settings.overlong_penalty * overlong_share(
+            sum(sample.response_tokens for sample in rollout), settings
+        )
     if settings.kl_reward_coef > 0 and not settings.kl_reward_per_token:
         reward -= settings.kl_reward_coef * sum(float(token_kl(sample, settings).sum()) for sample in rollout)
     return reward
 
 
 def overlong_share(tokens: int, settings: TrainerSettings) -> float:
-    """How much of the length penalty a response of so many sampled tokens gets, from 0 to 1.
+    """How much of the length penalty a response of so many tokens gets, those of tools included: from 0 to 1.
 
     DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13: 0 up to L_max - L_cache, then linear, 1 from L_max on.
     """
@@ -156,6 +158,8 @@ def _subtract_kl_to_go(rollout: Rollout, settings: TrainerSettings) -> None:
     token is its KL penalty, plus the outcome at the last one; the return is undiscounted."""
     to_come = 0.0
     for sample in reversed(rollout):
+        if not sample.tokens:
+            continue
         to_go = token_kl(sample, settings).flip(0).cumsum(0).flip(0) + to_come
         to_come = float(to_go[0])
         sample.token_advantages = (sample.advantage - settings.kl_reward_coef * to_go).float()
@@ -201,11 +205,11 @@ def shaping_metrics(groups: Sequence[Sequence[Sample]], settings: TrainerSetting
         "advantage_abs_max": max(map(abs, advantages), default=0.0),
     }
     if settings.overlong_cache_tokens and rollouts:
-        shares = [overlong_share(sum(sample.tokens for sample in rollout), settings) for rollout in rollouts]
+        shares = [overlong_share(sum(s.response_tokens for s in rollout), settings) for rollout in rollouts]
         metrics["overlong_share"] = fmean(share > 0 for share in shares)
         metrics["overlong_penalty_mean"] = settings.overlong_penalty * fmean(shares)
     if settings.kl_reward_coef > 0 and rollouts:
         samples = [sample for rollout in rollouts for sample in rollout]
         taken = sum(float(token_kl(sample, settings).sum()) for sample in samples)
-        metrics["kl_reward_mean"] = taken / sum(sample.tokens for sample in samples)
+        metrics["kl_reward_mean"] = taken / max(1, sum(sample.tokens for sample in samples))
     return metrics

@@ -62,6 +62,8 @@ class Sample:
     behavior: Tensor
     """Their behavior log-probs. [tokens] float32"""
     reward: float
+    response_tokens: int = 0
+    """Length of the response, with tokens that are not trained, such as the output of tools."""
     continues: bool = False
     """A further segment of the rollout of the sample before it: its reward votes once."""
     advantage: float = 0.0
@@ -82,8 +84,9 @@ class Sample:
 
     @property
     def teaches_nothing(self) -> bool:
+        """Whether the policy loss has no gradient from it."""
         own = self.token_advantages
-        return self.advantage == 0.0 and (own is None or not own.any())
+        return not self.tokens or (self.advantage == 0.0 and (own is None or not own.any()))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,12 +95,10 @@ class MicroBatch:
 
     input_ids: Tensor
     """[rows, length] int64, padded with 0 on the right"""
-    kept: Tensor
-    """Positions whose logits some row needs. [kept] int64"""
     rows: Tensor
     """Row of each trainable token. [tokens] int64"""
     columns: Tensor
-    """Index into `kept` of the logits that predict it. [tokens] int64"""
+    """Position in its row of the logits that predict it. [tokens] int64"""
     targets: Tensor
     """[tokens] int64"""
     behavior: Tensor
@@ -122,19 +123,25 @@ class MicroBatch:
         return MicroBatch(**{**values, **moved})
 
 
-def trainable_samples(group: TrajectoryGroup) -> list[Sample]:
-    """The group's trajectories that have a trainable token, in order. The others contribute nothing, to the baseline
-    neither. The first that is left of a rollout's segments continues nothing.
+def samples_of(group: TrajectoryGroup, *, filter_overlong: bool = False) -> list[Sample]:
+    """The group's samples in order: the trajectories that have a trainable token. The first that is left of a rollout's
+    segments continues nothing. A rollout without any has one sample without tokens if it has a reward: that belongs to
+    the baseline, and the rollout counts where rollouts are counted.
 
+    `filter_overlong`: no token of a rollout is trained whose last segment was cut off at the length limit.
     Raises `DataFailure` for a trajectory without reward, without a prompt, or whose lists differ in length.
     """
-    for index, trajectory in enumerate(group.trajectories):
-        if any(trajectory.loss_mask):
-            _check(trajectory, group, index)
-    samples = []
+    samples, index = [], 0
     for rollout in group.rollouts:
-        trained = [trajectory for trajectory in rollout if any(trajectory.loss_mask)]
+        left_out = filter_overlong and rollout[-1].finish_reason == "length"
+        for place, trajectory in enumerate(rollout):
+            if any(trajectory.loss_mask):
+                _check(trajectory, group, index + place)
+        trained = [trajectory for trajectory in rollout if any(trajectory.loss_mask) and not left_out]
         samples += [_sample(trajectory, continues=place > 0) for place, trajectory in enumerate(trained)]
+        if not trained and rollout[0].reward is not None:
+            samples.append(_without_tokens(rollout[0]))
+        index += len(rollout)
     return samples
 
 
@@ -160,8 +167,18 @@ def _sample(trajectory: Trajectory, continues: bool) -> Sample:
         targets=ids[indices],
         behavior=torch.tensor(trajectory.logprobs, dtype=torch.float32)[mask],
         reward=trajectory.reward,
+        response_tokens=len(trajectory.token_ids),
         continues=continues,
     )
+
+
+def _without_tokens(trajectory: Trajectory) -> Sample:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert trajectory.reward is not None
+    return Sample(
+        input_ids=none, positions=none, targets=none, behavior=torch.zeros(0), reward=trajectory.reward,
+        response_tokens=len(trajectory.token_ids),
+    )  # fmt: skip
 
 
 def _check(trajectory: Trajectory, group: TrajectoryGroup, index: int) -> None:
@@ -182,12 +199,14 @@ def _check(trajectory: Trajectory, group: TrajectoryGroup, index: int) -> None:
 
 
 def pack(samples: Sequence[Sample], micro_batch_tokens: int) -> Iterator[tuple[MicroBatch, list[int]]]:
-    """Micro-batches of at most `micro_batch_tokens` padded tokens, with the indices of their samples.
+    """Micro-batches of at most `micro_batch_tokens` padded tokens, with the indices of their samples; without samples
+    that have no tokens.
 
     Longest first: neighbors are of like length, so little is padding, and a pass that does not fit in memory fails
     at once. The order of equal lengths is that of the samples, so packing is a function of its input.
     """
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].input_ids))
+    taken = [index for index, sample in enumerate(samples) if sample.tokens]
+    order = sorted(taken, key=lambda index: -len(samples[index].input_ids))
     start = 0
     while start < len(order):
         longest = len(samples[order[start]].input_ids)
@@ -199,13 +218,10 @@ def pack(samples: Sequence[Sample], micro_batch_tokens: int) -> Iterator[tuple[M
 
 def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
     counts = torch.tensor([sample.tokens for sample in samples])
-    positions = torch.cat([sample.positions for sample in samples])
-    first = int(positions.min())
     return MicroBatch(
         input_ids=pad_sequence([sample.input_ids for sample in samples], batch_first=True),
-        kept=torch.arange(first, int(positions.max()) + 1),
         rows=torch.arange(len(samples)).repeat_interleave(counts),
-        columns=positions - first,
+        columns=torch.cat([sample.positions for sample in samples]),
         targets=torch.cat([sample.targets for sample in samples]),
         behavior=torch.cat([sample.behavior for sample in samples]),
         proximal=_joined([sample.proximal for sample in samples]),

@@ -23,7 +23,8 @@ from engine.training.kl import estimate
 from engine.training.trainer_settings import Mask
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are held within ± this, so that exp stays finite; the loss has no gradient beyond it."""
+"""Log ratios are held within ± this before exp, so that it stays finite; the loss has no gradient beyond it. Sums and
+means over a trajectory are of the ratios as they are: they are bounded after the reduction."""
 
 
 class Dropped(NamedTuple):
@@ -74,7 +75,7 @@ def sequence_tis(raw: Tensor, log_ratio: Tensor, rows: Rows, cap: float) -> Weig
     Liu, Li et al., "When Speed Kills Stability" (2025): unbiased for the whole trajectory but for the truncation, where
     a token's own weight neglects that its prefix was off-policy too; of a variance that grows with length.
     """
-    ratio = rows.spread(rows.sums(log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+    ratio = rows.spread(bounded(rows.sums(log_ratio)).exp())
     return Weights(ratio.clamp(max=cap), ratio > cap)
 
 
@@ -98,14 +99,15 @@ def measured(name: str, log_ratio: Tensor, rows: Rows) -> Tensor:
       sequence masking, arXiv 2512.02556, which there spares positive advantages).
     """
     level, _, statistic = name.partition("_")
-    values = log_ratio if statistic == "ratio" else estimate(statistic, log_ratio)
+    values = log_ratio if statistic == "ratio" else estimate(statistic, bounded_for(statistic, log_ratio))
     if level == "token":
         return values
     return rows.means(values) if level in ("mean", "geometric") else rows.sums(values)
 
 
-def drop(mask: Mask, log_ratio: Tensor, rows: Rows) -> Dropped:
-    """What lies outside the mask's [low, high]; also what is not a number."""
+def drop(mask: Mask, log_ratio: Tensor, rows: Rows, advantages: Tensor) -> Dropped:
+    """What lies outside the mask's [low, high]; also what is not a number. A mask that is `negative_only` spares every
+    token whose advantage is not negative."""
     values = measured(mask.measure, log_ratio, rows)
     low, high = (None if bound is None else _on_scale(mask, bound) for bound in (mask.low, mask.high))
     kept = ~values.isnan()
@@ -113,9 +115,11 @@ def drop(mask: Mask, log_ratio: Tensor, rows: Rows) -> Dropped:
         kept &= values >= low
     if high is not None:
         kept &= values <= high
-    if mask.of_sequences:
-        return Dropped(mask.measure, rows.spread(~kept), ~kept)
-    return Dropped(mask.measure, ~kept, None)
+    tokens = rows.spread(~kept) if mask.of_sequences else ~kept
+    if mask.negative_only:
+        tokens &= advantages < 0
+        kept = rows.sums(tokens.double()) == 0 if mask.of_sequences else kept
+    return Dropped(mask.measure, tokens, ~kept if mask.of_sequences else None)
 
 
 def _on_scale(mask: Mask, bound: float) -> float:
@@ -124,20 +128,33 @@ def _on_scale(mask: Mask, bound: float) -> float:
 
 
 def corrected(
-    raw: Tensor, log_ratio: Tensor, rows: Rows, correction: str, cap: float, masks: Sequence[Mask] = ()
+    raw: Tensor,
+    log_ratio: Tensor,
+    rows: Rows,
+    correction: str,
+    cap: float,
+    masks: Sequence[Mask] = (),
+    advantages: Tensor | None = None,
 ) -> Weights:
-    """The weights after the correction and the masks. `raw` [tokens] are the weights before, `log_ratio` log ρ."""
+    """The weights after the correction and the masks. `raw` [tokens] are the weights before, `log_ratio` log ρ, not
+    bounded; `advantages` [tokens] are what `negative_only` masks read."""
     weights = CORRECTIONS[correction](raw, log_ratio, rows, cap)
     if not masks:
         return weights
-    dropped = tuple(drop(mask, log_ratio, rows) for mask in masks)
+    signs = torch.zeros_like(raw) if advantages is None else advantages
+    dropped = tuple(drop(mask, log_ratio, rows, signs) for mask in masks)
     kept = ~torch.stack([each.tokens for each in dropped]).any(0)
     return Weights(torch.where(kept, weights.used, 0.0), weights.truncated, kept, dropped)
 
 
-def bounded_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """log(numerator / denominator) of log-probs [tokens], within ± `MAX_LOG_RATIO`; NaN stays NaN."""
-    return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Within ± `MAX_LOG_RATIO`; NaN stays NaN."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def bounded_for(estimator: str, log_ratio: Tensor) -> Tensor:
+    """A log ratio as `kl.estimate` takes it: k3 has an exp, the others may be reduced as they are."""
+    return bounded(log_ratio) if estimator == "k3" else log_ratio
 
 
 def effective_sample_share(weights: float, squares: float, tokens: float) -> float:

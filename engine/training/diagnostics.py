@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.training.batch import STALENESS_BUCKETS
-from engine.training.corrections import Weights, bounded_log_ratio, effective_sample_share
+from engine.training.corrections import Weights, bounded, bounded_for, effective_sample_share
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
 from engine.training.trainer_settings import KL_NAMES, TrainerSettings
@@ -29,50 +29,54 @@ class Diagnostics:
         masks = [f"masked_{mask.measure}" for mask in settings.masks]
         masks += [f"rejected_{mask.measure}" for mask in settings.masks if mask.of_sequences]
         self._names = (
-            "loss", "tokens", "nonfinite", "clip_low", "clip_high", "kl", "entropy", "ratio", "truncated", "weights",
+            "loss", "tokens", "unsound", "clip_low", "clip_high", "kl", "entropy", "ratio", "truncated", "weights",
             "squares",
             *(f"behavior_{name}" for name in KL_NAMES),
-            *(("clip_dual",) if settings.loss == "dual_clip" else ()),
+            *(("clip_dual",) if settings.clip_dual else ()),
             *((f"reference_{name}" for name in KL_NAMES) if settings.needs_reference else ()),
             *(("masked", "trajectories", *masks) if masks else ()),
         )  # fmt: skip
         self._by_staleness = tuple(f"{name}_stale_{bucket}" for name in BY_STALENESS for bucket in BUCKET_NAMES)
         self._parts: list[Tensor] = []
+        self._gaps: list[Tensor] = []
 
-    def add(self, terms: TokenTerms, result: TokenLosses, entropy: Tensor, loss: Tensor) -> None:
-        """Take in one micro-batch. Tensors stay on the device; nothing waits for it."""
-        ratio = result.log_ratio.exp()
+    def add(self, terms: TokenTerms, result: TokenLosses, loss: Tensor) -> None:
+        """Take in one micro-batch, without trajectories that are left out. Tensors stay on the device; nothing waits
+        for it."""
+        assert terms.sound is not None and terms.entropy is not None
+        sound = terms.sound
+        ratio = torch.where(sound, result.log_ratio.exp(), 0.0)
         weights = result.weights
-        finite = terms.current.detach().isfinite() & terms.behavior.isfinite() & terms.proximal.isfinite()
-        if terms.reference is not None:
-            finite &= terms.reference.isfinite()
-        tokens = torch.full_like(loss, ratio.numel(), requires_grad=False)
-        behavior = [estimate(name, result.importance) for name in KL_NAMES]
+        used = torch.where(sound, weights.used, 0.0)
+        unsound = terms.rows.sums((~sound).double()) > 0
+        behavior = [estimate(name, bounded_for(name, result.importance)) for name in KL_NAMES]
         row = [
             loss.detach(),
-            tokens,
-            tokens - finite.sum(),
+            sound.sum(),
+            unsound.sum(),
             result.clipped_low.sum(),
             result.clipped_high.sum(),
-            (ratio - 1 - result.log_ratio).sum(),
-            entropy.sum(),
+            (result.log_ratio.exp() - 1 - result.log_ratio).sum(),
+            terms.entropy.detach().sum(),
             ratio.sum(),
-            weights.truncated.sum(),
-            weights.used.sum(),
-            weights.used.square().sum(),
+            (weights.truncated & sound).sum(),
+            used.sum(),
+            used.square().sum(),
             *(values.sum() for values in behavior),
         ]
         if result.clipped_dual is not None:
             row.append(result.clipped_dual.sum())
         if terms.reference is not None:
-            log_ratio = bounded_log_ratio(terms.reference, terms.current.detach())
+            log_ratio = bounded(terms.reference - terms.current.detach())
             row += [estimate(name, log_ratio).sum() for name in KL_NAMES]
         row += _masked(weights, terms.rows.trajectories)
         scalars = torch.stack([value.double() for value in row])
-        self._parts.append(torch.cat([scalars, *_by_staleness(terms, result.importance, behavior[2])]))
+        self._parts.append(torch.cat([scalars, *_by_staleness(terms, sound, result.importance, behavior[2])]))
+        self._gaps.append(_largest_gaps(terms, result.importance))
 
     def merge(self, other: "Diagnostics") -> None:
         self._parts.extend(other._parts)
+        self._gaps.extend(other._gaps)
 
     def sums(self) -> dict[str, float]:
         """The sums by name; waits for the device."""
@@ -82,14 +86,15 @@ class Diagnostics:
         return dict(zip(names, torch.stack(self._parts).sum(0).tolist(), strict=True))
 
     def metrics(self) -> dict[str, float]:
-        """Means over the tokens taken in; all 0 where there were none.
+        """Means over the tokens taken in, which are those with a gradient; all 0 where there were none.
 
         `clip_share_*`; `approx_kl`, Schulman's k3 estimate r - 1 - log r, and `ratio_mean` of the loss's own ratio;
         `entropy` in nats; `tis_truncated_share`; `ess`, a share of the tokens; `behavior_kl_*` of KL(behavior ‖
         proximal), or ‖ current where the old policy is the behavior policy. With a reference `reference_kl_*` of
         KL(current ‖ reference). With masks `masked_share` of the tokens, by any of them, and `masked_share_<measure>`
-        by one; `rejected_share_<measure>` of the trajectories. For each staleness that occurs, its `token_share_`, and
-        over its tokens `ratio_mean_` and `behavior_kl_k3` of log ρ.
+        by one; `rejected_share_<measure>` of the trajectories. `logprob_gap_max` is the greatest |log ρ| of a
+        token, `logprob_gap_max_fresh` that of groups that lag behind by no step. For each staleness that occurs, its
+        `token_share_`, and over its tokens `ratio_mean_` and `behavior_kl_k3` of log ρ.
         """
         sums = self.sums()
         tokens = max(1.0, sums["tokens"])
@@ -112,6 +117,8 @@ class Diagnostics:
                 metrics["_".join(filter(None, ("masked_share", measure)))] = sums[name] / tokens
             elif what == "rejected":
                 metrics[f"rejected_share_{measure}"] = sums[name] / max(1.0, sums["trajectories"])
+        gaps = torch.stack(self._gaps).amax(0).tolist() if self._gaps else (0.0, 0.0)
+        metrics |= dict(zip(("logprob_gap_max", "logprob_gap_max_fresh"), gaps, strict=True))
         return metrics | self._buckets(sums, tokens)
 
     def _buckets(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
@@ -135,9 +142,16 @@ def _masked(weights: Weights, trajectories: int) -> list[Tensor]:
     return [*counts, *(each.tokens.sum() for each in weights.dropped), *(dropped.sum() for dropped in whole)]
 
 
-def _by_staleness(terms: TokenTerms, importance: Tensor, kl: Tensor) -> list[Tensor]:
+def _by_staleness(terms: TokenTerms, sound: Tensor, importance: Tensor, kl: Tensor) -> list[Tensor]:
     """Tokens, Σ ρ and Σ k3 of each staleness bucket. 3 × [buckets] float64"""
     where = terms.staleness if terms.staleness is not None else torch.zeros_like(terms.rows.of_token)
-    each = (torch.ones_like(importance), importance.exp(), kl)
+    each = (sound, torch.where(sound, bounded(importance).exp(), 0.0), kl)
     empty = importance.new_zeros(len(STALENESS_BUCKETS), dtype=torch.float64)
     return [empty.index_add(0, where, values.double()) for values in each]
+
+
+def _largest_gaps(terms: TokenTerms, importance: Tensor) -> Tensor:
+    """The greatest |log ρ| of all tokens, and of those that lag behind by no step. [2] float64"""
+    gaps = importance.abs().double()
+    fresh = gaps if terms.staleness is None else torch.where(terms.staleness == 0, gaps, 0.0)
+    return torch.stack([gaps.amax(), fresh.amax()])

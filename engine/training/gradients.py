@@ -1,27 +1,27 @@
 """Forward and backward passes: log-probs of trainable tokens, and the gradient of one optimizer minibatch.
 
-Called by `model_trainer.ModelTrainer`. Logits are computed at response positions only (`logits_to_keep`, where the
-model has it), and the log-softmax at trainable tokens only. Nothing here may step the optimizer.
+Called by `model_trainer.ModelTrainer`. The model's head is applied to the hidden states of trainable tokens only, so
+many at a time that their logits stay small; the backward pass computes them again. Nothing here may step the optimizer.
 
 The log-probs are of the full vocabulary after temperature. Behavior log-probs are after top-p as well: with top_p <
 1 the sampler renormalises over its nucleus, whose mass is between top_p and 1, so that current / behavior is too
 small by that factor on every token, and no clip or cap notices. Sample with top_p = 1 to train.
 """
 
-import inspect
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from engine.training.batch import MicroBatch, Rows, Sample, pack
 from engine.training.diagnostics import Diagnostics
-from engine.training.losses import TokenTerms, policy_loss
+from engine.training.losses import TokenTerms, policy_loss, without_unsound
 from engine.training.trainer_settings import TrainerSettings
 
-ENTROPY_ROWS = 2048
-"""Tokens whose entropy is computed at a time: bounds the extra [tokens, vocabulary] memory."""
+LOGIT_BYTES = 256 << 20
+"""Most bytes of float32 logits that exist at a time. Their log-softmax and gradient take as much again, each."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -30,7 +30,8 @@ class TokenLogprobs(NamedTuple):
     chosen: Tensor
     """Log-prob of each token; carries the gradient. [tokens] float32"""
     entropy: Tensor
-    """Entropy of the distribution it is drawn from, in nats; without gradient. [tokens] float32"""
+    """Entropy of the distribution it is drawn from, in nats; carries the gradient where the loss has an entropy term.
+    [tokens] float32"""
 
 
 class Policy:
@@ -41,7 +42,7 @@ class Policy:
         self.settings = settings
         self.device = device
         self.bf16 = bf16
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._parts = body_and_head(model)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
@@ -49,55 +50,112 @@ class Policy:
     def logprobs(self, micro: MicroBatch, *, entropy: bool = True) -> TokenLogprobs:
         """Log-probs and entropies of the trainable tokens; entropies are empty where not asked for."""
         with self.autocast():
-            if self._keeps_logits:
-                logits = self.model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=micro.kept).logits
-            else:
-                logits = self.model(input_ids=micro.input_ids, use_cache=False).logits[:, micro.kept]
-        logits = logits[micro.rows, micro.columns].float()
+            if self._parts is None:
+                logits = self.model(input_ids=micro.input_ids, use_cache=False).logits[micro.rows, micro.columns]
+                return TokenLogprobs(*self._of_logits(logits, micro.targets, entropy))
+            body, head = self._parts
+            hidden = body(input_ids=micro.input_ids, use_cache=False).last_hidden_state[micro.rows, micro.columns]
+        size = max(1, LOGIT_BYTES // (4 * head.weight.shape[0]))
+        if len(hidden) <= size:
+            return TokenLogprobs(*self._of_hidden(hidden, micro.targets, head, entropy))
+        parts = [
+            checkpoint(self._of_hidden, part, targets, head, entropy, use_reentrant=False, preserve_rng_state=False)
+            for part, targets in zip(hidden.split(size), micro.targets.split(size), strict=True)
+        ]
+        chosen, entropies = zip(*parts, strict=True)
+        return TokenLogprobs(torch.cat(chosen), torch.cat(entropies))
+
+    def _of_hidden(self, hidden: Tensor, targets: Tensor, head: Any, entropy: bool) -> tuple[Tensor, Tensor]:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not self.settings.fp32_head):
+            logits = head(hidden.float() if self.settings.fp32_head else hidden)
+        return self._of_logits(logits, targets, entropy)
+
+    def _of_logits(self, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each target, from [tokens, vocabulary]."""
+        logits = logits.float()
         if self.settings.temperature != 1.0:
             logits = logits / self.settings.temperature
         logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(1, micro.targets[:, None]).squeeze(1)
-        return TokenLogprobs(chosen, _entropy(logprobs.detach()) if entropy else chosen.new_zeros(0))
+        chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
+        if not entropy:
+            return chosen, chosen.new_zeros(0)
+        return chosen, entropy_of(logprobs if self.settings.entropy_coef > 0 else logprobs.detach())
 
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Log-probs of each sample's trainable tokens under the present weights. [samples][tokens] float32, on the
         CPU"""
-        scored: dict[int, Tensor] = {}
+        scored = [torch.zeros(0)] * len(samples)
         for micro, indices in pack(samples, self.settings.micro_batch_tokens):
             with torch.no_grad():
                 chosen = self.logprobs(micro.to(self.device), entropy=False).chosen.cpu()
-            counts = [samples[index].tokens for index in indices]
-            scored.update(zip(indices, chosen.split(counts), strict=True))
-        return [scored[index] for index in range(len(samples))]
+            for index, values in zip(indices, chosen.split([samples[index].tokens for index in indices]), strict=True):
+                scored[index] = values
+        return scored
 
 
-def _entropy(logprobs: Tensor) -> Tensor:
+def entropy_of(logprobs: Tensor) -> Tensor:
     """-Σ p log p of each row of [tokens, vocabulary]; a token of probability 0 (log-prob -inf) adds 0."""
-    parts = []
-    for rows in logprobs.split(ENTROPY_ROWS):
-        parts.append(torch.special.entr(rows.exp()).sum(-1))
-    return torch.cat(parts)
+    return torch.special.entr(logprobs.exp()).sum(-1)
+
+
+def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
+    """The part of a transformers model that gives hidden states, and its linear head. None if the head applied to the
+    hidden states is not what the model does, because it scales or caps its logits: then all logits are computed."""
+    body, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
+    if body is None or body is model or not isinstance(head, torch.nn.Linear):
+        return None
+    ids = torch.arange(2, device=head.weight.device)[None]
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        parts = head(body(input_ids=ids, use_cache=False).last_hidden_state)
+    return (body, head) if torch.allclose(whole.float(), parts.float(), rtol=1e-4, atol=1e-5) else None
+
+
+def checkpoint_layers(model: Any) -> int:
+    """Make each transformer layer keep only its input for the backward pass, in evaluation mode, too. Returns how many
+    there are: layers are the modules that the model names as not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers:
+        layer.forward = _checkpointed(layer.forward)
+    return len(layers)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def again(*args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return again
 
 
 def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostics:
-    """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass.
+    """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass; zeros where there is none.
 
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
-    loss however it is cut.
+    loss however it is cut. Samples whose gradient is exactly zero are passed over: their tokens count in the weights of
+    the others.
     """
     settings = policy.settings
     diagnostics = Diagnostics(settings)
-    for packed, _ in pack(samples, settings.micro_batch_tokens):
+    trained = samples if settings.needs_every_token else [one for one in samples if not one.teaches_nothing]
+    for packed, _ in pack(trained, settings.micro_batch_tokens):
         micro = packed.to(policy.device)
         logprobs = policy.logprobs(micro)
         proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
         rows = Rows(micro.rows, len(micro.input_ids))
-        terms = TokenTerms(
-            logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness
-        )
+        terms = without_unsound(
+            TokenTerms(
+                logprobs.chosen, micro.behavior, proximal, micro.advantages, rows, micro.reference, micro.staleness,
+                logprobs.entropy,
+            )
+        )  # fmt: skip
         result = policy_loss(terms, settings)
         loss = (result.losses * micro.weights).sum()
         loss.backward()
-        diagnostics.add(terms, result, logprobs.entropy, loss)
+        diagnostics.add(terms, result, loss)
+    for parameter in policy.model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     return diagnostics

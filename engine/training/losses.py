@@ -9,13 +9,13 @@ policy, weighs the surrogate by the corrected importance weights, drops what is 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from engine.training.batch import Rows
-from engine.training.corrections import Weights, bounded_log_ratio, corrected
+from engine.training.corrections import Weights, bounded, corrected
 from engine.training.kl import kl_losses
 from engine.training.trainer_settings import TrainerSettings
 
@@ -36,6 +36,10 @@ class TokenTerms(NamedTuple):
     """Log-probs under the reference policy, where a KL term reads them."""
     staleness: Tensor | None = None
     """Index of each token's staleness bucket, for the diagnostics. int64"""
+    entropy: Tensor | None = None
+    """Entropy of each token's distribution in nats; carries the gradient where the loss has an entropy term."""
+    sound: Tensor | None = None
+    """False for the tokens of a trajectory that is left out: see `without_unsound`. bool; None: all are sound."""
 
 
 class Surrogate(NamedTuple):
@@ -49,7 +53,7 @@ class Surrogate(NamedTuple):
     clipped_high: Tensor
     """True where the upper bound did."""
     clipped_dual: Tensor | None = None
-    """True where the bound of `dual_clip` took the gradient away."""
+    """True where the bound of `clip_dual` took the gradient away."""
 
 
 class TokenLosses(NamedTuple):
@@ -58,7 +62,7 @@ class TokenLosses(NamedTuple):
 
     losses: Tensor
     log_ratio: Tensor
-    """Log of current / old, token by token."""
+    """Log of current / old, token by token, bounded."""
     weights: Weights
     """Importance weights after correction and masks: of current / behavior or of proximal / behavior, as the loss
     uses them."""
@@ -66,11 +70,33 @@ class TokenLosses(NamedTuple):
     clipped_high: Tensor
     clipped_dual: Tensor | None
     importance: Tensor
-    """log ρ, what corrections and masks read."""
+    """log ρ, what corrections and masks read; not bounded."""
 
 
 LossFunction: TypeAlias = Callable[[Tensor, TokenTerms, TrainerSettings], Surrogate]
-"""Log of current / old [tokens], bounded, carrying the gradient; the terms; the settings."""
+"""Log of current / old [tokens], not bounded, carrying the gradient; the terms; the settings."""
+
+
+def without_unsound(terms: TokenTerms) -> TokenTerms:
+    """Leave out each trajectory with a log-prob or an advantage that is not finite: its tokens become neutral, of ratio
+    1 and advantage 0, and get no gradient. The minibatch's other trajectories are trained."""
+    read = [terms.current.detach(), terms.behavior, terms.proximal, terms.advantages]
+    read += [] if terms.reference is None else [terms.reference]
+    faults = ~torch.stack([values.isfinite() for values in read]).all(0)
+    sound = terms.rows.spread(terms.rows.sums(faults.double()) == 0)
+
+    def neutral(values: Tensor | None) -> Any:
+        return None if values is None else torch.where(sound, values, 0.0)
+
+    return terms._replace(
+        current=neutral(terms.current),
+        behavior=neutral(terms.behavior),
+        proximal=neutral(terms.proximal),
+        advantages=neutral(terms.advantages),
+        reference=neutral(terms.reference),
+        entropy=neutral(terms.entropy),
+        sound=sound,
+    )
 
 
 def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
@@ -86,25 +112,33 @@ def policy_loss(terms: TokenTerms, settings: TrainerSettings) -> TokenLosses:
     rest, truncated by the correction.
     """
     old = terms.proximal if settings.needs_proximal else terms.behavior
-    log_ratio = bounded_log_ratio(terms.current, old)
+    log_ratio = terms.current - old
     surrogate = LOSSES[settings.loss](log_ratio, terms, settings)
     log_ratio = log_ratio.detach()
-    importance = bounded_log_ratio(terms.proximal, terms.behavior) if settings.needs_proximal else log_ratio
-    raw = importance.exp() if settings.needs_proximal else surrogate.weights
-    weights = corrected(raw, importance, terms.rows, settings.correction, settings.correction_cap, settings.masks)
+    importance = terms.proximal - terms.behavior if settings.needs_proximal else log_ratio
+    raw = bounded(importance).exp() if settings.needs_proximal else surrogate.weights
+    weights = corrected(
+        raw, importance, terms.rows, settings.correction, settings.correction_cap, settings.masks, terms.advantages
+    )
     losses = surrogate.losses * (weights.used if settings.needs_proximal else weights.used / raw)
     if settings.kl_loss_coef > 0:
         losses = losses + settings.kl_loss_coef * _kl_term(terms, weights, settings)
+    if settings.entropy_coef > 0:
+        assert terms.entropy is not None  # `gradients` has computed it
+        losses = losses - settings.entropy_coef * _unless_masked(terms.entropy, weights)
     marks = surrogate.clipped_low, surrogate.clipped_high, surrogate.clipped_dual
-    return TokenLosses(losses, log_ratio, weights, *marks, importance)
+    return TokenLosses(losses, bounded(log_ratio), weights, *marks, importance)
 
 
 def _kl_term(terms: TokenTerms, weights: Weights, settings: TrainerSettings) -> Tensor:
     """KL(current ‖ reference) of each token that no mask drops."""
     assert terms.reference is not None  # `TrainerSettings.needs_reference` has had it computed
-    log_reference = bounded_log_ratio(terms.reference, terms.current)
-    log_behavior = bounded_log_ratio(terms.current, terms.behavior) if settings.kl_loss_ratio else None
-    values = kl_losses(settings.kl_loss, log_reference, log_behavior)
+    log_reference = bounded(terms.reference - terms.current)
+    log_behavior = bounded(terms.current - terms.behavior) if settings.kl_loss_ratio else None
+    return _unless_masked(kl_losses(settings.kl_loss, log_reference, log_behavior), weights)
+
+
+def _unless_masked(values: Tensor, weights: Weights) -> Tensor:
     return values if weights.kept is None else torch.where(weights.kept, values, 0.0)
 
 
@@ -118,25 +152,21 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, cl
 
 
 def ppo_clip(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
-    """PPO clip: see `clipped_surrogate`."""
-    losses = clipped_surrogate(log_ratio, terms.advantages, settings.clip_low, settings.clip_high)
-    ratio = log_ratio.detach().exp()
-    low = (ratio < 1 - settings.clip_low) & (terms.advantages < 0)
-    high = (ratio > 1 + settings.clip_high) & (terms.advantages > 0)
-    return Surrogate(losses, ratio, low, high)
-
-
-def dual_clip(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
-    """PPO clip, and for A < 0 at least c A: -max(min(r A, clip(r) A), c A), c = clip_dual.
+    """PPO clip: see `clipped_surrogate`. With `clip_dual`, also for A < 0 at least c A: -max(min(r A, clip(r) A), c A).
 
     Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv 1912.09729 eq. 5: where
     a stale policy has made r huge, a bad action would push without bound; beyond c it pushes no more.
     """
-    clipped = ppo_clip(log_ratio, terms, settings)
+    log_ratio = bounded(log_ratio)
+    losses = clipped_surrogate(log_ratio, terms.advantages, settings.clip_low, settings.clip_high)
+    ratio = log_ratio.detach().exp()
     bad = terms.advantages < 0
-    bound = -settings.clip_dual * terms.advantages
-    losses = torch.where(bad, torch.minimum(clipped.losses, bound), clipped.losses)
-    return clipped._replace(losses=losses, clipped_dual=bad & (clipped.weights > settings.clip_dual))
+    low = (ratio < 1 - settings.clip_low) & bad
+    high = (ratio > 1 + settings.clip_high) & (terms.advantages > 0)
+    if not settings.clip_dual:
+        return Surrogate(losses, ratio, low, high)
+    losses = torch.where(bad, torch.minimum(losses, -settings.clip_dual * terms.advantages), losses)
+    return Surrogate(losses, ratio, low, high, bad & (ratio > settings.clip_dual))
 
 
 def gspo(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Surrogate:
@@ -156,7 +186,7 @@ def cispo(log_ratio: Tensor, terms: TokenTerms, settings: TrainerSettings) -> Su
 
     MiniMax-M1, arXiv 2506.13585 eq. 4 and 5, which leaves the lower side open in practice (here `clip_low: 1`).
     """
-    ratio = log_ratio.detach().exp()
+    ratio = bounded(log_ratio.detach()).exp()
     weights = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     low, high = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
     return Surrogate(-weights * terms.advantages * terms.current, weights, low, high)
@@ -166,8 +196,8 @@ def token_weights(lengths: Sequence[int], aggregation: str, constant_tokens: int
     """The weight of each token of each trajectory, so that the minibatch's loss is Σ weight · token loss.
     [trajectories]
 
-    `lengths` are trainable tokens per trajectory of one optimizer minibatch, each at least 1. A rollout of several
-    segments counts as one trajectory.
+    `lengths` are trainable tokens per trajectory of one optimizer minibatch; a trajectory without any counts in n. A
+    rollout of several segments counts as one trajectory.
 
     - `token_mean`, 1 / Σ lengths: every token counts the same (DAPO, arXiv 2503.14476 section 3.3).
     - `sequence_mean`, 1 / (n · length): every trajectory counts the same (GRPO, arXiv 2402.03300 eq. 3).
@@ -175,15 +205,14 @@ def token_weights(lengths: Sequence[int], aggregation: str, constant_tokens: int
     """
     count = len(lengths)
     if aggregation == "sequence_mean":
-        return [1.0 / (count * length) for length in lengths]
-    total = count * constant_tokens if aggregation == "constant" else sum(lengths)
+        return [1.0 / (count * max(1, length)) for length in lengths]
+    total = count * constant_tokens if aggregation == "constant" else max(1, sum(lengths))
     return [1.0 / total] * count
 
 
 LOSSES: dict[str, LossFunction] = {
     "ppo_clip": ppo_clip,
     "decoupled_ppo": ppo_clip,
-    "dual_clip": dual_clip,
     "gspo": gspo,
     "cispo": cispo,
 }

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, EngineError
 from engine.protocols import Batch
-from engine.training.batch import Sample, trainable_samples
+from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
 from engine.training.gradients import Policy
 from engine.training.trainer_settings import TrainerSettings
@@ -24,13 +24,21 @@ from engine.trajectory import TrajectoryGroup
 # -- scores ------------------------------------------------------------------------------------------------------------
 
 
-def scores_of(groups: Sequence[TrajectoryGroup], scored: Sequence[Tensor]) -> list[list[list[float]]]:
-    """`protocols.Scores` of groups whose samples have these log-probs. [samples][tokens] float32"""
-    rows = iter(scored)
+def scores_of(
+    groups: Sequence[TrajectoryGroup], scored: Sequence[Tensor], *, filter_overlong: bool = False
+) -> list[list[list[float]]]:
+    """`protocols.Scores` of groups whose `samples_of` have these log-probs. [samples][tokens] float32"""
+    rows = (row for row in scored if len(row))
     return [
-        [next(rows).tolist() if any(trajectory.loss_mask) else [] for trajectory in group.trajectories]
-        for group in groups
+        [next(rows).tolist() if trained else [] for trained in _trained(group, filter_overlong)] for group in groups
     ]
+
+
+def _trained(group: TrajectoryGroup, filter_overlong: bool) -> Iterator[bool]:
+    """Of each trajectory, whether it has tokens in `samples_of`."""
+    for rollout in group.rollouts:
+        left_out = filter_overlong and rollout[-1].finish_reason == "length"
+        yield from (any(trajectory.loss_mask) and not left_out for trajectory in rollout)
 
 
 def given_scores(batch: Batch, groups: Sequence[Sequence[Sample]], expected: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -41,13 +49,14 @@ def given_scores(batch: Batch, groups: Sequence[Sequence[Sample]], expected: Seq
     missing = [task for task in expected if task not in batch.scores]
     if missing:
         raise EngineError(f"the batch of step {batch.step} has no {' and no '.join(missing)}", step=batch.step)
-    counts = [sample.tokens for group in groups for sample in group]
-    given = {
-        task: [torch.tensor(row, dtype=torch.float32) for row in _rows(scores)] for task, scores in batch.scores.items()
-    }
-    for task, rows in given.items():
-        if [len(row) for row in rows] != counts:
+    samples = [sample for group in groups for sample in group]
+    given = {}
+    for task, scores in batch.scores.items():
+        rows = [torch.tensor(row, dtype=torch.float32) for row in _rows(scores)]
+        if [len(row) for row in rows] != [sample.tokens for sample in samples if sample.tokens]:
             raise EngineError(f"the {task} of step {batch.step} are of other tokens than its batch", step=batch.step)
+        each = iter(rows)
+        given[task] = [next(each) if sample.tokens else torch.zeros(0) for sample in samples]
     return given
 
 
@@ -90,6 +99,7 @@ class ModelScorer:
         transformers_logging.disable_progress_bar()
         device = device_named(settings.device)
         bf16 = runs_in_bf16(settings.bf16, device)
+        self._filter_overlong = settings.filter_overlong
         self._policies: dict[str, Policy] = {}
         if "old_logprobs" in tasks:
             model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -104,8 +114,9 @@ class ModelScorer:
 
     def score(self, batch: Batch, task: str) -> list[list[list[float]]]:
         """See `protocols.Scorer`. Raises `DataFailure` for a trajectory that cannot be trained on."""
-        samples = [sample for group in batch.groups for sample in trainable_samples(group)]
-        return scores_of(batch.groups, self._policy(task).score(samples))
+        left_out = self._filter_overlong
+        samples = [sample for group in batch.groups for sample in samples_of(group, filter_overlong=left_out)]
+        return scores_of(batch.groups, self._policy(task).score(samples), filter_overlong=left_out)
 
     def load(self, weights: Any) -> None:
         """Take the weights by their `state_dict` names, as `ModelTrainer.weights` gives them."""

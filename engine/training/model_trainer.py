@@ -25,10 +25,10 @@ from engine.errors import ConfigError
 from engine.ids import StepId
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages, shaping_metrics
-from engine.training.batch import Sample, by_rollout, trainable_samples
+from engine.training.batch import Sample, by_rollout, samples_of
 from engine.training.device import device_named, move, runs_in_bf16
 from engine.training.diagnostics import Diagnostics
-from engine.training.gradients import Policy, accumulate_gradient
+from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
 from engine.training.losses import token_weights
 from engine.training.model_checkpoint import Snapshot, TrainerState, read_checkpoint, write_checkpoint
 from engine.training.model_scorer import given_scores, load_reference, tokens_of
@@ -52,6 +52,7 @@ class StepTally:
     grad_norms: list[float] = dataclasses.field(default_factory=list)
     learning_rate: float = 0.0
     nonfinite: int = 0
+    unsound: int = 0
     optimizer_steps: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -90,6 +91,9 @@ class ModelTrainer:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.model: PreTrainedModel = loaded.to(device).eval()
         bf16 = runs_in_bf16(self.settings.bf16, device)
+        if self.settings.activation_checkpointing and not checkpoint_layers(self.model):
+            law = f"{type(self.model).__name__} does not name its layers"
+            raise ConfigError("trainer.activation_checkpointing", True, law, "use false")
         self.policy = Policy(self.model, self.settings, device, bf16)
         self.reference: Policy | None = None
         self._scored_apart = scored_apart
@@ -108,7 +112,7 @@ class ModelTrainer:
         """
         if task not in ("old_logprobs", "ref_logprobs"):
             raise ConfigError("trainer task", task, "this trainer cannot score it", "use old_logprobs or ref_logprobs")
-        samples = [sample for group in batch.groups for sample in trainable_samples(group)]
+        samples = [sample for group in self._samples(batch) for sample in group]
         if task == "old_logprobs" and self.settings.needs_proximal:
             self._proximal = (self._score_key(batch, samples), self.policy.score(samples))
         if task == "ref_logprobs" and self.reference is not None:
@@ -132,12 +136,14 @@ class ModelTrainer:
         (before clipping); over their tokens, what `Diagnostics.metrics` says; over the batch's rollouts,
         `reward_mean`, `reward_std`, `accuracy` (share of rewards of at least 1), `response_tokens` (trained ones),
         `zero_advantage_groups`, `segments` (of a rollout, on average: above 1 where histories were rewritten) and what
-        `shaping_metrics` says; `lr` of the last minibatch, `optimizer_steps`, `nonfinite_minibatches`, and `seconds_*`.
+        `shaping_metrics` says; `trained_token_share`, the share of tokens that had a gradient: the metrics of tokens
+        describe these; `lr` of the last minibatch, `optimizer_steps`, `nonfinite_minibatches` (skipped),
+        `nonfinite_trajectories` (left out), and `seconds_*`.
         """
         tally = StepTally(Diagnostics(self.settings))
         with tally.phase("train"):
             with tally.phase("pack"):
-                groups = [trainable_samples(group) for group in batch.groups]
+                groups = self._samples(batch)
                 given = given_scores(batch, groups, self._scored_apart)
                 for samples, staleness in zip(groups, batch.staleness, strict=False):
                     for sample in samples:
@@ -147,15 +153,16 @@ class ModelTrainer:
             set_advantages(groups, self.settings)
             minibatches = self._minibatches(groups)
             with tally.phase("score"):
-                updates = len(minibatches) * self.settings.epochs_per_batch
-                self._set_proximal(batch, groups, given.get("old_logprobs"), optimizer_steps=updates)
+                self._set_proximal(batch, groups, given.get("old_logprobs"))
             with tally.phase("snapshot"):
                 snapshot = Snapshot(self.model, self.optimizer)
             with snapshot:
                 for _ in range(self.settings.epochs_per_batch):
                     for samples in minibatches:
                         self._train_minibatch(samples, tally)
-                metrics = _metrics(groups, tally) | shaping_metrics(groups, self.settings)
+                metrics = _metrics(groups, tally, self.settings.epochs_per_batch) | shaping_metrics(
+                    groups, self.settings
+                )
         self.optimizer_steps += tally.optimizer_steps
         self._proximal = self._reference = None
         return metrics | {f"seconds_{name}": seconds for name, seconds in tally.seconds.items()}
@@ -188,14 +195,15 @@ class ModelTrainer:
         self._proximal = self._reference = None
         return state.step
 
+    def _samples(self, batch: Batch) -> list[list[Sample]]:
+        return [samples_of(group, filter_overlong=self.settings.filter_overlong) for group in batch.groups]
+
     def _minibatches(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-        """Samples of each optimizer step, weighed; those left without any sample are not stepped."""
+        """Samples of each optimizer step, weighed."""
         size = self.settings.policy_mini_batch_size or max(1, len(groups))
         minibatches = []
         for start in range(0, len(groups), size):
             samples = [sample for group in groups[start : start + size] for sample in group]
-            if not samples:
-                continue
             rollouts = by_rollout(samples)
             lengths = [sum(sample.tokens for sample in rollout) for rollout in rollouts]
             weights = token_weights(lengths, self.settings.aggregation, self.settings.aggregation_tokens)
@@ -205,10 +213,8 @@ class ModelTrainer:
             minibatches.append(samples)
         return minibatches
 
-    def _set_proximal(
-        self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None, optimizer_steps: int
-    ) -> None:
-        """Give each sample its log-probs under the present weights, as scored before or now.
+    def _set_proximal(self, batch: Batch, groups: Sequence[Sequence[Sample]], given: list[Tensor] | None) -> None:
+        """Give each sample that is trained its log-probs under the present weights, as scored before or now.
 
         A step of a single minibatch needs none: its first forward pass *is* under the weights before the step.
         """
@@ -220,7 +226,9 @@ class ModelTrainer:
             scored = given
         elif self._proximal is not None and self._proximal[0] == key:
             scored = self._proximal[1]
-        elif optimizer_steps > 1:
+        elif self.settings.optimizer_steps(len(groups)) > 1:
+            every = self.settings.needs_every_token
+            samples = [sample for sample in samples if every or not sample.teaches_nothing]
             scored = self.policy.score(samples)
         else:
             return
@@ -247,18 +255,22 @@ class ModelTrainer:
         return batch.step, groups, tuple(sample.tokens for sample in samples), self.optimizer_steps
 
     def _train_minibatch(self, samples: Sequence[Sample], tally: StepTally) -> None:
-        """One optimizer step, or none where the loss, a log-prob or the gradient is not finite."""
+        """One optimizer step, or none where the loss or the gradient is not finite. Trajectories with a log-prob or an
+        advantage that is not finite are left out."""
         with tally.phase("forward_backward"):
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
             sums = diagnostics.sums()
-        if sums["nonfinite"] or not math.isfinite(sums["loss"]) or not math.isfinite(norm):
+        if sums["unsound"]:
+            tally.unsound += int(sums["unsound"])
+            log.warning("%d trajectories have a log-prob or an advantage that is not finite; they are not trained",
+                        sums["unsound"])  # fmt: skip
+        if not math.isfinite(sums["loss"]) or not math.isfinite(norm):
             tally.nonfinite += 1
             self.optimizer.zero_grad(set_to_none=True)
-            log.warning("minibatch skipped: loss %s, gradient norm %s, %d log-probs not finite",
-                        sums["loss"], norm, sums["nonfinite"])  # fmt: skip
+            log.warning("minibatch skipped: loss %s, gradient norm %s", sums["loss"], norm)
             return
         with tally.phase("optimizer"):
             rate = self.settings.learning_rate_at(self.optimizer_steps + tally.optimizer_steps)
@@ -273,7 +285,8 @@ class ModelTrainer:
         tally.diagnostics.merge(diagnostics)
 
 
-def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, float]:
+def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) -> dict[str, float]:
+    """`passes` over the batch were made."""
     samples = [sample for group in groups for sample in group]
     rewards = [sample.reward for sample in samples if math.isfinite(sample.reward) and not sample.continues]
     return {
@@ -285,10 +298,12 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally) -> dict[str, 
         "accuracy": fmean(reward >= RIGHT for reward in rewards) if rewards else 0.0,
         "reward_std": pstdev(rewards) if rewards else 0.0,
         "response_tokens": float(sum(sample.tokens for sample in samples)),
+        "trained_token_share": tally.diagnostics.sums()["tokens"] / max(1, passes * sum(s.tokens for s in samples)),
         "zero_advantage_groups": float(sum(all(sample.teaches_nothing for sample in group) for group in groups)),
         "segments": len(samples) / max(1, sum(not sample.continues for sample in samples)),
         "optimizer_steps": float(tally.optimizer_steps),
         "nonfinite_minibatches": float(tally.nonfinite),
+        "nonfinite_trajectories": float(tally.unsound),
     }
 
 

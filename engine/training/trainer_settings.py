@@ -11,13 +11,14 @@ spent on recomputing log-probs. Its clip range then has to hold the staleness to
 `correction="token_tis"`. docs/OBJECTIVES.md tables every choice with its formula and its paper.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "dual_clip", "gspo", "cispo")
+LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
 OLD_POLICY_NAMES = ("behavior", "proximal")
 CORRECTION_NAMES = ("none", "token_tis", "sequence_tis")
 KL_NAMES = ("k1", "k2", "k3")
@@ -26,7 +27,7 @@ MASK_NAMES = (
     "token_k1", "token_k2", "token_k3", "mean_k1", "mean_k2", "mean_k3", "sum_k1", "sum_k2", "sum_k3",
 )  # fmt: skip
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
-LR_SCHEDULE_NAMES = ("constant", "linear")
+LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
 BF16_NAMES = ("auto", "on", "off")
 
 GSPO_WIDEST_CLIP = 0.1
@@ -44,6 +45,8 @@ class Mask:
     """One of `MASK_NAMES`: `corrections.py` says how each is computed."""
     low: float | None = None
     high: float | None = None
+    negative_only: bool = False
+    """Keep every token whose advantage is not negative (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     def __post_init__(self) -> None:
         if self.measure not in MASK_NAMES:
@@ -85,17 +88,17 @@ class TrainerSettings:
     max_grad_norm: float = 1.0
     """The gradient of an optimizer minibatch is scaled down to this L2 norm; 0 leaves it as it is."""
     lr_schedule: str = "constant"
-    """After the warm-up: `constant`, or `linear` down to 0 at `lr_total_steps`."""
+    """After the warm-up: `constant`, or down to 0 at `lr_total_steps`: `linear`, or along half a `cosine`."""
     lr_warmup_steps: int = 0
     """Optimizer steps over which the rate rises linearly; step i (from 0) uses (i + 1) / lr_warmup_steps of the
     peak."""
     lr_total_steps: int = 0
-    """Optimizer steps of the whole run; needed by `linear` only."""
+    """Optimizer steps of the whole run; needed by `linear` and `cosine` only."""
 
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp` or `reinforce_pp_baseline`: see `advantages.py`."""
     loss: str = "ppo_clip"
-    """`ppo_clip`, `dual_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
+    """`ppo_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
     see `losses.py`."""
     old_policy: str = "behavior"
     """Whom the loss's ratio is measured against: `behavior` (who sampled), or `proximal`, the weights before the
@@ -104,8 +107,9 @@ class TrainerSettings:
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.28
     """The ratio is clipped above at 1 + clip_high; above clip_low it leaves room for unlikely tokens (DAPO)."""
-    clip_dual: float = 3.0
-    """c of `dual_clip`: with a negative advantage the ratio counts as c at most."""
+    clip_dual: float = 0.0
+    """c of dual clip, with any loss that clips the ratio: with a negative advantage it counts as c at most; 0: no such
+    bound."""
     correction: str = "none"
     """`none`, or the importance weight truncated at `correction_cap`: each token's own (`token_tis`), or one of its
     whole trajectory (`sequence_tis`)."""
@@ -123,15 +127,19 @@ class TrainerSettings:
     """Times KL(behavior ‖ reference), taken off the rewards before advantages; 0: none."""
     kl_reward: str = "k1"
     """Its estimator."""
+    entropy_coef: float = 0.0
+    """Times the entropy of each token's distribution, taken off the loss; 0: none."""
     reference_path: str | None = None
     """Where the reference model's weights are; None: the weights that this run began with."""
     overlong_cache_tokens: int = 0
     """DAPO's soft punishment: over the last so many tokens before `overlong_max_tokens`, a response's reward falls
     linearly by `overlong_penalty`; 0: none."""
     overlong_max_tokens: int = 0
-    """Response tokens from which the whole penalty is due; usually the response budget `max_tokens`."""
+    """Response tokens, those of tools included, from which the whole penalty is due; usually the response budget."""
     overlong_penalty: float = 1.0
     """The whole penalty."""
+    filter_overlong: bool = False
+    """Train no token of a response that was cut off at the length limit. Its reward stays in the baseline (DAPO)."""
     aggregation: str = "token_mean"
     """Over an optimizer minibatch: `token_mean` (DAPO), `sequence_mean` (GRPO) or `constant` (Dr.GRPO): see
     `losses.py`."""
@@ -151,6 +159,11 @@ class TrainerSettings:
     bf16: str = "auto"
     """bfloat16 autocast: `on`, `off`, or `auto` = on where a CUDA device has it. Weights and moments stay float32,
     since an update of 1e-6 is lost in bfloat16."""
+    fp32_head: bool = False
+    """With bf16: compute the logits in float32 all the same."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass and compute the rest again: a third more time, a
+    fraction of the memory. Gradients are the same."""
     device: str = "auto"
     """A torch device, or `auto`: CUDA where there is one."""
     threads: int = 0
@@ -175,10 +188,21 @@ class TrainerSettings:
         return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
 
     @property
-    def scoring_tasks(self) -> tuple[str, ...]:
-        """What each batch is scored by before it is trained, in order."""
+    def needs_every_token(self) -> bool:
+        """Whether the loss has a gradient also where the advantage is 0."""
+        return self.kl_loss_coef > 0 or self.entropy_coef > 0
+
+    def optimizer_steps(self, groups: int) -> int:
+        """Optimizer steps of a batch of so many groups."""
+        size = self.policy_mini_batch_size or max(1, groups)
+        return self.epochs_per_batch * -(-groups // size)
+
+    def scoring_tasks(self, groups: int) -> tuple[str, ...]:
+        """What each batch of so many groups is scored by before it is trained, in order. A batch of a single optimizer
+        step needs no `old_logprobs`: its own forward pass is under the weights before the step."""
         reference = ("ref_logprobs",) if self.needs_reference else ()
-        return (*reference, *(("old_logprobs",) if self.needs_proximal else ()))
+        old = ("old_logprobs",) if self.needs_proximal and self.optimizer_steps(groups) > 1 else ()
+        return (*reference, *old)
 
     @property
     def compares_siblings(self) -> bool:
@@ -199,10 +223,10 @@ class TrainerSettings:
         """The rate of one optimizer step, counted from 0."""
         if optimizer_step < self.lr_warmup_steps:
             return self.learning_rate * (optimizer_step + 1) / self.lr_warmup_steps
-        if self.lr_schedule == "linear":
-            left = (self.lr_total_steps - optimizer_step) / (self.lr_total_steps - self.lr_warmup_steps)
-            return self.learning_rate * max(0.0, left)
-        return self.learning_rate
+        if self.lr_schedule == "constant":
+            return self.learning_rate
+        left = max(0.0, (self.lr_total_steps - optimizer_step) / (self.lr_total_steps - self.lr_warmup_steps))
+        return self.learning_rate * (left if self.lr_schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
     def _check_names(self) -> None:
         choices = {
@@ -240,15 +264,18 @@ class TrainerSettings:
         if self.aggregation == "constant":
             law = "must be at least 1: trainer.aggregation constant divides by it"
             self._require("aggregation_tokens", self.aggregation_tokens >= 1, law, "the rollout's max_tokens")
-        if self.lr_schedule == "linear":
-            law = "must be above trainer.lr_warmup_steps: trainer.lr_schedule linear ends there"
+        if self.lr_schedule != "constant":
+            law = f"must be above trainer.lr_warmup_steps: trainer.lr_schedule {self.lr_schedule} ends there"
             enough = self.lr_total_steps > self.lr_warmup_steps
             self._require("lr_total_steps", enough, law, f"{self.lr_warmup_steps + 1}")
 
     def _objective_laws(self) -> Iterator[tuple[str, bool, str, str]]:
         """(field, whether it holds, law, allowed value) of losses, corrections, KL terms and shaping."""
-        yield "clip_dual", self.clip_dual > 1, "must be above 1 (arXiv 1912.09729)", "3.0"
-        for field in ("kl_loss_coef", "kl_reward_coef", "overlong_penalty"):
+        law = "must be 0, for no such bound, or above 1 (arXiv 1912.09729)"
+        yield "clip_dual", not self.clip_dual or self.clip_dual > 1, law, "3.0"
+        law = "cispo bounds its weights by clip_high; it has no ratio that clip_dual could bound"
+        yield "clip_dual", not self.clip_dual or self.loss != "cispo", law, "0"
+        for field in ("kl_loss_coef", "kl_reward_coef", "overlong_penalty", "entropy_coef"):
             yield field, getattr(self, field) >= 0, "must not be negative", "0"
         for field in ("clip_low", "clip_high") if self.loss == "gspo" else ():
             law = f"must be at most {GSPO_WIDEST_CLIP:g} with gspo, which clips a geometric mean over the sequence"

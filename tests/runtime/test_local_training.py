@@ -47,9 +47,10 @@ def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     config = tree(tmp_path, sync_mode="abort")
+    config["scheduler"]["policy_mini_batch_size"] = 2
     config["trainer"] |= {
         "advantage": "rloo",
-        "loss": "dual_clip",
+        "clip_dual": 3.0,
         "old_policy": "proximal",
         "correction": "sequence_tis",
         "masks": [{"measure": "token_ratio", "low": 0.5, "high": 2.0}, {"measure": "mean_k3", "high": 0.5}],
@@ -69,7 +70,7 @@ def test_batches_are_scored_by_reference_and_old_policy_before_they_are_trained(
         "masked_share", "masked_share_token_ratio", "rejected_share_mean_k3", "advantage_std",
     }  # fmt: skip
     assert all(isinstance(line[name], float) for line in lines for name in told)
-    assert lines[0]["reference_kl_k3"] == pytest.approx(0.0, abs=1e-9) and lines[-1]["reference_kl_k3"] > 0
+    assert 0 <= lines[0]["reference_kl_k3"] < min(1e-3, lines[-1]["reference_kl_k3"])
     assert any("ratio_mean_stale_1" in line for line in lines)
 
 
@@ -131,7 +132,7 @@ def test_the_built_in_scorers_give_the_trainer_what_it_would_have_scored(tmp_pat
     config = {
         "run": {"dir": str(tmp_path), "max_steps": 3, "seed": 3},
         "model": {"make": "arithmetic", "arithmetic": SMALLEST},
-        "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4},
+        "scheduler": {"train_batch_size": 4, "policy_mini_batch_size": 2, "samples_per_prompt": 4},
         "rollout": {"slots": 6, "max_tokens": 40},
         "trainer": {
             "learning_rate": 1e-3, "checkpoint_every": 0, "threads": 1, "old_policy": "proximal", "kl_loss_coef": 0.1,

@@ -116,8 +116,8 @@ def test_a_sequence_mask_heeds_neither_order_nor_neighbours_and_the_geometric_on
     mean = math.fsum(ratios) / len(ratios)
     high = math.exp(abs(mean)) * (1.5 if mean > 0.5 else 0.5) if abs(mean) > 1 else 3.0
     mask = Mask(measure="geometric_ratio", low=0.05, high=max(1.0, high))
-    dropped = drop(mask, logs, rows).trajectories
-    single = drop(mask, logs[: len(ratios)], alone).trajectories
+    dropped = drop(mask, logs, rows, logs).trajectories
+    single = drop(mask, logs[: len(ratios)], alone, logs[: len(ratios)]).trajectories
     assert dropped is not None and single is not None
     assert dropped.tolist() == [single.item()] * 3
 

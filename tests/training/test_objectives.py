@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from token_terms import evaluate, terms
+from token_terms import counted, evaluate, terms
 
 from engine.errors import ConfigError
-from engine.training.advantages import ADVANTAGES, overlong_share, set_advantages, shaping_metrics
-from engine.training.batch import Sample, trainable_samples
+from engine.training.advantages import ADVANTAGES, overlong_share, set_advantages, shaped_reward, shaping_metrics
+from engine.training.batch import Sample, samples_of
 from engine.training.corrections import MAX_LOG_RATIO
 from engine.training.diagnostics import Diagnostics
 from engine.training.kl import estimate
-from engine.training.losses import policy_loss
+from engine.training.losses import TokenTerms, policy_loss, token_weights
 from engine.training.trainer_settings import KL_NAMES, LOSS_NAMES, MASK_NAMES, OLD_POLICY_NAMES, Mask, TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
@@ -32,7 +32,7 @@ def test_rloo_compares_with_the_mean_of_the_others() -> None:
 
 def shaped(groups: Sequence[TrajectoryGroup], settings: TrainerSettings, reference: float = -1.0) -> list[Sample]:
     """Samples with advantages; the reference's log-probs are all equal."""
-    samples = [trainable_samples(group) for group in groups]
+    samples = [samples_of(group) for group in groups]
     for sample in (sample for group in samples for sample in group):
         sample.reference = torch.full((sample.tokens,), reference)
     set_advantages(samples, settings)
@@ -127,7 +127,7 @@ def test_dual_clip_bounds_what_a_bad_action_can_push() -> None:
     # c = 3, A = -1: r = 2 -> max(min(-2, -1.28), -3) = -2: loss 2, gradient 2.  r = 5 -> max(-5, -3): loss 3, no
     # gradient.  r = 0.5 -> min(-0.5, -0.8) = -0.8: loss 0.8.  A = +1, r = 5: as PPO, -1.28.
     given = terms([0.4, 1.0, 0.1, 1.0], [0.2] * 4, [-1.0, -1.0, -1.0, 1.0])
-    result, gradient = evaluate(TrainerSettings(loss="dual_clip"), given)
+    result, gradient = evaluate(TrainerSettings(clip_dual=3.0), given)
     assert result.losses.tolist() == pytest.approx([2.0, 3.0, 0.8, -1.28])
     assert gradient == pytest.approx([2.0, 0.0, 0.0, 0.0])
     assert result.clipped_dual is not None
@@ -179,7 +179,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     assert (result.clipped_high.tolist(), result.clipped_low.tolist()) == ([True, False, False], [False, True, False])
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "cispo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo"])
 def test_a_proximal_old_policy_weighs_any_loss(loss: str) -> None:
     # current / proximal = 1.1 inside every bound, proximal / behavior = 0.2 / 0.1 = 2; gradient -2 · 1.1 · A.
     given = terms([0.22], [0.1], [1.0], proximal=[0.2])
@@ -262,7 +262,7 @@ def test_icepop_and_a_sequence_mask_together_with_their_shares() -> None:
     result, gradient = evaluate(settings, given)
     assert gradient == pytest.approx([0.0, 0.0, 0.9, 0.0, 0.0])
     diagnostics = Diagnostics(settings)
-    diagnostics.add(given, result, torch.ones(5), result.losses.sum())
+    diagnostics.add(counted(given, torch.ones(5)), result, result.losses.sum())
     metrics = diagnostics.metrics()
     assert metrics["ess"] == pytest.approx(0.2)
     assert metrics["tis_truncated_share"] == pytest.approx(0.6)
@@ -276,7 +276,7 @@ def test_ratios_by_staleness() -> None:
     given = terms([0.4, 0.4, 0.4], [0.2, 0.4, 0.1], [1.0] * 3)._replace(staleness=torch.tensor([0, 4, 4]))
     result = policy_loss(given, TrainerSettings())
     diagnostics = Diagnostics(TrainerSettings())
-    diagnostics.add(given, result, torch.ones(3), result.losses.sum())
+    diagnostics.add(counted(given, torch.ones(3)), result, result.losses.sum())
     stale = {name: value for name, value in diagnostics.metrics().items() if "_stale_" in name}
     assert stale == pytest.approx(
         {
@@ -311,7 +311,7 @@ def test_the_kl_joins_the_loss_and_its_shares_the_metrics() -> None:
         assert result.losses.tolist() == pytest.approx([0.1 * value])
         assert gradient == pytest.approx([0.1 * slope])
         diagnostics = Diagnostics(settings)
-        diagnostics.add(given, result, torch.ones(1), result.losses.sum())
+        diagnostics.add(counted(given, torch.ones(1)), result, result.losses.sum())
         assert diagnostics.metrics()[f"reference_kl_{name}"] == pytest.approx(value)
 
 
@@ -402,3 +402,75 @@ def test_log_probs_from_another_world_leave_gradients_finite(loss: str) -> None:
     result, gradient = evaluate(settings, given)
     assert all(map(math.isfinite, gradient)) and result.losses.isfinite().all()
     assert max(map(abs, gradient)) <= 2 * math.exp(MAX_LOG_RATIO) * (MAX_LOG_RATIO + 1)
+
+
+# -- numerics ----------------------------------------------------------------------------------------------------------
+
+
+def far(log_ratios: list[float]) -> TokenTerms:
+    """One trajectory whose log ρ are these, current = proximal."""
+    given = terms([0.5] * len(log_ratios), [0.5] * len(log_ratios), [1.0] * len(log_ratios))
+    return given._replace(behavior=given.current.detach() - torch.tensor(log_ratios, dtype=torch.float64))
+
+
+def test_log_ratios_are_bounded_after_they_are_summed() -> None:
+    # log ρ = -30 and 25: the product is e⁻⁵, the geometric mean e^-2.5. Bounded one by one they would sum to 0.
+    given = far([-30.0, 25.0])
+    settings = TrainerSettings(old_policy="proximal", correction="sequence_tis")
+    assert policy_loss(given, settings).weights.used.tolist() == pytest.approx([math.exp(-5)] * 2)
+    for measure, bound in (("product_ratio", 0.1), ("geometric_ratio", 0.5)):
+        masked = TrainerSettings(old_policy="proximal", masks=(Mask(measure=measure, low=bound),))
+        assert policy_loss(given, masked).weights.used.tolist() == [0.0, 0.0], measure
+    result, gradient = evaluate(TrainerSettings(loss="gspo", clip_low=0.1, clip_high=0.1), given)
+    assert result.losses.tolist() == pytest.approx([-math.exp(-2.5)] * 2)
+    assert gradient == pytest.approx([-math.exp(-2.5)] * 2)
+
+
+def test_a_mask_may_spare_what_has_no_negative_advantage() -> None:
+    # The trajectories' ρ are 4 and 4; the first has advantage 1, the second -1: DeepSeek-V3.2 masks the second alone.
+    given = terms([0.4] * 4, [0.1] * 4, [1.0, 1.0, -1.0, -1.0], lengths=[2, 2], proximal=[0.4] * 4)
+    for negative_only, used in ((False, [0.0] * 4), (True, [4.0, 4.0, 0.0, 0.0])):
+        mask = Mask(measure="mean_k1", low=-0.5, negative_only=negative_only)
+        weights = policy_loss(given, TrainerSettings(old_policy="proximal", masks=(mask,))).weights
+        assert weights.used.tolist() == pytest.approx(used)
+        (dropped,) = weights.dropped
+        assert dropped.trajectories is not None
+        assert dropped.trajectories.tolist() == [not negative_only, True]
+
+
+def test_the_entropy_bonus_is_taken_off_the_loss() -> None:
+    entropy = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    given = terms([0.4, 0.4], [0.4, 0.4], [0.0, 0.0])._replace(entropy=entropy)
+    losses = policy_loss(given, TrainerSettings(entropy_coef=0.1)).losses
+    assert losses.tolist() == pytest.approx([-0.1, -0.2])
+    (gradient,) = torch.autograd.grad(losses.sum(), entropy)
+    assert gradient.tolist() == pytest.approx([-0.1, -0.1])
+
+
+def test_the_greatest_gap_is_told_apart_for_fresh_tokens() -> None:
+    given = far([0.5, -3.0])._replace(staleness=torch.tensor([0, 2]))
+    diagnostics = Diagnostics(TrainerSettings())
+    result = policy_loss(given, TrainerSettings())
+    diagnostics.add(counted(given, torch.ones(2)), result, result.losses.sum())
+    metrics = diagnostics.metrics()
+    assert (metrics["logprob_gap_max"], metrics["logprob_gap_max_fresh"]) == pytest.approx((3.0, 0.5))
+
+
+def test_the_baseline_and_the_denominators_count_rollouts_without_trained_tokens(group: Make) -> None:
+    # Rewards 1, 0, 0.5, the last of a response whose tokens are not trained: mean 0.5, so 0.5 and -0.5 under dr_grpo.
+    # sequence_mean over three rollouts: 1 / (3 · 2) for a token of the first.
+    made = group(0, [1.0, 0.0, 0.8], responses=[[5, 6], [7, 8], [9]])
+    made.trajectories[2].loss_mask = [0]
+    samples = samples_of(made)
+    settings = TrainerSettings(advantage="dr_grpo", aggregation="sequence_mean")
+    set_advantages([samples], settings)
+    assert [sample.advantage for sample in samples] == pytest.approx([0.4, -0.6, 0.2])
+    assert token_weights([sample.tokens for sample in samples], "sequence_mean", 0)[:2] == pytest.approx([1 / 6] * 2)
+    assert token_weights([0, 0], "token_mean", 0) == [1.0, 1.0]
+
+
+def test_the_length_penalty_counts_tokens_of_tools(group: Make) -> None:
+    made = group(0, [1.0], responses=[[5, 6, 7, 8]])
+    made.trajectories[0].loss_mask = [1, 0, 0, 1]
+    settings = TrainerSettings(overlong_cache_tokens=2, overlong_max_tokens=4)
+    assert shaped_reward(samples_of(made), settings) == 0.0

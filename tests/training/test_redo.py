@@ -33,7 +33,7 @@ class Bench:
         self.answers: asyncio.Queue[Event] = asyncio.Queue()
         self.reported: list[int] = []
         self.trainer = trainer
-        self.own = [task for task in SETTINGS.scoring_tasks if task not in apart]
+        self.own = [task for task in SETTINGS.scoring_tasks(99) if task not in apart]
         self.host = TrainerHost(
             trainer=trainer,
             trajectories=store,

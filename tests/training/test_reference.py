@@ -149,7 +149,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
         ("ppo_clip", "icepop"),
         ("ppo_clip", "sequence_tis"),
         ("decoupled_ppo", "masks"),
-        ("dual_clip", "masks"),
+        ("dual clip", "masks"),
         ("gspo", "token_tis"),
         ("cispo", "icepop"),
         ("cispo", "sequence_tis"),
@@ -157,7 +157,9 @@ CORRECTED: dict[str, dict[str, Any]] = {
 )
 def test_every_loss_learns_under_corrections(model_path: str, group: Make, loss: str, correction: str) -> None:
     bounds = {"clip_low": 0.1, "clip_high": 0.1, "aggregation": "sequence_mean"} if loss == "gspo" else {}
-    chosen = {**TASK, **CORRECTED[correction], **bounds, "loss": loss, "kl_loss_coef": 0.0}
+    bounds |= {"clip_dual": 3.0} if loss == "dual clip" else {}
+    name = "ppo_clip" if loss == "dual clip" else loss
+    chosen = {**TASK, **CORRECTED[correction], **bounds, "loss": name, "kl_loss_coef": 0.0}
     reports = learn(anchored(model_path, **chosen), group, 16)
     assert all(math.isfinite(value) for report in reports for value in report.values())
     assert reports[0]["reward_mean"] < 0.1

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from token_terms import counted
 
 from engine.errors import ConfigError
 from engine.training.advantages import ADVANTAGES, STD_EPS
 from engine.training.batch import Rows
-from engine.training.corrections import CORRECTIONS, MAX_LOG_RATIO, bounded_log_ratio, effective_sample_share
+from engine.training.corrections import CORRECTIONS, MAX_LOG_RATIO, bounded, effective_sample_share
 from engine.training.diagnostics import Diagnostics
 from engine.training.losses import LOSSES, TokenLosses, TokenTerms, policy_loss, token_weights
 from engine.training.trainer_settings import (
@@ -141,7 +142,7 @@ def test_decoupled_ppo_of_the_first_minibatch_weighs_by_current_over_behavior() 
 
 
 def test_log_ratios_stay_finite_but_nan_stays_seen() -> None:
-    ratio = bounded_log_ratio(torch.tensor([0.0, -900.0, math.nan]), torch.tensor([-900.0, 0.0, -1.0]))
+    ratio = bounded(torch.tensor([0.0, -900.0, math.nan]) - torch.tensor([-900.0, 0.0, -1.0]))
     assert ratio[:2].tolist() == [MAX_LOG_RATIO, -MAX_LOG_RATIO]
     assert math.isnan(ratio[2])
 
@@ -181,7 +182,7 @@ def test_diagnostics_by_hand() -> None:
     for half in (slice(0, 2), slice(2, 4)):
         given = terms([0.4, 0.4, 0.1, 0.1][half], [0.2] * 2, SIGNS[half])
         result = policy_loss(given, TrainerSettings())
-        diagnostics.add(given, result, torch.tensor([1.0, 2.0]), result.losses.sum())
+        diagnostics.add(counted(given, torch.tensor([1.0, 2.0])), result, result.losses.sum())
     metrics = diagnostics.metrics()
     assert metrics == pytest.approx(
         {
@@ -198,6 +199,8 @@ def test_diagnostics_by_hand() -> None:
             "token_share_stale_0": 1.0,
             "ratio_mean_stale_0": 1.25,
             "behavior_kl_k3_stale_0": 0.25,
+            "logprob_gap_max": 0.6931472,
+            "logprob_gap_max_fresh": 0.6931472,
         },
         rel=1e-5,
         abs=1e-7,
@@ -212,6 +215,9 @@ def test_learning_rate_schedule_by_hand() -> None:
     linear = TrainerSettings(learning_rate=1.0, lr_warmup_steps=4, lr_schedule="linear", lr_total_steps=8)
     assert [constant.learning_rate_at(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert [linear.learning_rate_at(step) for step in (0, 4, 6, 8, 99)] == [0.25, 1.0, 0.5, 0.0, 0.0]
+    cosine = TrainerSettings(learning_rate=1.0, lr_warmup_steps=4, lr_schedule="cosine", lr_total_steps=8)
+    expected = [0.25, 1.0, (1 + 0.5**0.5) / 2, 0.5, 0.0, 0.0]
+    assert [cosine.learning_rate_at(step) for step in (0, 4, 5, 6, 8, 99)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

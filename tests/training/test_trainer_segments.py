@@ -7,7 +7,7 @@ import pytest
 
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages
-from engine.training.batch import by_rollout, trainable_samples
+from engine.training.batch import by_rollout, samples_of
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Span, Trajectory, TrajectoryGroup
@@ -25,7 +25,7 @@ def segmented(group: MakeGroup) -> TrajectoryGroup:
 
 def test_a_rollout_votes_once_and_all_its_segments_get_its_advantage(group: MakeGroup) -> None:
     """Rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, sample std sqrt(1/3)."""
-    samples = trainable_samples(segmented(group))
+    samples = samples_of(segmented(group))
     set_advantages([samples], TrainerSettings())
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
     high, low = (2 / 3) / std, (-1 / 3) / std
@@ -44,7 +44,7 @@ def test_a_rollout_weighs_as_one_however_it_is_cut(
     model_path: str, group: MakeGroup, aggregation: str, weights: list[float]
 ) -> None:
     trainer = ModelTrainer(model_path, TrainerSettings(aggregation=aggregation, aggregation_tokens=10))
-    ((*samples,),) = trainer._minibatches([trainable_samples(segmented(group))])
+    ((*samples,),) = trainer._minibatches([samples_of(segmented(group))])
     assert [s.weight for s in samples] == pytest.approx(weights)
 
 
@@ -60,7 +60,7 @@ def test_reward_metrics_are_over_rollouts(model_path: str, group: MakeGroup, as_
 def test_a_first_segment_with_nothing_to_train_leaves_its_vote_to_the_next(group: MakeGroup) -> None:
     made = segmented(group)
     made.trajectories[0].loss_mask = [0, 0, 0]
-    rollouts = by_rollout(trainable_samples(made))
+    rollouts = by_rollout(samples_of(made))
     assert [[s.tokens for s in rollout] for rollout in rollouts] == [[5], [3], [3]]
 
 

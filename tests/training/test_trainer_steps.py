@@ -9,6 +9,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.protocols import Batch
+from engine.training import model_trainer
+from engine.training.advantages import set_advantages
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -21,7 +23,8 @@ METRICS = {
     "tis_truncated_share", "ess", "reward_mean", "reward_std", "accuracy", "response_tokens", "zero_advantage_groups",
     "behavior_kl_k1", "behavior_kl_k2", "behavior_kl_k3", "token_share_stale_0", "ratio_mean_stale_0",
     "behavior_kl_k3_stale_0", "advantage_std", "advantage_abs_max",
-    "segments", "optimizer_steps", "nonfinite_minibatches", "seconds_train", "seconds_pack", "seconds_score",
+    "segments", "optimizer_steps", "nonfinite_minibatches", "nonfinite_trajectories", "trained_token_share",
+    "logprob_gap_max", "logprob_gap_max_fresh", "seconds_train", "seconds_pack", "seconds_score",
     "seconds_snapshot", "seconds_forward_backward", "seconds_optimizer",
 }  # fmt: skip
 
@@ -107,11 +110,22 @@ def test_groups_of_equal_rewards_give_no_gradient(model_path: str, group: Make, 
     assert same(before, trainer.weights())
 
 
-def test_a_batch_without_trainable_tokens_takes_no_step(model_path: str, group: Make, as_batch: MakeBatch) -> None:
-    trainer = ModelTrainer(model_path, TrainerSettings())
-    metrics = trainer.train(as_batch(0, [group(0, [1.0, 0.0], responses=[[], []])]))
-    assert metrics["optimizer_steps"] == metrics["response_tokens"] == metrics["loss"] == 0
-    assert trainer.train(as_batch(1, []))["optimizer_steps"] == 0
+@pytest.mark.parametrize("rewards", [[1.0, 1.0], [1.0, 0.0]])
+def test_a_batch_without_a_gradient_takes_its_optimizer_step(
+    model_path: str, group: Make, as_batch: MakeBatch, rewards: list[float]
+) -> None:
+    """Moments decay, and the decoupled weight decay acts."""
+    trainer = ModelTrainer(model_path, TrainerSettings(learning_rate=0.1, weight_decay=0.5))
+    trainer.train(as_batch(0, [group(0, [1.0, 0.0])]))
+    matrix = next(p for p in trainer.model.parameters() if p.ndim >= 2)
+    moments = {name: value.clone() for name, value in trainer.optimizer.state[matrix].items()}
+    empty = [] if rewards == [1.0, 1.0] else [[], []]
+    metrics = trainer.train(as_batch(1, [group(1, rewards, responses=empty or None)]))
+    assert (metrics["optimizer_steps"], metrics["loss"], metrics["trained_token_share"]) == (1, 0, 0)
+    after = trainer.optimizer.state[matrix]
+    assert torch.allclose(after["exp_avg"], moments["exp_avg"] * 0.9)
+    assert int(after["step"]) == int(moments["step"]) + 1 == 2
+    assert trainer.train(as_batch(2, []))["optimizer_steps"] == 0
 
 
 @pytest.mark.parametrize("fail_at", [1, 2])
@@ -145,29 +159,50 @@ def test_a_first_step_that_fails_leaves_no_moments(model_path: str, batch: MakeB
     assert not trainer.optimizer.state
 
 
-@pytest.mark.parametrize("where", ["reward", "behavior nan", "behavior -inf", "gradient"])
-def test_what_is_not_finite_is_skipped_and_counted(
-    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+@pytest.mark.parametrize("where", ["reward", "behavior nan", "behavior -inf", "all"])
+def test_a_trajectory_that_is_not_finite_is_left_out_and_counted(model_path: str, batch: MakeBatch, where: str) -> None:
+    """The others are trained as if it had had no advantage: its tokens stay in the denominators."""
+    settings = TrainerSettings(learning_rate=1e-2)
+    trainer, reference = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
+    spoiled, same_batch = batch(0), batch(0)
+    group = spoiled.groups[1]
+    if where == "reward":
+        group.trajectories[0].reward = math.nan  # the baseline of its siblings, too
+    for victim in group.trajectories if where == "all" else group.trajectories[:1]:
+        victim.logprobs[1] = -math.inf if where == "behavior -inf" else victim.logprobs[1]
+        victim.logprobs[1] = math.nan if where in ("behavior nan", "all") else victim.logprobs[1]
+    metrics = trainer.train(spoiled)
+    left_out = [0] if where.startswith("behavior") else range(4)
+
+    def without(groups: Any, settings: TrainerSettings) -> None:
+        set_advantages(groups, settings)
+        for index in left_out:
+            groups[1][index].advantage = 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_trainer, "set_advantages", without)
+        expected = reference.train(same_batch)
+    assert (metrics["nonfinite_trajectories"], metrics["optimizer_steps"]) == (len(left_out), 1)
+    assert metrics["nonfinite_minibatches"] == 0
+    for name, value in trainer.weights().items():
+        assert torch.allclose(value, reference.weights()[name], atol=1e-6), name
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_skips_its_minibatch(model_path: str, batch: MakeBatch) -> None:
     """The minibatch of groups 0 and 1 is spoiled, that of 2 and 3 is sound: as if only the latter had been there."""
     settings = TrainerSettings(policy_mini_batch_size=2, learning_rate=1e-2)
     trainer, reference = ModelTrainer(model_path, settings), ModelTrainer(model_path, settings)
-    spoiled, sound = batch(0), batch(0)
+    sound = batch(0)
     sound.groups = sound.groups[2:]
-    victim = spoiled.groups[1].trajectories[0]
-    if where == "reward":
-        victim.reward = math.nan
-    elif where == "gradient":
-        handles: list[Any] = []
+    handles: list[Any] = []
 
-        def spoil(grad: torch.Tensor) -> torch.Tensor:
-            handles.pop().remove()
-            return grad * math.inf
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        handles.pop().remove()
+        return grad * math.inf
 
-        handles.append(next(trainer.model.parameters()).register_hook(spoil))
-    else:
-        victim.logprobs[1] = math.nan if where == "behavior nan" else -math.inf
-    metrics = trainer.train(spoiled)
+    handles.append(next(trainer.model.parameters()).register_hook(spoil))
+    metrics = trainer.train(batch(0))
     expected = reference.train(sound)
     assert (metrics["nonfinite_minibatches"], metrics["optimizer_steps"]) == (1, 1)
     assert same(trainer.weights(), reference.weights())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.training.batch import Rows
-from engine.training.losses import TokenLosses, TokenTerms, policy_loss
+from engine.training.losses import TokenLosses, TokenTerms, policy_loss, without_unsound
 from engine.training.trainer_settings import TrainerSettings
 
 
@@ -37,3 +37,8 @@ def evaluate(settings: TrainerSettings, given: TokenTerms) -> tuple[TokenLosses,
     result = policy_loss(given, settings)
     (gradient,) = torch.autograd.grad(result.losses.sum(), given.current)
     return result, gradient.tolist()
+
+
+def counted(given: TokenTerms, entropy: torch.Tensor) -> TokenTerms:
+    """Terms as the diagnostics take them in."""
+    return without_unsound(given._replace(entropy=entropy))

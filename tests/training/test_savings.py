@@ -1,0 +1,146 @@
+"""What the train step saves changes nothing: each saving has the gradients of the plain path within 1e-6."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from engine.protocols import Batch
+from engine.training import gradients
+from engine.training.advantages import set_advantages
+from engine.training.batch import Sample, pack
+from engine.training.gradients import Policy, accumulate_gradient, body_and_head
+from engine.training.model_trainer import ModelTrainer
+from engine.training.trainer_settings import TrainerSettings
+from engine.trajectory import TrajectoryGroup
+
+Make = Callable[..., TrajectoryGroup]
+MakeBatch = Callable[..., Batch]
+Gradients = dict[str, torch.Tensor]
+
+EVERY = [
+    {},
+    {"aggregation": "sequence_mean", "advantage": "dr_grpo"},
+    {"aggregation": "constant", "aggregation_tokens": 20, "loss": "cispo"},
+    {"old_policy": "proximal", "correction": "sequence_tis"},
+]
+
+
+def gradient_of(trainer: ModelTrainer, samples: list[Sample]) -> Gradients:
+    trainer.optimizer.zero_grad(set_to_none=True)
+    accumulate_gradient(trainer.policy, samples)
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def prepared(trainer: ModelTrainer, batch: Batch) -> list[Sample]:
+    """The batch as one minibatch, weighed and with its advantages."""
+    groups = trainer._samples(batch)
+    set_advantages(groups, trainer.settings)
+    [samples] = trainer._minibatches(groups)
+    return samples
+
+
+def close(one: Gradients, other: Gradients) -> bool:
+    return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+
+def mixed(group: Make, as_batch: MakeBatch) -> Batch:
+    """Two groups that teach, and two of equal rewards, one of which has the longest responses."""
+    long = [[5] * 12, [6] * 14, [7] * 9, [8] * 11]
+    return as_batch(
+        0,
+        [
+            group(0, [1.0, 0.0, 0.5, 0.0]),
+            group(1, [1.0] * 4, responses=long),
+            group(2, [0.0] * 4),
+            group(3, [0.0, 0.0, 1.0, 0.0]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("settings", EVERY)
+def test_trajectories_without_advantage_are_passed_over_exactly(
+    model_path: str, group: Make, as_batch: MakeBatch, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(**settings))
+    samples = prepared(trainer, mixed(group, as_batch))
+    passed: list[int] = []
+    monkeypatch.setattr(gradients, "pack", lambda given, tokens: passed.append(len(given)) or pack(given, tokens))
+    saved = gradient_of(trainer, samples)
+    monkeypatch.setattr(Sample, "teaches_nothing", False)
+    assert close(saved, gradient_of(trainer, samples))
+    assert passed == [8, 16]
+
+
+@pytest.mark.parametrize("settings", [{"kl_loss_coef": 0.1}, {"entropy_coef": 0.1}])
+def test_a_kl_or_entropy_term_passes_every_trajectory(
+    model_path: str, group: Make, as_batch: MakeBatch, settings: dict[str, Any]
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(**settings))
+    assert trainer.train(mixed(group, as_batch))["trained_token_share"] == 1.0
+    less = ModelTrainer(model_path, TrainerSettings()).train(mixed(group, as_batch))["trained_token_share"]
+    assert 0 < less < 1
+
+
+def test_logits_a_few_tokens_at_a_time_have_the_same_gradient(
+    model_path: str, group: Make, as_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(entropy_coef=0.1, temperature=0.7))
+    samples = prepared(trainer, mixed(group, as_batch))
+    whole, scored = gradient_of(trainer, samples), trainer.policy.score(samples)
+    rows: list[int] = []
+    original = Policy._of_logits
+
+    def noted(policy: Policy, logits: torch.Tensor, *given: Any) -> Any:
+        rows.append(len(logits))
+        return original(policy, logits, *given)
+
+    monkeypatch.setattr(Policy, "_of_logits", noted)
+    monkeypatch.setattr(gradients, "LOGIT_BYTES", 5 * 4 * 16)
+    assert close(whole, gradient_of(trainer, samples))
+    assert max(rows) == 5
+    for one, other in zip(scored, trainer.policy.score(samples), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_checkpointed_activations_have_the_same_gradient(model_path: str, group: Make, as_batch: MakeBatch) -> None:
+    plain = ModelTrainer(model_path, TrainerSettings())
+    saving = ModelTrainer(model_path, TrainerSettings(activation_checkpointing=True))
+    layer = saving.model.model.layers[0]  # type: ignore[union-attr, index]
+    calls: list[bool] = []
+    layer.mlp.register_forward_pre_hook(lambda *given: calls.append(torch.is_grad_enabled()))
+    kept = gradient_of(saving, prepared(saving, mixed(group, as_batch)))
+    assert len(calls) == 2, "once forward, and once more for the backward pass"
+    assert close(kept, gradient_of(plain, prepared(plain, mixed(group, as_batch))))
+    assert not saving.model.training
+
+
+def test_a_model_that_caps_its_logits_is_asked_for_them(tmp_path: Path, model_path: str) -> None:
+    """Gemma 2 caps its logits after the head; the head's own output would be wrong."""
+    config = Gemma2Config(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.05, initializer_range=0.5,
+    )  # fmt: skip
+    assert body_and_head(Gemma2ForCausalLM(config).eval()) is None
+    assert body_and_head(AutoModelForCausalLM.from_pretrained(model_path)) is not None
+
+
+def test_old_log_probs_are_neither_ordered_nor_computed_for_one_optimizer_step(
+    model_path: str, group: Make, as_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = TrainerSettings(old_policy="proximal")
+    assert one.scoring_tasks(4) == () and one.optimizer_steps(4) == 1
+    for several in ({"policy_mini_batch_size": 3}, {"epochs_per_batch": 2}):
+        settings = TrainerSettings(old_policy="proximal", **several)
+        assert settings.scoring_tasks(4) == ("old_logprobs",) and settings.optimizer_steps(4) == 2
+    scored: list[int] = []
+    original = Policy.score
+    monkeypatch.setattr(Policy, "score", lambda policy, given: scored.append(len(given)) or original(policy, given))
+    ModelTrainer(model_path, one).train(mixed(group, as_batch))
+    assert scored == []
+    two = TrainerSettings(old_policy="proximal", epochs_per_batch=2)
+    ModelTrainer(model_path, two).train(mixed(group, as_batch))
+    assert scored == [8], "and only of trajectories with a gradient"
