@@ -91,6 +91,14 @@ def training() -> Dashboard:
     )
     made = made.with_panel(
         graph(
+            "Largest gap between the log-probs of sampler and trainer",
+            "Fresh groups: well below 1, whatever the precision. The alert EngineSamplerDisagrees watches them.",
+            "suffix: nats",
+            {"{{figure}}": figure("~logprob_gap.*")},
+        )
+    )
+    made = made.with_panel(
+        graph(
             "Staleness of what is trained on",
             "Train steps that the oldest token of a group lags behind. Never above the bound S.",
             "suffix: steps",

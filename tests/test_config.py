@@ -439,10 +439,10 @@ def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt()
 @pytest.mark.parametrize(
     ("masks", "says"),
     [
-        (3, "must be a list, each a section with the keys measure, low, high"),
+        (3, "must be a list, each a section with the keys measure, low, high, negative_only"),
         (
             [{"measure": "token_ratio", "hi": 2}],
-            "unknown key; trainer.masks.0 must be a section with the keys measure, low, high",
+            "unknown key; trainer.masks.0 must be a section with the keys measure, low, high, negative_only",
         ),
         ([{"measure": "token_ratio", "low": 2}], "use 0.5"),
         ([{"measure": "ratio", "low": 0.5}], "one of token_ratio"),
