@@ -134,6 +134,11 @@ class RecordNotBegun(RecordError):
     """A schedule record without a header: the run ended before its first event."""
 
 
+class TrainerSpoiled(EngineError):
+    """Raised by a trainer whose weights are no longer those after a whole train step. Its process is replaced: the next
+    one continues from the newest checkpoint and trains the steps since then again."""
+
+
 class StorageFull(EngineError):
     """A disk, or the part of it that the run may use, is full: the directory, the bytes in it, and what to do."""
 

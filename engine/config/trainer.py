@@ -86,6 +86,10 @@ class TrainerSection(Section):
         le=MOST_TOKENS,
         description="Divisor of constant, in tokens; 0: rollout.max_tokens, with agents rollout.context.",
     )
+    rollback: bool = Field(
+        True,
+        description="Copy weights and moments before several optimizer steps, so that a failed step can be undone.",
+    )
     epochs_per_batch: int = Field(1, ge=1, le=1000, description="Passes over each batch.")
     micro_batch_tokens: int = Field(16_384, ge=1, le=MOST_TOKENS, description="Padded tokens of one forward pass.")
     bf16: Literal["auto", "on", "off"] = Field(

@@ -190,6 +190,7 @@ class TrainerWorker(Worker):
             weights=peers.weights,
             emit=peers.emit,
             report=peers.report,
+            broken=peers.broken,
             checkpoints=None if plan.run_dir is None else plan.run_dir / "checkpoints",
             own_tasks=[task for task in plan.limits.scoring_tasks if task not in plan.limits.scored_apart],
             scored_apart=plan.limits.scored_apart,

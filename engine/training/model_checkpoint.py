@@ -28,7 +28,7 @@ from engine.ids import StepId
 
 
 class Snapshot:
-    """Copies in host memory of everything that a train step changes. As a context: put back when the block raises."""
+    """Copies in host memory of everything that a train step changes."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -39,13 +39,6 @@ class Snapshot:
             for parameter, state in optimizer.state.items()
         }
         self._random = random_state()
-
-    def __enter__(self) -> "Snapshot":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.restore()
 
     def restore(self) -> None:
         """Weights, buffers, optimizer state and random state are as before, in place. Gradients are dropped."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages, shaping_metrics
@@ -53,6 +53,8 @@ class StepTally:
     learning_rate: float = 0.0
     nonfinite: int = 0
     unsound: int = 0
+    stepped: bool = False
+    """Whether an optimizer step has begun."""
     optimizer_steps: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -130,7 +132,8 @@ class ModelTrainer:
             move([policy.model for policy in (self.policy, self.reference) if policy], self.optimizer, device)
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """One outer step. On any exception the weights, the optimizer and the random state are as before it.
+        """One outer step. On any exception the weights, the optimizer and the random state are as before it, unless it
+        is `TrainerSpoiled`.
 
         Metrics: means over the optimizer minibatches that were applied (0 where none was) of `loss` and `grad_norm`
         (before clipping); over their tokens, what `Diagnostics.metrics` says; over the batch's rollouts,
@@ -154,9 +157,7 @@ class ModelTrainer:
             minibatches = self._minibatches(groups)
             with tally.phase("score"):
                 self._set_proximal(batch, groups, given.get("old_logprobs"))
-            with tally.phase("snapshot"):
-                snapshot = Snapshot(self.model, self.optimizer)
-            with snapshot:
+            with self._whole_or_nothing(tally, self.settings.epochs_per_batch * len(minibatches)):
                 for _ in range(self.settings.epochs_per_batch):
                     for samples in minibatches:
                         self._train_minibatch(samples, tally)
@@ -166,6 +167,23 @@ class ModelTrainer:
         self.optimizer_steps += tally.optimizer_steps
         self._proximal = self._reference = None
         return metrics | {f"seconds_{name}": seconds for name, seconds in tally.seconds.items()}
+
+    @contextmanager
+    def _whole_or_nothing(self, tally: StepTally, optimizer_steps: int) -> Iterator[None]:
+        """Leave everything as before if the block raises. Raises: `TrainerSpoiled` where that cannot be."""
+        snapshot = None
+        if self.settings.rollback and optimizer_steps > 1:
+            with tally.phase("snapshot"):
+                snapshot = Snapshot(self.model, self.optimizer)
+        try:
+            yield
+        except Exception as error:
+            if snapshot is not None:
+                snapshot.restore()
+            elif tally.stepped:
+                raise TrainerSpoiled(reason_of(error)) from error
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by their `state_dict` name: contiguous float32 copies in host memory.
@@ -272,6 +290,7 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             log.warning("minibatch skipped: loss %s, gradient norm %s", sums["loss"], norm)
             return
+        tally.stepped = True
         with tally.phase("optimizer"):
             rate = self.settings.learning_rate_at(self.optimizer_steps + tally.optimizer_steps)
             for group in self.optimizer.param_groups:

@@ -33,8 +33,8 @@ class OneByOne(Generic[Orders]):
     def _key(self, command: Orders) -> tuple[object, ...]:
         raise NotImplementedError
 
-    async def _answer(self, command: Orders) -> Event:
-        """Carry out one order. Returns the event that answers it."""
+    async def _answer(self, command: Orders) -> Event | None:
+        """Carry out one order. Returns the event that answers it; None if the end of this process will."""
         raise NotImplementedError
 
     def carry_out(self, command: Orders) -> None:
@@ -63,7 +63,9 @@ class OneByOne(Generic[Orders]):
     async def _work(self) -> None:
         while True:
             command = await self._orders.get()
-            self._emit(await self._answer(command))
+            event = await self._answer(command)
+            if event is not None:
+                self._emit(event)
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a blocking call on the thread."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
-from engine.errors import EngineError, describe_error, reason_of
+from engine.errors import EngineError, TrainerSpoiled, clean, describe_error, reason_of
 from engine.events import (
     BatchScored,
     CheckpointFailed,
@@ -164,7 +164,8 @@ Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
 class TrainerHost(OneByOne[Command]):
-    """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step.
+    """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step;
+    `broken(reason)` is called when its weights are spoiled.
 
     `checkpoints` is the directory of the `step-N` directories; None: none can be saved. The trainer does the scoring
     tasks in `own_tasks`; separate scorers do those in `scored_apart`. If `hands_over`, they need the weights after
@@ -179,6 +180,7 @@ class TrainerHost(OneByOne[Command]):
         weights: Weights,
         emit: Callable[[Event], None],
         report: Report,
+        broken: Callable[[str], None],
         checkpoints: Path | None = None,
         own_tasks: Sequence[str] = (),
         scored_apart: Sequence[str] = (),
@@ -189,6 +191,7 @@ class TrainerHost(OneByOne[Command]):
         self._trajectories = trajectories
         self._weights = weights
         self._report = report
+        self._broken = broken
         self._checkpoints = checkpoints
         self._own_tasks = own_tasks
         self._scored_apart = scored_apart
@@ -246,8 +249,8 @@ class TrainerHost(OneByOne[Command]):
             return ("delete", command.number)
         raise EngineError(f"{type(command).__name__} is not for the trainer")
 
-    async def _answer(self, command: Command) -> Event:
-        """Execute one command; returns the event that answers it."""
+    async def _answer(self, command: Command) -> Event | None:
+        """Execute one command; returns the event that answers it, or None if this process must be replaced."""
         if isinstance(command, ScoreBatch):
             return await self._score(command)
         if isinstance(command, TrainStep):
@@ -282,9 +285,13 @@ class TrainerHost(OneByOne[Command]):
         figures: dict[str, Figure] = await self._call(self._figures.read, metrics) if metrics is not None else {}
         return figures
 
-    async def _train(self, command: TrainStep) -> Event:
+    async def _train(self, command: TrainStep) -> Event | None:
         try:
             metrics = await self._train_batch(command.step, command.groups, command.staleness)
+        except TrainerSpoiled as error:
+            log.exception("train step %d has spoiled the trainer", command.step)
+            self._broken(clean(f"train step {command.step} failed half-way: {reason_of(error)}"))
+            return None
         except Exception as error:
             log.warning("train step %d failed", command.step, exc_info=error)
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))

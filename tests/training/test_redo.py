@@ -40,6 +40,7 @@ class Bench:
             weights=LocalWeights(),
             emit=self.answers.put_nowait,
             report=lambda step, figures: self.reported.append(step),
+            broken=lambda reason: None,
             checkpoints=saves,
             own_tasks=self.own,
             scored_apart=apart,

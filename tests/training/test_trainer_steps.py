@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
 from engine.training import model_trainer
 from engine.training.advantages import set_advantages
@@ -325,3 +325,25 @@ def play(trainer: ModelTrainer, group: Make, number: int, target: int, draws: to
     for trajectory, values in zip(made.trajectories, torch.cat(logprobs, 1).tolist(), strict=True):
         trajectory.logprobs = values
     return made
+
+
+def test_one_optimizer_step_is_undone_without_a_copy(model_path: str, batch: MakeBatch, monkeypatch: Any) -> None:
+    monkeypatch.setattr(model_trainer, "Snapshot", None)
+    trainer, spared = (ModelTrainer(model_path, TrainerSettings(learning_rate=1e-2)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(batch(0))
+    for each in (trainer, spared):
+        each.train(batch(0))
+    assert same(trainer.weights(), spared.weights())
+
+
+@pytest.mark.parametrize(("settings", "fail_at"), [({}, 1), ({"rollback": False, "policy_mini_batch_size": 2}, 2)])
+def test_a_step_that_cannot_be_undone_spoils_the_trainer(
+    model_path: str, batch: MakeBatch, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], fail_at: int
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(**settings))
+    count_steps(trainer, monkeypatch, fail_at)
+    with pytest.raises(TrainerSpoiled):
+        trainer.train(batch(0))

@@ -77,7 +77,12 @@ class Bench:
         self.reader, self.learner = Reader(), Learner()
         self.scorer = ScorerHost(scorer=self.reader, ask=self._ask, **shared)
         self.trainer = TrainerHost(
-            trainer=self.learner, report=lambda *_: None, scored_apart=["old_logprobs"], hands_over=True, **shared
+            trainer=self.learner,
+            report=lambda *_: None,
+            broken=lambda reason: None,
+            scored_apart=["old_logprobs"],
+            hands_over=True,
+            **shared,
         )
 
     async def _ask(self, steps: int) -> None:

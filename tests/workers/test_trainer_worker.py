@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.commands import Command, DeleteCheckpoint, PublishWeights, SaveCheckpoint, ScoreBatch, TrainStep
+from engine.errors import TrainerSpoiled
 from engine.events import (
     BatchScored,
     CheckpointFailed,
@@ -72,6 +73,7 @@ class Bench:
     def __init__(self, trainer: Any, checkpoints: Path | None = None) -> None:
         self.events: list[Event] = []
         self.figures: list[tuple[int, Mapping[str, Any]]] = []
+        self.broken: list[str] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
         self._news = asyncio.Event()
         self.host = TrainerHost(
@@ -80,6 +82,7 @@ class Bench:
             weights=self.weights,
             emit=self._emit,
             report=lambda step, figures: self.figures.append((step, figures)),
+            broken=self.broken.append,
             checkpoints=checkpoints,
         )
 
@@ -458,3 +461,20 @@ def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
 def test_a_metric_is_an_int_where_it_fits_64_bits(value: int, figure: type) -> None:
     found = figure_of(value)
     assert found == value and type(found) is figure
+
+
+def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered() -> None:
+    class Spoiled(Scribe):
+        def train(self, batch: Any) -> dict[str, float]:
+            raise TrainerSpoiled("out of memory")
+
+    async def scene() -> None:
+        bench = Bench(Spoiled())
+        await bench.fill(2, 4)
+        bench.host.carry_out(train())
+        (answer,) = await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
+        assert isinstance(answer, WeightsPublished), "the step before it was not answered"
+        assert bench.broken == ["train step 0 failed half-way: out of memory"]
+        await bench.host.close()
+
+    play(scene)

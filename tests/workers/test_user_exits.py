@@ -253,7 +253,7 @@ def test_a_trainer_whose_error_has_no_message_fails_its_step_and_the_next_is_car
         stage = Stage()
         host = TrainerHost(
             trainer=Learner(), trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
-            report=lambda step, figures: None,
+            report=lambda step, figures: None, broken=lambda reason: None,
         )  # fmt: skip
         for attempt in (1, 2):
             host.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), cause=0))
