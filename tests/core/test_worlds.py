@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import EngineError
+from engine.errors import EngineError, TrainerSpoiled
 from engine.policies import PolicySet
+from engine.protocols import Batch
 from engine.record.frames import Header
 from engine.record.reader import read
 from engine.record.recorder import MemoryRecorder
 from engine.record.replayer import replay
 from engine.simulation.judge import Finding
+from engine.simulation.simulated_models import SimTrainer
 from engine.simulation.world import Faults, Setting, World
 from engine.states.group import Group
 from engine.states.ledger import Deadlines
@@ -202,3 +204,22 @@ def _worlds_that_are_tight(count: int) -> list[World]:
         setting = Setting(limits=figures, replicas=3, slots=2, prompts=40, seed=seed, train_s=5.0, faults=faults)
         worlds.append(World(setting, PolicySet.from_names(names)))
     return worlds
+
+
+def test_a_spoiled_trainer_is_replaced_and_trains_from_its_checkpoint_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+    train = SimTrainer.train
+
+    async def spoiled(trainer: SimTrainer, batch: Batch) -> dict[str, float]:
+        trained.append(batch.step)
+        if batch.step == 6 and trained.count(6) == 1:
+            raise TrainerSpoiled("out of memory")
+        return await train(trainer, batch)
+
+    monkeypatch.setattr(SimTrainer, "train", spoiled)
+    limits = Limits(
+        train_batch_size=2, max_staleness_steps=2, max_concurrent_groups=6, max_steps=9, checkpoint_every=4,
+        keeps_batches=True,
+    )  # fmt: skip
+    assert World(Setting(limits=limits, replicas=2, prompts=40, seed=1)).run().outcome == "finished"
+    assert trained == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], "an attempt of step 6 was not answered"

@@ -18,17 +18,16 @@ from embedded_run import FIGURES, PROMPTS, Quick, Saving, options
 
 import engine.runtime.local
 from engine.cli import main
-from engine.errors import ConfigError, RunDamaged, TrainerSpoiled
+from engine.errors import ConfigError, RunDamaged
 from engine.events import ProcessLost, StepTrained
 from engine.protocols import Batch, GroupWork
 from engine.record import Handled, read, replay
-from engine.runtime.local import RunResult, SimpleTrainer, response, run_plan
+from engine.runtime.local import RunResult, SimpleTrainer, response
 from engine.states.limits import Limits
 from engine.storage.checkpoints import list_checkpoints
 from engine.trajectory import Trajectory
 
-sys.path += [str(Path(__file__).parent.parent / name) for name in ("actors", "storage")]
-from ray_plans import Mortal, check_record, events_of, plan, restore_mortal
+sys.path.append(str(Path(__file__).parent.parent / "storage"))
 from small_disk import small_disk
 
 ONCE = list(range(PROMPTS))
@@ -218,23 +217,3 @@ except (Exception, KeyboardInterrupt) as error:
     assert ended.returncode == 0, ended.stderr
     said = "KeyboardInterrupt" if "interrupted" in hangs else f"exceeded its time limit of 0.2 s (timeouts.{hangs}_s)"
     assert said in ended.stdout
-
-
-def test_a_trainer_that_is_spoiled_is_replaced_and_trains_from_its_checkpoint_again(tmp_path: Path) -> None:
-    class Spoiled(Mortal):
-        """Fails half-way through step 6, once."""
-
-        def train(self, batch: Batch) -> dict[str, float]:
-            if batch.step == 6 and not (tmp_path / "spoiled").exists():
-                (tmp_path / "spoiled").touch()
-                raise TrainerSpoiled("out of memory")
-            return super().train(batch)
-
-    given = plan(tmp_path)
-    limits = replace(given.limits, checkpoint_every=4, keeps_batches=True)
-    made = replace(given, limits=limits, make_trainer=lambda: Spoiled(tmp_path, ()), restore_trainer=restore_mortal)
-    assert run_plan(made).outcome == "finished"
-    check_record(tmp_path)
-    assert (tmp_path / "trained").read_text().split() == [*"012345", *"45", *"6789"]
-    (lost,) = events_of(tmp_path, ProcessLost)
-    assert lost.reason == "train step 6 failed half-way: out of memory"
