@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
+from engine.config.memory import Model, memory_lines
 from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.hardware import object_store_limit
@@ -27,6 +28,10 @@ def check_inputs(config: Config) -> Iterator[str]:
     if directory is not None:
         check_model(directory)
         yield f"ok: model.path {config.model.path} has a model and a tokenizer"
+        held = weights_bytes(directory)
+        model = None if held is None else Model.of(directory, held // 4)
+        if model is not None:
+            yield from memory_lines(model, config)
     elif config.model.path is not None:
         yield f"note: model.path {config.model.path} is a hub name: no such directory was found (./ before it: a path)"
     yield from _check_stop(config, directory)

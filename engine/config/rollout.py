@@ -106,6 +106,12 @@ class RolloutSection(Section):
         default_factory=list, max_length=64, description="More strings that end a response, each one token."
     )
     device: str = Field("auto", pattern=DEVICE, description="Of the torch backend: auto, cpu, cuda or cuda:N.")
+    device_memory_gb: float = Field(
+        0.0,
+        ge=0,
+        le=100_000,
+        description="Memory of its device; `engine check` refuses what cannot fit (torch backend); 0: not said.",
+    )
     gpus: float = Field(
         0.0, ge=0, le=64, description="GPUs that Ray reserves for a replica; 0: a share, or one for each vLLM worker."
     )
@@ -166,6 +172,11 @@ class RolloutSection(Section):
             law = f"only the vllm backend has this transport, and rollout.backend is {self.backend}"
             raise ConfigError("rollout.transport", self.transport, law, "use distributed")
         return self
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation, where the configuration bounds them; else 0."""
+        return int(self.context or self.engine_args.get("max_model_len") or 0)
 
     def _check_gpus(self) -> None:
         workers = workers_of(self.engine_args)

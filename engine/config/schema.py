@@ -360,7 +360,7 @@ class Config(Section):
         # Over several turns `max_tokens` limits each answer, and only the context limits the whole response.
         several_turns = self.agent.on_gateway or self.agent.rollout is not None
         return self.trainer.settings(
-            response_tokens=(self.rollout.context or 0) if several_turns else self.rollout.max_tokens,
+            response_tokens=self.rollout.longest if several_turns else self.rollout.max_tokens,
             policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
             temperature=self.rollout.temperature,
             seed=self.run.seed,

@@ -100,6 +100,9 @@ class TrainerSection(Section):
         False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
     )
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
+    device_memory_gb: float = Field(
+        0.0, ge=0, le=100_000, description="Memory of its device; `engine check` refuses what cannot fit; 0: not said."
+    )
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of the trainer; 0: from its pool's share, or torch's default."
     )
@@ -119,7 +122,8 @@ class TrainerSection(Section):
 
     def settings(self, *, response_tokens: int, **shared: Any) -> TrainerSettings:
         """As the trainer takes them, with what it `shared` with other sections. Raises: ConfigError."""
-        own = self.model_dump(exclude={"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every"})
+        elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "device_memory_gb"}
+        own = self.model_dump(exclude=elsewhere)
         own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens

@@ -1,0 +1,118 @@
+"""The memory that a run is expected to need, as `engine check` shows it, part by part.
+
+An estimate from the model's files: parameters are counted exactly, activations by what a transformer layer keeps for
+its backward pass. Called by `inputs.check_inputs`; never imports torch.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.schema import Config
+from engine.errors import ConfigError
+
+GB = 1e9
+LOGIT_BYTES = 256 << 20
+"""As in `training.gradients`, which needs torch. Logits, their log-softmax and its gradient exist at a time."""
+LOGIT_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The sizes of a model that memory depends on."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads_width: int
+    """Width of the queries of a layer."""
+    kv_width: int
+    """Width of its keys, and of its values."""
+    vocabulary: int
+    context: int
+
+    @classmethod
+    def of(cls, directory: Path, parameters: int) -> "Model | None":
+        """From `config.json`; None if that does not say the sizes under their usual names."""
+        try:
+            plain: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            plain = plain.get("text_config", plain)
+            heads, hidden = plain["num_attention_heads"], plain["hidden_size"]
+            size = plain.get("head_dim") or hidden // heads
+            return cls(
+                parameters=parameters, layers=plain["num_hidden_layers"], hidden=hidden,
+                intermediate=plain["intermediate_size"], heads_width=heads * size,
+                kv_width=(plain.get("num_key_value_heads") or heads) * size, vocabulary=plain["vocab_size"],
+                context=plain["max_position_embeddings"],
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @property
+    def kept_by_a_layer(self) -> int:
+        """Numbers that a layer keeps of each token for the backward pass: residuals and norms, queries, keys, values,
+        what attention gives, and the three products of a gated MLP."""
+        return 6 * self.hidden + 2 * self.heads_width + 2 * self.kv_width + 4 * self.intermediate
+
+
+def trainer_memory(model: Model, config: Config) -> dict[str, float]:
+    """Bytes of the trainer's process on its device, by what they are."""
+    t = config.trainer
+    tokens = t.micro_batch_tokens
+    kept = model.layers * model.kept_by_a_layer
+    if t.activation_checkpointing:
+        kept = model.layers * model.hidden + model.kept_by_a_layer
+    logits = min(4 * tokens * model.vocabulary, LOGIT_BYTES) * LOGIT_COPIES
+    parts = {"weights": 4.0 * model.parameters, "gradients": 4.0 * model.parameters, "moments": 8.0 * model.parameters}
+    if config.trainer_settings().needs_reference and "ref_logprobs" not in config.limits().scored_apart:
+        parts["reference"] = 4.0 * model.parameters
+    return {**parts, "activations": 4.0 * tokens * kept, "logits": float(logits)}
+
+
+def host_memory(model: Model, config: Config) -> dict[str, float]:
+    """Bytes of the trainer's process in host memory, beside those of its device."""
+    parts = {"a version being published": 4.0 * model.parameters}
+    if config.trainer.rollback and config.trainer_settings().optimizer_steps(config.scheduler.train_batch_size) > 1:
+        parts["the copy that undoes a failed step"] = 12.0 * model.parameters
+    return parts
+
+
+def replica_memory(model: Model, config: Config) -> dict[str, float]:
+    """Bytes of a replica of the embedded sampler: the weights, and keys and values of every trajectory it samples."""
+    rows = config.rollout.slots * config.scheduler.samples_per_prompt
+    columns = config.rollout.context or model.context
+    cache = 2.0 * 4 * model.layers * rows * columns * model.kv_width
+    return {"weights": 4.0 * model.parameters, "a version being installed": 4.0 * model.parameters, "KV cache": cache}
+
+
+def memory_lines(model: Model, config: Config) -> Iterator[str]:
+    """Lines of `engine check`. Raises: ConfigError if a device that the configuration declares is too small."""
+    trainer = trainer_memory(model, config)
+    yield f"ok: the trainer needs about {shown(trainer)} on its device"
+    yield f"ok: the trainer needs about {shown(host_memory(model, config))} of host memory besides"
+    _require("trainer.device_memory_gb", config.trainer.device_memory_gb, trainer, "the trainer", TRAINER_FIX)
+    if config.rollout.backend == "torch":
+        replica = replica_memory(model, config)
+        yield f"ok: a replica needs about {shown(replica)}, the cache at full length"
+        _require("rollout.device_memory_gb", config.rollout.device_memory_gb, replica, "a replica", REPLICA_FIX)
+
+
+TRAINER_FIX = "set trainer.activation_checkpointing, lower trainer.micro_batch_tokens, or use a larger device"
+REPLICA_FIX = "lower rollout.slots or rollout.context, or use a larger device"
+
+
+def _require(field: str, declared: float, parts: Mapping[str, float], who: str, fix: str) -> None:
+    if declared and sum(parts.values()) > declared * GB:
+        raise ConfigError(field, declared, f"{who} needs about {shown(parts)}", fix)
+
+
+def shown(parts: Mapping[str, float]) -> str:
+    """A sum with its parts."""
+    return f"{_size(sum(parts.values()))} ({' + '.join(f'{_size(bytes)} {name}' for name, bytes in parts.items())})"
+
+
+def _size(bytes: float) -> str:
+    return f"{bytes / GB:.1f} GB" if bytes >= GB else f"{bytes / 1e6:.1f} MB"
