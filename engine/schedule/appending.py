@@ -1,6 +1,6 @@
-"""Frames on their way into a file, which several make together: for whoever appends to segments.
+"""Buffers frames in memory and writes them to a file in one call.
 
-Used by `recorder.Recorder` and by the durable trajectory store. What an error means is theirs.
+Used by `recorder.Recorder` and by the durable trajectory store, which handle the errors.
 """
 
 import os
@@ -25,8 +25,8 @@ class Held:
         return b"".join(self._frames)
 
     def write(self, file: BinaryIO, *, fsync: bool) -> int:
-        """Hand everything to the operating system, with `fsync` to the disk; how many bytes. Nothing is held any more,
-        also where it raises `OSError`."""
+        """Write and forget all frames; with `fsync`, wait for the disk. Returns the number of bytes. Raises: `OSError`;
+        the frames are forgotten then too."""
         if not self._frames:
             return 0
         data = bytes(self)
@@ -41,7 +41,7 @@ class Held:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file to the disk, or which files a directory has."""
+    """Sync a file, or the list of files in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

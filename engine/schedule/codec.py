@@ -1,17 +1,16 @@
-"""Events and commands to bytes and back: an array of the class's tag and its fields in their order.
+"""Encodes events and commands as bytes and back: an array of the class's tag and its fields, in order.
 
     GroupGenerated(group=7, attempt=1, ...)  ⇄  [3, 7, 1, ...]
 
-An event's `id` and `at` and a command's `cause` are left out: the frame that holds them carries these once. What a
-field may hold is read from its annotation: int (signed, 64 bits; a bool is none), float (finite: NaN equals nothing,
-so that it could not be compared on replay; an int where a float belongs is written as a float), bool, str (UTF-8,
-`MAX_TEXT_BYTES`), tuple[int, ...].
+An event's `id` and `at` and a command's `cause` are left out, because their frame has them once. The type of a
+field may hold is read from its annotation: int (signed, 64 bits; no bool), float (finite, because replay cannot compare
+NaN; an int in a float field is written as a float), bool, str (UTF-8, `MAX_TEXT_BYTES`), tuple[int, ...].
 
-Strict both ways: what `encode_*` accepts, `decode_*` gives back equal; an unknown tag, a missing or surplus field,
-another type or an excess is a `CodecError`.
+Both directions are strict: `decode_*` returns a value equal to what `encode_*` accepted. An unknown tag, a missing or
+extra field, a wrong type or a value over a bound raises `CodecError`.
 
-How the format may change once it is released: a tag is never used twice, fields are added only at the end, and either
-raises `frames.FORMAT_VERSION`. Every field is always there.
+Once the format is released, a tag is never reused, fields are added only at the end, and each such change raises
+`frames.FORMAT_VERSION`. Every field is always written.
 """
 
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(data: bytes, id: EventId = -1, at: float = 0.0) -> Event:
-    """The event under the stamp (`id`, `at`) that its frame carries. Raises: `CodecError`."""
+    """The event, with the stamp (`id`, `at`) of its frame. Raises: `CodecError`."""
     return event_from(unpack(data), id, at)
 
 
@@ -43,12 +42,12 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes, cause: EventId) -> Command:
-    """The command as an answer to the event `cause`. Raises: `CodecError`."""
+    """The command, with `cause` as the event that it answers. Raises: `CodecError`."""
     return command_from(unpack(data), cause)
 
 
 def plain_event(event: Event) -> Values:
-    """(tag, field, ...), checked, for a frame that packs more than this."""
+    """(tag, field, ...), checked, for the caller to pack into a frame."""
     return _shape_of(event, _EVENTS).plain(event)
 
 
@@ -57,7 +56,7 @@ def plain_command(command: Command) -> Values:
 
 
 def event_from(plain: Any, id: EventId, at: float) -> Event:
-    """What `plain_event` gave, as msgpack gives it back."""
+    """The event from the list that msgpack decoded. Inverse of `plain_event`."""
     return _shape_for(plain, _EVENT_TAGS, "event").build(plain, id, at)
 
 
@@ -80,8 +79,8 @@ def _shape_of(item: T, shapes: dict[type[T], Shape[T]]) -> Shape[T]:
 
 def _shape_for(plain: Any, tags: dict[int, Shape[T]], what: str) -> Shape[T]:
     if type(plain) is not list or not plain or type(plain[0]) is not int:
-        raise CodecError(f"no {what}: an array that begins with a tag is needed")
+        raise CodecError(f"cannot decode the {what}: expected an array that begins with a tag")
     shape = tags.get(plain[0])
     if shape is None:
-        raise CodecError(f"no {what} has the tag {plain[0]}; a newer engine may have written it")
+        raise CodecError(f"unknown {what} tag {plain[0]}; use the engine version that wrote the record")
     return shape

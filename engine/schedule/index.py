@@ -95,15 +95,15 @@ def measure(path: Path) -> tuple[int, int]:
 
 def _entries(text: bytes) -> list[Entry]:
     if len(text) > MAX_INDEX_BYTES:
-        raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+        raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
     said = json.loads(text)
     if said["format"] != INDEX_FORMAT:
-        raise ValueError(f"format {said['format']!r}, but this engine reads {INDEX_FORMAT}")
+        raise ValueError(f"its format is {said['format']!r}, but this engine reads {INDEX_FORMAT}")
     if said["crc32"] != _checksum(said["segments"]):
         raise ValueError("its checksum does not match")
     entries = [Entry(**entry) for entry in said["segments"]]
     if not all(type(entry.first_event) is int and _fits(entry) for entry in entries):
-        raise ValueError("an entry of its list is not a segment")
+        raise ValueError("an entry of its list is not a valid segment")
     return entries
 
 

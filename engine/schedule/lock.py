@@ -1,6 +1,6 @@
-"""Who writes a record: one process at a time, known by a lock that the operating system takes back when it ends.
+"""The lock on a record: one process writes it at a time. The operating system releases the lock when the process ends.
 
-Taken by `recorder` for as long as it writes, and by whoever wants to know beforehand.
+Held by `recorder` while it writes. Others take it to find out whether a process writes the record.
 """
 
 import errno
@@ -12,21 +12,21 @@ from engine.errors import RecordError, RecordHeld
 from engine.private_files import make_directory
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
-"""What file systems say that lock no directories, network ones for the most part. There, a recorder looks for a segment
-of a higher epoch before it writes."""
+"""Errors of file systems that cannot lock directories, mostly network file systems. On these, a recorder looks for a
+segment of a higher epoch before it writes."""
 
 
 class RecordLock:
-    """Holds a record's directory, which is made if need be, until `release` or until the process ends.
+    """Locks a record's directory until `release` or until the process ends. Creates the directory if it is missing.
 
-    Raises: `RecordHeld` where another process holds it, `RecordError` where it cannot be made.
+    Raises: `RecordHeld` if another process holds the lock, `RecordError` if the directory cannot be created or locked.
     """
 
     def __init__(self, directory: Path, *, waits: bool = False) -> None:
-        """`waits`: until whoever holds it has ended, for as long as that takes."""
+        """`waits`: wait without a limit until the process that holds the lock has ended."""
         self._handle: int | None = None
         self.exclusive = False
-        """No other process holds the directory. False where the file system has no locks."""
+        """This process holds the lock. False if the file system has no locks."""
         try:
             make_directory(directory)
             self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,8 +1,7 @@
-"""One class of events or commands as the codec sees it: its fields, what each may hold, and two functions made for it.
+"""For one class of events or commands: its fields, their types, and two generated functions that encode and decode it.
 
-Called by `codec` alone. As `dataclasses` does, a shape writes the source of its functions once, at import, from the
-class's annotations and from nothing else; field by field through tables would cost three times as much, and every
-event of a run pays it.
+Called only by `codec`. Like `dataclasses`, a shape generates the source of its functions once, at import, from nothing
+but the class's annotations. A loop over the fields would take three times as long, for every event of a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +14,15 @@ from engine.schedule.packing import MAX_INT, MAX_ITEMS, MAX_TEXT_BYTES, MIN_INT,
 T = TypeVar("T")
 Values = tuple[Any, ...]
 SHORT_TEXT = MAX_TEXT_BYTES // 4
-"""No character takes more than four bytes."""
+"""A string of so many characters always fits, because a character takes at most four bytes."""
 
 
 def _int_problem(value: int) -> str | None:
-    return None if MIN_INT <= value <= MAX_INT else "is beyond 64 bits with a sign"
+    return None if MIN_INT <= value <= MAX_INT else "does not fit into a signed 64-bit integer"
 
 
 def _float_problem(value: float) -> str | None:
-    return None if isfinite(value) else f"is {value}: only finite numbers are recorded"
+    return None if isfinite(value) else f"is {value}, but must be finite"
 
 
 def _text_problem(value: str) -> str | None:
@@ -34,28 +33,28 @@ def _text_problem(value: str) -> str | None:
 
 def _ints_problem(values: Sequence[Any]) -> str | None:
     if len(values) > MAX_ITEMS:
-        return f"has {len(values)} entries: {MAX_ITEMS} at most"
+        return f"has {len(values)} entries, but may have at most {MAX_ITEMS}"
     if values and set(map(type, values)) != {int}:
-        return "holds something else than ints"
+        return "has entries that are not ints"
     if values and (max(values) > MAX_INT or min(values) < MIN_INT):
-        return "holds an int beyond 64 bits with a sign"
+        return "has an entry that does not fit into a signed 64-bit integer"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a field may hold."""
+    """A type that a field may have."""
 
     name: str
     held: type
-    """Its type in an object."""
+    """Type of the field's value in an object."""
     wire: type
-    """Its type as msgpack gives it back."""
+    """Type of the value that msgpack decodes."""
     doubt: str
-    """Beyond another type: an expression of the value `{}` that is true where it needs a closer look. msgpack itself
-    neither writes nor reads an int below `MIN_INT`."""
+    """Expression of the value `{}` that is true if `problem` must check it. msgpack itself refuses an int below
+    `MIN_INT`."""
     problem: Callable[[Any], str | None]
-    """The closer look: what is wrong with a value of the right type."""
+    """What is wrong with a value of the right type; None: nothing."""
 
 
 KINDS: dict[Any, Kind] = {
@@ -68,10 +67,10 @@ KINDS: dict[Any, Kind] = {
 
 
 class Shape(Generic[T]):
-    """A class and how it is written and read.
+    """Encodes and decodes the objects of one class.
 
-    `outer` are the fields that the frame carries. `plain(item)` gives (tag, field, ...), checked; `build(plain,
-    *outer)` the object. Both raise `CodecError`. A field of a type that has no `Kind` is a `TypeError` at import.
+    `outer` are the fields that the frame carries. `plain(item)` returns (tag, field, ...), checked; `build(plain,
+    *outer)` returns the object. Both raise `CodecError`. A field whose type has no `Kind` raises `TypeError` at import.
     """
 
     def __init__(self, cls: type[T], outer: tuple[str, ...]) -> None:
@@ -82,7 +81,7 @@ class Shape(Generic[T]):
         self.fields = tuple(f.name for f in fields(cls) if f.name not in outer)  # type: ignore[arg-type]
         for field in self.fields:
             if hints[field] not in KINDS:
-                raise TypeError(f"{self.name}.{field}: the record has no form for {hints[field]}")
+                raise TypeError(f"{self.name}.{field}: the record cannot hold the type {hints[field]}")
         self.kinds = tuple(KINDS[hints[field]] for field in self.fields)
         self.tag: int = cls.tag  # type: ignore[attr-defined]
         self.plain: Callable[[T], Values] = self._made(self._plain_source())
@@ -98,13 +97,13 @@ class Shape(Generic[T]):
         return names["made"]
 
     def _setters(self) -> dict[str, Any]:
-        """The slots themselves: a frozen class's own `__init__` takes twice the time and has nothing to add."""
+        """Set the slots directly, because the `__init__` of a frozen class takes twice as long."""
         if hasattr(self.cls, "__post_init__"):
             raise TypeError(f"{self.name}: the record does not run __post_init__")
         return {f"set_{name}": getattr(self.cls, name).__set__ for name in (*self.fields, *self.outer)}
 
     def _plain_source(self) -> str:
-        """As for a class of tag 3 with the one field `group`:
+        """For a class with tag 3 and the field `group`:
 
         def made(item):
             v0 = item.group
@@ -118,7 +117,7 @@ class Shape(Generic[T]):
         return "\n".join(["def made(item):", *lines, f"    return ({', '.join([str(self.tag), *values])},)"])
 
     def _build_source(self) -> str:
-        """As for an event with the one field `group`:
+        """For an event with the field `group`:
 
         def made(plain, id, at):
             if len(plain) != 2: return build_with_care(plain, id, at)
@@ -155,8 +154,7 @@ class Shape(Generic[T]):
         return " or ".join(doubts)
 
     def _plain_with_care(self, item: T) -> Values:
-        """An int where a float belongs becomes one, a subclass of int, float or str the plain thing; the rest is
-        refused."""
+        """Convert an int in a float field to float, and subclasses of int, float and str to these. Refuse the rest."""
         values = [
             self._as_held(field, kind, getattr(item, field))
             for field, kind in zip(self.fields, self.kinds, strict=True)
@@ -176,9 +174,9 @@ class Shape(Generic[T]):
         return value
 
     def _build_with_care(self, plain: list[Any], *outer: Any) -> T:
-        """Say what is wrong with what was read, or build it where nothing is."""
+        """Name the first invalid field, or build the object."""
         if len(plain) != len(self.fields) + 1:
-            raise CodecError(f"{self.name} has {len(self.fields)} fields, not {len(plain) - 1}")
+            raise CodecError(f"{self.name} must have {len(self.fields)} fields, not {len(plain) - 1}")
         given = dict(zip(self.outer, outer, strict=True))
         for field, kind, value in zip(self.fields, self.kinds, plain[1:], strict=True):
             if type(value) is not kind.wire:
