@@ -1,7 +1,7 @@
 """How a run ends: finished, stopped at rest, or failed with a named cause.
 
-Called by `scheduler.py` after every event. The end of a run that has its steps is a last publication, a last checkpoint
-and a last validation, in this order. A run that nothing moves any more ends with the cause (law 7).
+Called by `scheduler.py` after every event. A run that has all its steps ends with a last publication, a last checkpoint
+and a last validation, in this order. A run that can make no progress ends with the cause (law 7).
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ class Completion:
             self.orders.end_run("stopped", state.draining)
 
     def advance(self, look_after_hardware: Callable[[], None], order_again: Callable[[], None]) -> None:
-        """End the run once no step can follow: what no version holds is published, a last checkpoint written, the rest
-        let go."""
+        """End the run once no step can follow: publish steps that no version contains, save a last checkpoint, and
+        drop the remaining groups."""
         state = self.state
         if state.draining:
             self._come_to_rest()
@@ -62,10 +62,10 @@ class Completion:
             self.training.publish()
             return
         unsaved = state.checkpoints.newest < state.steps_trained and not state.checkpoint_pending
-        if self.state.limits.checkpoint_every and unsaved:  # also where it was ordered before, and failed
+        if self.state.limits.checkpoint_every and unsaved:  # also if an earlier attempt failed
             self.training.checkpoint()
-        barren = self._why_barren()
-        if self.state.limits.validation is not None and not state.validations.closing and not barren:
+        untrainable = self._why_untrainable()
+        if self.state.limits.validation is not None and not state.validations.closing and not untrainable:
             self.validation.close()
             look_after_hardware()
             self.validation.send()
@@ -74,8 +74,8 @@ class Completion:
         for group in list(state.groups.values()):
             self.rollout.drop(group)
         state.waiting.clear()
-        if barren:
-            self.orders.end_run("failed", barren)
+        if untrainable:
+            self.orders.end_run("failed", untrainable)
         else:
             reason = f"{state.steps_trained} train steps"
             self.orders.end_run("finished", reason)
@@ -94,9 +94,8 @@ class Completion:
             )
             self.orders.end_run("failed", reason)
 
-    def _why_barren(self) -> str:
-        """Why nothing came of the prompts of a run that ends without a train step; empty where something did, and where
-        there were none."""
+    def _why_untrainable(self) -> str:
+        """Why a run that drew prompts ends without a train step; empty if it had a step or drew no prompt."""
         state = self.state
         drawn, filtered = state.ledger.drawn, state.filtered_in_a_row
         if state.steps_trained or not drawn:
@@ -105,7 +104,7 @@ class Completion:
         if filtered:
             causes.append(f"{self._filter} dropped {f'all {drawn}' if filtered == drawn else f'{filtered} of {drawn}'}")
         if state.last_failure and filtered < drawn:
-            causes.append(f"the last that failed: {state.last_failure}")
+            causes.append(f"the last failure: {state.last_failure}")
         return "; ".join(["no group could be trained on", *(causes or [f"all {drawn} were filtered or dropped"])])
 
     @property

@@ -1,7 +1,7 @@
-"""Replicas that are let go, replicas that are wanted, and a run that comes to rest.
+"""Draining: replicas that leave, the number of replicas wanted, and a run that drains as a whole.
 
-Called by `scheduler.py`. A replica that leaves gets no more groups; those it has are parked with what they have, and go
-on elsewhere or, where the run comes to rest, when it is resumed. Nothing of that costs an attempt.
+Called by `scheduler.py`. A replica that leaves gets no more groups. Its groups are parked with their prefixes and
+resume on another replica or, if the whole run drains, when the run is resumed. No group is charged an attempt.
 """
 
 from dataclasses import dataclass
@@ -34,16 +34,16 @@ class DepartureScheduling:
         state = self.state
         if self.state.draining:
             return
-        self.state.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
+        self.state.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
         if state.limits.drain_s is not None:
             self.state.drain_timer = state.new_timer()
             delay = state.limits.drain_s
             self.orders.add(SetTimer(timer=self.state.drain_timer, delay_s=delay, cause=self.orders.cause))
 
     def on_drain_timer(self) -> None:
-        """The drain has taken too long: what is left of it is given up."""
+        """The drain has exceeded its time limit: stop the run without waiting for the rest."""
         self.state.drain_timer = None
-        self.orders.end_run("stopped", f"the drain took longer than durability.drain_s = {self.state.limits.drain_s:g}")
+        self.orders.end_run("stopped", f"the drain exceeded durability.drain_s = {self.state.limits.drain_s:g}")
 
     def on_replica_leaves(self, event: ReplicaLeaves) -> None:
         replica = self.state.fleet.replicas[event.replica]
@@ -52,7 +52,7 @@ class DepartureScheduling:
             self.state.fleet.leave_changed(replica)
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
-        """Those of the highest ids leave, those that are missing are started."""
+        """Replicas with the highest ids leave, or missing ones are started."""
         for replica in self.state.fleet.rollouts():
             self._want(replica, replica.id < event.replicas, f"{event.replicas} replicas are wanted")
         self.lifetimes.launch(event.replicas)
@@ -70,30 +70,30 @@ class DepartureScheduling:
     # orders
 
     def advance(self) -> None:
-        """Bring to rest who is to leave, and let go who has come to rest."""
+        """Drain replicas that must leave, and stop those that have drained."""
         for replica in self.state.census.take_unexamined():
             if replica.process.leaves:
                 self._let_leave(replica)
                 continue
             pooled = self.state.pools.of_replica(replica.id) is not None
-            if replica.state == "drained" and (pooled or not self.state.draining):  # it was to leave, and stays
+            if replica.state == "drained" and (pooled or not self.state.draining):  # it was to leave, but stays
                 self.state.fire_replica(replica, "keep")
                 self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
             if self.state.draining:
                 self._bring_to_rest(replica)
 
     def _let_leave(self, replica: Replica) -> None:
-        """One that leaves has come to rest, or is brought to it."""
+        """Drain a replica that leaves, or stop it once it has drained."""
         process = replica.process
         if process.state == "up" and replica.state not in ("drained", "asleep"):
             self._bring_to_rest(replica, alone=True)
         elif process.state == "up":
             self._stop(replica)
         elif process.state == "starting" and not process.wanted:
-            self._stop(replica)  # it is on its way
+            self._stop(replica)  # it is not up yet
 
     def _stop(self, replica: Replica) -> None:
-        """Nothing runs there: it need not be there any more."""
+        """Stop a replica on which nothing runs."""
         reason = replica.process.reason
         if replica.state != "down":
             self.rollout.lose_replica(replica, reason)
@@ -103,7 +103,7 @@ class DepartureScheduling:
         self.sync.note_none_left(replica, reason)
 
     def _bring_to_rest(self, replica: Replica, *, alone: bool = False) -> None:
-        """Park what runs on a replica that is in no sync; one that is comes to it at the end of that."""
+        """Park what runs on a ready replica. Does nothing during a sync: it is called again after that."""
         state = self.state
         if replica.state != "ready":
             return
