@@ -118,7 +118,11 @@ def test_the_state_in_which_groups_are_rewarded_comes_with_its_pool_alone(config
 @pytest.mark.parametrize(
     ("module", "chosen", "says"),
     [
-        (a_policy("admission", "admit(self, view, legal)", "return legal + 1"), "admission", "it must be an integer"),
+        (
+            a_policy("admission", "admit(self, view, legal)", "return legal + 1"),
+            "admission",
+            "it must return an integer",
+        ),
         (a_policy("filter", "keep(self, view, outcome)", "return 1 // 0"), "filter", "raised ZeroDivisionError"),
         (a_policy("admission", "admit(self, view, legal)", "return 0"), "admission", "the policies start nothing"),
         (

@@ -1,7 +1,7 @@
-"""The record of a run: how events and commands become bytes, where the bytes lie, and how they are read and replayed.
+"""The record of a run: how events and commands are encoded, stored, read and replayed.
 
-`Recorder` writes what the driver decides, `read` gives it back, `replay` feeds it to a fresh scheduler. Nothing here
-decides anything, and nothing that is read is ever unpickled.
+`Recorder` writes the driver's events and commands, `read` reads them, and `replay` gives the events to a new scheduler.
+Nothing here decides anything, and nothing is ever unpickled.
 """
 
 from engine.record.codec import CodecError, decode_command, decode_event, encode_command, encode_event

@@ -1,17 +1,16 @@
-"""Events and commands to bytes and back: an array of the class's tag and its fields in their order.
+"""Encodes events and commands as bytes and back: an array of the class's tag and its fields, in order.
 
     GroupGenerated(group=7, attempt=1, ...)  ⇄  [3, 7, 1, ...]
 
-An event's `id` and `at` and a command's `cause` are left out: the frame that holds them carries these once. What a
-field may hold is read from its annotation: int (signed, 64 bits; a bool is none), float (finite: NaN equals nothing,
-so that it could not be compared on replay; an int where a float belongs is written as a float), bool, str (UTF-8,
-`MAX_TEXT_BYTES`), tuple[int, ...].
+An event's `id` and `at` and a command's `cause` are left out, because their frame has them once. What a
+field may hold is read from its annotation: int (signed, 64 bits; no bool), float (finite, because replay cannot compare
+NaN; an int in a float field is written as a float), bool, str (UTF-8, `MAX_TEXT_BYTES`), tuple[int, ...].
 
-Strict both ways: what `encode_*` accepts, `decode_*` gives back equal; an unknown tag, a missing or surplus field,
-another type or an excess is a `CodecError`.
+Both directions are strict: `decode_*` returns a value equal to what `encode_*` accepted. An unknown tag, a missing or
+extra field, a wrong type or a value over a bound raises `CodecError`.
 
-How the format may change once it is released: a tag is never used twice, fields are added only at the end, and either
-raises `frames.FORMAT_VERSION`. Every field is always there.
+Once the format is released, a tag is never reused, fields are added only at the end, and each such change raises
+`frames.FORMAT_VERSION`. Every field is always written.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +29,15 @@ from engine.record.msgpack_values import MAX_INT, MAX_ITEMS, MAX_TEXT_BYTES, MIN
 T = TypeVar("T")
 Values = tuple[Any, ...]
 SHORT_TEXT = MAX_TEXT_BYTES // 4
-"""No character takes more than four bytes."""
+"""A string of so many characters always fits, because a character takes at most four bytes."""
 
 
 def _int_problem(value: int) -> str | None:
-    return None if MIN_INT <= value <= MAX_INT else "is beyond 64 bits with a sign"
+    return None if MIN_INT <= value <= MAX_INT else "does not fit into a signed 64-bit integer"
 
 
 def _float_problem(value: float) -> str | None:
-    return None if isfinite(value) else f"is {value}: only finite numbers are recorded"
+    return None if isfinite(value) else f"is {value}, but must be finite"
 
 
 def _text_problem(value: str) -> str | None:
@@ -49,28 +48,28 @@ def _text_problem(value: str) -> str | None:
 
 def _ints_problem(values: Sequence[Any]) -> str | None:
     if len(values) > MAX_ITEMS:
-        return f"has {len(values)} entries: {MAX_ITEMS} at most"
+        return f"has {len(values)} entries, but may have at most {MAX_ITEMS}"
     if values and set(map(type, values)) != {int}:
-        return "holds something else than ints"
+        return "has entries that are not ints"
     if values and (max(values) > MAX_INT or min(values) < MIN_INT):
-        return "holds an int beyond 64 bits with a sign"
+        return "has an entry that does not fit into a signed 64-bit integer"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a field may hold."""
+    """A type that a field may have."""
 
     name: str
     held: type
-    """Its type in an object."""
+    """Type of the field's value in an object."""
     wire: type
-    """Its type as msgpack gives it back."""
+    """Type of the value that msgpack decodes."""
     doubt: str
-    """Beyond another type: an expression of the value `{}` that is true where it needs a closer look. msgpack itself
-    neither writes nor reads an int below `MIN_INT`."""
+    """Expression of the value `{}` that is true if `problem` must check it. msgpack itself refuses an int below
+    `MIN_INT`."""
     problem: Callable[[Any], str | None]
-    """The closer look: what is wrong with a value of the right type."""
+    """What is wrong with a value of the right type; None: nothing."""
 
 
 KINDS: dict[Any, Kind] = {
@@ -83,10 +82,10 @@ KINDS: dict[Any, Kind] = {
 
 
 class Shape(Generic[T]):
-    """A class and how it is written and read.
+    """Encodes and decodes the objects of one class.
 
-    `outer` are the fields that the frame carries. `plain(item)` gives (tag, field, ...), checked; `build(plain,
-    *outer)` the object. Both raise `CodecError`. A field of a type that has no `Kind` is a `TypeError` at import.
+    `outer` are the fields that the frame carries. `plain(item)` returns (tag, field, ...), checked; `build(plain,
+    *outer)` returns the object. Both raise `CodecError`. A field whose type has no `Kind` raises `TypeError` at import.
     """
 
     def __init__(self, cls: type[T], outer: tuple[str, ...]) -> None:
@@ -97,7 +96,7 @@ class Shape(Generic[T]):
         self.fields = tuple(f.name for f in fields(cls) if f.name not in outer)  # type: ignore[arg-type]
         for field in self.fields:
             if hints[field] not in KINDS:
-                raise TypeError(f"{self.name}.{field}: the record has no form for {hints[field]}")
+                raise TypeError(f"{self.name}.{field}: the record cannot hold the type {hints[field]}")
         self.kinds = tuple(KINDS[hints[field]] for field in self.fields)
         self.tag: int = cls.tag  # type: ignore[attr-defined]
         self.plain: Callable[[T], Values] = self._made(self._plain_source())
@@ -113,13 +112,13 @@ class Shape(Generic[T]):
         return names["made"]
 
     def _setters(self) -> dict[str, Any]:
-        """The slots themselves: a frozen class's own `__init__` takes twice the time and has nothing to add."""
+        """Set the slots directly, because the `__init__` of a frozen class takes twice as long."""
         if hasattr(self.cls, "__post_init__"):
             raise TypeError(f"{self.name}: the record does not run __post_init__")
         return {f"set_{name}": getattr(self.cls, name).__set__ for name in (*self.fields, *self.outer)}
 
     def _plain_source(self) -> str:
-        """As for a class of tag 3 with the one field `group`:
+        """For a class with tag 3 and the field `group`:
 
         def made(item):
             v0 = item.group
@@ -133,7 +132,7 @@ class Shape(Generic[T]):
         return "\n".join(["def made(item):", *lines, f"    return ({', '.join([str(self.tag), *values])},)"])
 
     def _build_source(self) -> str:
-        """As for an event with the one field `group`:
+        """For an event with the field `group`:
 
         def made(plain, id, at):
             if len(plain) != 2: return build_with_care(plain, id, at)
@@ -170,8 +169,7 @@ class Shape(Generic[T]):
         return " or ".join(doubts)
 
     def _plain_with_care(self, item: T) -> Values:
-        """An int where a float belongs becomes one, a subclass of int, float or str the plain thing; the rest is
-        refused."""
+        """Convert an int in a float field to float, and subclasses of int, float and str to these. Refuse the rest."""
         values = [
             self._as_held(field, kind, getattr(item, field))
             for field, kind in zip(self.fields, self.kinds, strict=True)
@@ -191,9 +189,9 @@ class Shape(Generic[T]):
         return value
 
     def _build_with_care(self, plain: list[Any], *outer: Any) -> T:
-        """Say what is wrong with what was read, or build it where nothing is."""
+        """Name the first invalid field, or build the object."""
         if len(plain) != len(self.fields) + 1:
-            raise CodecError(f"{self.name} has {len(self.fields)} fields, not {len(plain) - 1}")
+            raise CodecError(f"{self.name} must have {len(self.fields)} fields, not {len(plain) - 1}")
         given = dict(zip(self.outer, outer, strict=True))
         for field, kind, value in zip(self.fields, self.kinds, plain[1:], strict=True):
             if type(value) is not kind.wire:
@@ -220,7 +218,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(data: bytes, id: EventId = -1, at: float = 0.0) -> Event:
-    """The event under the stamp (`id`, `at`) that its frame carries. Raises: `CodecError`."""
+    """The event, with the stamp (`id`, `at`) of its frame. Raises: `CodecError`."""
     return event_from(unpack(data), id, at)
 
 
@@ -230,12 +228,12 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes, cause: EventId) -> Command:
-    """The command as an answer to the event `cause`. Raises: `CodecError`."""
+    """The command, with `cause` as the event that it answers. Raises: `CodecError`."""
     return command_from(unpack(data), cause)
 
 
 def plain_event(event: Event) -> Values:
-    """(tag, field, ...), checked, for a frame that packs more than this."""
+    """(tag, field, ...), checked, for the caller to pack into a frame."""
     return _shape_of(event, _EVENTS).plain(event)
 
 
@@ -244,7 +242,7 @@ def plain_command(command: Command) -> Values:
 
 
 def event_from(plain: Any, id: EventId, at: float) -> Event:
-    """What `plain_event` gave, as msgpack gives it back."""
+    """The event from the list that msgpack decoded. Inverse of `plain_event`."""
     return _shape_for(plain, _EVENT_TAGS, "event").build(plain, id, at)
 
 
@@ -267,8 +265,8 @@ def _shape_of(item: T, shapes: dict[type[T], Shape[T]]) -> Shape[T]:
 
 def _shape_for(plain: Any, tags: dict[int, Shape[T]], what: str) -> Shape[T]:
     if type(plain) is not list or not plain or type(plain[0]) is not int:
-        raise CodecError(f"no {what}: an array that begins with a tag is needed")
+        raise CodecError(f"cannot decode the {what}: expected an array that begins with a tag")
     shape = tags.get(plain[0])
     if shape is None:
-        raise CodecError(f"no {what} has the tag {plain[0]}; a newer engine may have written it")
+        raise CodecError(f"unknown {what} tag {plain[0]}; use the engine version that wrote the record")
     return shape

@@ -67,8 +67,8 @@ class Held:
         return b"".join(self._frames)
 
     def write(self, file: BinaryIO, *, fsync: bool) -> int:
-        """Hand everything to the operating system, with `fsync` to the disk; how many bytes. Nothing is held any more,
-        also where it raises `OSError`."""
+        """Write and forget all frames; with `fsync`, wait for the disk. Returns the number of bytes. Raises: `OSError`;
+        the frames are forgotten then too."""
         if not self._frames:
             return 0
         data = bytes(self)
@@ -83,7 +83,7 @@ class Held:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file to the disk, or which files a directory has."""
+    """Sync a file, or the list of files in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -95,21 +95,21 @@ def fsync(path: Path) -> None:
 
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
-"""What file systems say that lock no directories, network ones for the most part. There, a recorder looks for a segment
-of a higher epoch before it writes."""
+"""Errors of file systems that cannot lock directories, mostly network file systems. On these, a recorder looks for a
+segment of a higher epoch before it writes."""
 
 
 class RecordLock:
-    """Holds a record's directory, which is made if need be, until `release` or until the process ends.
+    """Locks a record's directory until `release` or until the process ends. Creates the directory if it is missing.
 
-    Raises: `RecordHeld` where another process holds it, `RecordError` where it cannot be made.
+    Raises: `RecordHeld` if another process holds the lock, `RecordError` if the directory cannot be created or locked.
     """
 
     def __init__(self, directory: Path, *, waits: bool = False) -> None:
-        """`waits`: until whoever holds it has ended, for as long as that takes."""
+        """`waits`: wait without a limit until the process that holds the lock has ended."""
         self._handle: int | None = None
         self.exclusive = False
-        """No other process holds the directory. False where the file system has no locks."""
+        """This process holds the lock. False if the file system has no locks."""
         try:
             make_directory(directory)
             self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,15 +1,15 @@
-"""What the frames of a record say: the header, an event that was handled with its answer, an event that was rejected,
-a part of a snapshot.
+"""The contents of a record's frames: the header, a handled event with its commands, a rejected event, a part of a
+snapshot.
 
     header    [0, {format, run, code, flags, limits, policies, config}]
     handled   [1, position, at, [event], [[command], ...], state hash]
     rejected  [2, position, at, [event], reason]
-    snapshot  [3, position, number of the part, parts, what `snapshots.snapshot` gave]
+    snapshot  [3, position, number of the part, parts, the part of `snapshots.snapshot`]
 
-Called by `recorder` and `reader`; `store` knows how frames lie in files. An event's position is its `id`; commands
-answer the event of their frame. A rejected event has the position it would have had: the scheduler could not handle
-it, so it changed nothing. A snapshot's position is how many events were handled before it; its parts follow one
-another in one segment.
+Called by `recorder` and `reader`; `store` arranges frames in files. An event's position is its `id`. Commands answer
+the event of their frame. The scheduler could not handle a rejected event, so nothing changed and the next event gets
+the same position. A snapshot's position is the number of events handled before it. Its parts are consecutive frames of
+one segment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +25,21 @@ from engine.record.codec import command_from, event_from, plain_command, plain_e
 from engine.record.msgpack_values import MAX_INT, MAX_TEXT_BYTES, CodecError, pack, unpack
 
 FORMAT_VERSION = 1
-"""Raised by every change of this page, of a class's fields or of the tags, once this version is released. Until then
-version 1 is open: a change writes its golden records again. Golden records of released versions stay readable."""
+"""After the release, every change of this file, of a class's fields or of the tags increments it. Until then version 1
+may change: regenerate the golden records. Golden records of released versions stay readable."""
 LOGIC_FLAGS: frozenset[str] = frozenset()
-"""Changes of the scheduler's decisions that a record may name, so that older records still replay. None so far."""
+"""Named changes of the scheduler's decisions. A record names those in force, so that older records still replay. None
+so far."""
 MAX_HASH = 2**64 - 1
 HEADER, HANDLED, REJECTED, SNAPSHOT = 0, 1, 2, 3
 SNAPSHOT_START = b"\x95\x03"
-"""How the payload of such a frame begins: an array of five, the first of them its kind."""
+"""First bytes of a snapshot's payload: an array of five that begins with its kind."""
 MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first frame: all that a fresh scheduler needs, and where the record comes from."""
+    """The first frame: what a new scheduler needs, and which run and engine wrote the record."""
 
     run: str
     """The run's id."""
@@ -62,7 +63,7 @@ class Handled:
     commands: tuple[Command, ...]
     state_hash: int
     payload: bytes
-    """The frame's own bytes, which are the quickest thing to compare."""
+    """The bytes of the frame, which replay compares first because that is fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +76,18 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the scheduler's whole state after `position` events: the `number`-th of `parts`, from 0."""
+    """One part of the scheduler's state after `position` events: number `number` of `parts`, from 0."""
 
     position: int
     number: int
     parts: int
     plain: Any
     payload: bytes
-    """The frame's own bytes."""
+    """The bytes of the frame."""
 
 
 def encode_header(header: Header) -> bytes:
-    """Raises: `CodecError` where the configuration holds something that is no plain value."""
+    """Raises: `CodecError` if the configuration has a value that msgpack cannot encode."""
     said = {
         "format": FORMAT_VERSION, "run": header.run, "code": header.code, "flags": list(header.flags),
         "limits": _plain(header.limits), "policies": _plain(header.policies), "config": _plain(header.config),
@@ -106,24 +107,24 @@ def decode_header(data: bytes) -> Header:
     kinds = {"format": int, "run": str, "code": str, "flags": list, "limits": dict, "policies": dict, "config": dict}
     for name, kind in kinds.items():
         if type(said.get(name)) is not kind:
-            raise CodecError(f"the header's {name} is a {type(said.get(name)).__name__}, not a {kind.__name__}")
+            raise CodecError(f"header field {name} is a {type(said.get(name)).__name__}, not a {kind.__name__}")
     if len(said) != len(kinds):
-        raise CodecError(f"the header has unknown entries: {', '.join(sorted(map(str, set(said) - set(kinds))))}")
+        raise CodecError(f"the header has unknown fields: {', '.join(sorted(map(str, set(said) - set(kinds))))}")
     if not all(type(text) is str for text in (*said["flags"], *said["policies"], *said["policies"].values())):
-        raise CodecError("the header's flags and policies are names")
+        raise CodecError("flags and policies in the header must be strings")
     unknown = sorted(set(said["flags"]) - LOGIC_FLAGS)
     if unknown:
-        raise CodecError(f"written with the logic flag {unknown[0]!r}, which this engine does not know")
+        raise CodecError(f"unknown logic flag {unknown[0]!r}; use the engine version that wrote the record")
     del said["format"]
     return Header(**{**said, "flags": tuple(said["flags"])})
 
 
 def check_format(version: object) -> None:
-    """Refuse, by name, a format version that this engine cannot read."""
+    """Raises: `CodecError` for a format version that this engine cannot read."""
     if type(version) is not int or version < 1:
-        raise CodecError(f"{version!r} is no format version")
+        raise CodecError(f"the format version is {version!r}, but must be an integer of at least 1")
     if version > FORMAT_VERSION:
-        raise CodecError(f"format version {version}; this engine reads up to {FORMAT_VERSION}, a newer one is needed")
+        raise CodecError(f"the format version is {version}, but at most {FORMAT_VERSION} is known; use a newer engine")
 
 
 def encode_handled(event: Event, commands: Sequence[Command], state_hash: int) -> bytes:
@@ -132,28 +133,28 @@ def encode_handled(event: Event, commands: Sequence[Command], state_hash: int) -
     for command in commands:
         if command.cause != event.id:
             raise CodecError(
-                f"{type(command).__name__} answers event {command.cause}, but stands under event {event.id}"
+                f"{type(command).__name__} has cause {command.cause}, but must have its event's id {event.id}"
             )
         answer.append(plain_command(command))
     return pack((HANDLED, event.id, _stamp(event), plain_event(event), answer, state_hash))
 
 
 def encode_rejected(event: Event, reason: str) -> bytes:
-    """Raises: `CodecError`. The reason is cut where it is too long, and cleaned of what is not Unicode."""
+    """The reason is cut to `MAX_TEXT_BYTES`, and invalid Unicode in it is replaced. Raises: `CodecError`."""
     clean = reason.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
     return pack((REJECTED, event.id, _stamp(event), plain_event(event), clean))
 
 
 def encode_snapshot(position: int, parts: Sequence[Any]) -> list[bytes]:
-    """A payload for each part. Raises: `CodecError`, also for more parts than a snapshot may have."""
+    """A payload for each part. Raises: `CodecError`, for example for more than `MAX_PARTS` parts."""
     _check_stamp(position, 0.0)
     if not 0 < len(parts) <= MAX_PARTS:
-        raise CodecError(f"a snapshot of {len(parts)} parts: {MAX_PARTS} at most")
+        raise CodecError(f"a snapshot has {len(parts)} parts, but must have from 1 to {MAX_PARTS}")
     return [pack((SNAPSHOT, position, number, len(parts), part)) for number, part in enumerate(parts)]
 
 
 def place_of_part(data: bytes) -> tuple[int, int, int] | None:
-    """(position, number, parts) of a snapshot's part, the rest unread; None for any other frame.
+    """(position, number, parts) of a snapshot's part, without decoding the rest; None for any other frame.
 
     Raises: `CodecError`.
     """
@@ -166,37 +167,37 @@ def place_of_part(data: bytes) -> tuple[int, int, int] | None:
         walker.skip()
         position, number, parts = walker.unpack(), walker.unpack(), walker.unpack()
     except (ValueError, msgpack.UnpackException):
-        raise CodecError("not a part of a snapshot: its place is not told") from None
+        raise CodecError("invalid part of a snapshot: expected its position, number and parts") from None
     _check_part(position, number, parts)
     return position, number, parts
 
 
 def decode_frame(data: bytes, answers: bool = True) -> Handled | Rejected | Part:
-    """Any frame but the header. `answers`: whether the commands are decoded; without, they stay empty and unchecked.
+    """Any frame but the header. `answers=False`: commands are neither decoded nor checked, and stay empty.
 
     Raises: `CodecError`.
     """
     plain = unpack(data)
     if type(plain) is not list or not plain or type(plain[0]) is not int:
-        raise CodecError("not a frame: an array that begins with its kind is needed")
+        raise CodecError("invalid frame: expected an array that begins with its kind")
     if plain[0] == HANDLED and len(plain) == 6:
         _, id, at, event, commands, state_hash = plain
         _check_stamp(id, at)
         if type(commands) is not list or type(state_hash) is not int or not 0 <= state_hash <= MAX_HASH:
-            raise CodecError("not a frame: commands and a state hash of 64 bits are needed")
+            raise CodecError("invalid frame: expected a list of commands and a 64-bit state hash")
         answer = tuple([command_from(command, id) for command in commands]) if answers else ()
         return Handled(event_from(event, id, at), answer, state_hash, data)
     if plain[0] == REJECTED and len(plain) == 5:
         _, id, at, event, reason = plain
         _check_stamp(id, at)
         if type(reason) is not str:
-            raise CodecError("not a frame: the reason of a rejection is a text")
+            raise CodecError("invalid frame: the reason of a rejection must be a string")
         return Rejected(event_from(event, id, at), reason)
     if plain[0] == SNAPSHOT and len(plain) == 5:
         _check_part(*plain[1:4])
         _, position, number, parts, said = plain
         return Part(position, number, parts, said, data)
-    raise CodecError(f"no frame has the kind {plain[0]} and {len(plain)} parts")
+    raise CodecError(f"invalid frame: unknown kind {plain[0]} with {len(plain)} elements")
 
 
 def _stamp(event: Event) -> float:
@@ -208,18 +209,18 @@ def _stamp(event: Event) -> float:
 def _check_part(position: Any, number: Any, parts: Any) -> None:
     _check_stamp(position, 0.0)
     if type(number) is not int or type(parts) is not int or not 0 <= number < parts <= MAX_PARTS:
-        raise CodecError(f"part {number!r} of {parts!r} is no part of a snapshot")
+        raise CodecError(f"invalid part {number!r} of {parts!r} of a snapshot")
 
 
 def _check_stamp(id: Any, at: Any) -> None:
     if type(id) is not int or not 0 <= id <= MAX_INT:
-        raise CodecError(f"{id!r} is no position of an event")
+        raise CodecError(f"the position of an event is {id!r}, but must be an integer from 0 to {MAX_INT}")
     if type(at) is not float or not isfinite(at):
-        raise CodecError(f"{at!r} is no time of an event")
+        raise CodecError(f"the time of an event is {at!r}, but must be a finite float")
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences of any class as the plain ones, all the way down."""
+    """Convert mappings to dict and sequences to list, recursively."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,19 +1,19 @@
-"""How frames lie on disk: append-only segments of length-prefixed, checksummed payloads.
+"""The segments of a record on disk: append-only files of length-prefixed, checksummed frames.
 
     schedule/00000000.seg   magic (8) | format version u32 | segment number u32 | epoch u32 | first event u64 |
                             CRC-32 of these u32
                             then frames: payload length u32 | CRC-32 of the payload u32 | payload; little-endian
 
-Called by `recorder` and `reader`. It knows nothing of what a payload says, never reads more than a frame's length
-allows, and never takes damage in the middle of a record for its end.
+Called by `recorder` and `reader`. It does not interpret payloads, never reads more than `MAX_PAYLOAD_BYTES` for a
+frame, and never mistakes damage in the middle of a record for its end.
 
-Each scheduler process that writes a record begins with a segment of its own. The number of that segment is its *epoch*,
-and all its segments say it: nobody else can have it, since a segment is only written if there is none of its number.
+Each scheduler process that writes a record begins a new segment. The number of that segment is its *epoch*, which is
+written into all its segments. An epoch is unique, because a segment is created only if none has its number.
 
-A crash tears at most the end of the last segment: it is cut short, or its last frame has not all its bytes, or some
-of them were never written and are zeros. So a frame that cannot be read is a torn tail only in the last segment, only
-while the index (`log.py`) does not say that the segment is closed, and only if no whole frame follows it. A frame
-that has all its bytes and another checksum is damaged, not torn. All else is a `RecordError` with file and offset.
+A crash tears at most the end of the last segment: the file is cut short, its last frame is incomplete, or bytes that
+were never written are zeros. So an unreadable frame is a torn tail only in the last segment, only while the index lists
+the segment as open, and only if no whole frame follows. A frame that is complete but has another checksum is damaged,
+not torn. Everything else raises `RecordError` with file and offset.
 """
 
 import json
@@ -99,15 +99,15 @@ def measure(path: Path) -> tuple[int, int]:
 
 def _entries(text: bytes) -> list[Entry]:
     if len(text) > MAX_INDEX_BYTES:
-        raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+        raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
     said = json.loads(text)
     if said["format"] != INDEX_FORMAT:
-        raise ValueError(f"format {said['format']!r}, but this engine reads {INDEX_FORMAT}")
+        raise ValueError(f"its format is {said['format']!r}, but this engine reads {INDEX_FORMAT}")
     if said["crc32"] != _checksum(said["segments"]):
         raise ValueError("its checksum does not match")
     entries = [Entry(**entry) for entry in said["segments"]]
     if not all(type(entry.first_event) is int and _fits(entry) for entry in entries):
-        raise ValueError("an entry of its list is not a segment")
+        raise ValueError("an entry of its list is not a valid segment")
     return entries
 
 
@@ -130,7 +130,7 @@ def _checksum(listed: Any) -> int:
 
 MAGIC = b"step-rec"
 DEVELOPMENT_MAGIC = b"step-seg"
-"""What segments began with before format 1, in formats that only development versions of the engine wrote."""
+"""First bytes of segments in the formats of development versions, before format 1."""
 _PREAMBLE = struct.Struct("<8sIIIQ")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<II")
@@ -138,49 +138,47 @@ PREAMBLE_BYTES = _PREAMBLE.size + _CRC.size
 FRAME_BYTES = _FRAME.size
 SUFFIX = ".seg"
 MAX_SEGMENT_BYTES = 1 << 28
-"""A recorder closes segments long before."""
+"""Maximum size of a segment. A recorder closes segments much earlier."""
 FRAME_STARTS = (b"\x96\x01", b"\x95\x02", SNAPSHOT_START)
-"""How payloads begin (array of 6, kind 1; arrays of 5, kinds 2 and 3): where to look for a whole frame behind a damaged
-one."""
+"""First bytes of payloads (array of 6, kind 1; arrays of 5, kinds 2 and 3), to find a whole frame after a damaged one.
+"""
 LOOKED_AT = 4096
-"""Candidates whose checksum is worked out behind damage; more than any real tail has."""
+"""Maximum number of checksums computed after damage; more than any real tail has."""
 FOUND = 1 << 18
-"""Candidates found behind damage; those that claim more bytes than there are cost next to nothing."""
+"""Maximum number of candidates after damage. One that claims more bytes than are left costs almost nothing."""
 
 
 SECTOR_BYTES = 512
-"""What a disk writes whole or not at all, at the least."""
+"""A disk writes at least this much atomically."""
 Expected = Callable[[], int]
-"""The number of the event that comes next."""
+"""Returns the number of the next event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file of a record, or its twin in memory."""
+    """One file of a record, or the same bytes in memory."""
 
     name: str
     open: Callable[[], BinaryIO]
     entry: Entry | None = None
-    """What the index says of it; None where it is not listed."""
+    """Its entry in the index; None if it is not listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """What a crash left behind the last whole frame."""
+    """The incomplete bytes that a crash left after the last whole frame."""
 
     path: str
     offset: int
     bytes: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: torn after byte {self.offset}: the last {self.bytes} bytes are no whole frame and were cut"
-        )
+        return f"{self.path}: torn after byte {self.offset}: the last {self.bytes} bytes are an incomplete frame"
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of one frame and where they lie."""
+    """The bytes of one frame and their location."""
 
     data: bytes
     path: str
@@ -188,12 +186,12 @@ class Payload:
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload as it lies in a segment."""
+    """The bytes of a payload in a segment."""
     return _FRAME.pack(len(payload), crc32(payload)) + payload
 
 
 def preamble(number: int, epoch: int, first_event: int) -> bytes:
-    """What a segment begins with."""
+    """The first bytes of a segment."""
     head = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, number, epoch, first_event)
     return head + _CRC.pack(crc32(head))
 
@@ -211,7 +209,7 @@ def segment_name(number: int) -> str:
 def segments_of(directory: Path, *, missing_end: bool = False) -> list[Segment]:
     """The segments of a record in order. `missing_end`: the newest may be missing.
 
-    Raises: `RecordError` where there are none, one is missing or one is no regular file.
+    Raises: `RecordError` if there are none, one is missing or one is not a regular file.
     """
     entries = load_index(directory)  # before the segments: a run that is running adds one, then lists it
     listed = entries or []
@@ -222,10 +220,10 @@ def segments_of(directory: Path, *, missing_end: bool = False) -> list[Segment]:
     except OSError as error:
         raise RecordError(str(directory), 0, f"cannot be read: {error.strerror or error}") from None
     if not found and not listed:
-        raise RecordError(str(directory), 0, "holds no schedule record")
+        raise RecordError(str(directory), 0, "has no schedule record")
     for number, name in enumerate(found):
         if name != segment_name(number):
-            raise RecordError(str(directory), 0, f"{segment_name(number)} is missing; {name} is there")
+            raise RecordError(str(directory), 0, f"{segment_name(number)} is missing, but {name} exists")
     if len(found) < len(listed) and not (missing_end and found):
         raise RunDamaged(
             str(directory / segment_name(len(found))), f"is missing, but {INDEX} lists it; restore it from a copy"
@@ -273,7 +271,7 @@ def payloads_of(
 
 
 def verify_segment(segments: list[Segment], number: int, report_torn: Callable[[Torn], None]) -> int:
-    """Check the checksums of a segment without decoding a frame; its bytes. Raises: `RecordError`."""
+    """Check the checksums of a segment without decoding a frame. Returns its size in bytes. Raises: `RecordError`."""
     segment, size, checksum = segments[number], 0, 0
     if segment.entry is not None and segment.entry.closed:
         try:
@@ -286,7 +284,7 @@ def verify_segment(segments: list[Segment], number: int, report_torn: Callable[[
             return size
     size = sum(FRAME_BYTES + len(payload.data) for payload in payloads_of(segments, number, report_torn))
     if segment.entry is not None and segment.entry.closed:
-        raise RecordError(segment.name, 0, f"is not what was written: its checksum is not the one in {INDEX}")
+        raise RecordError(segment.name, 0, f"was changed after it was written: its checksum differs from {INDEX}")
     return PREAMBLE_BYTES + size
 
 
@@ -314,9 +312,9 @@ class _SegmentReader:
         file.seek(0)
 
     def frames(self, offset: int = PREAMBLE_BYTES) -> Iterator[Payload]:
-        """Those from byte `offset` on, which one of them begins at."""
+        """The frames from byte `offset` on, where a frame must begin."""
         if self.size > MAX_SEGMENT_BYTES:
-            raise self.error(0, f"{self.size} bytes in one segment: {MAX_SEGMENT_BYTES} at most")
+            raise self.error(0, f"the segment has {self.size} bytes, but at most {MAX_SEGMENT_BYTES} are allowed")
         if not self._check_preamble():
             return
         read = self.file.read
@@ -327,14 +325,14 @@ class _SegmentReader:
                 return self._end(offset, "the file ends within a frame")
             length, checksum = _FRAME.unpack(head)
             if length > MAX_PAYLOAD_BYTES:
-                raise self.error(offset, f"a frame claims {length} bytes: {MAX_PAYLOAD_BYTES} at most")
+                raise self.error(offset, f"a frame claims {length} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed")
             if not length:
                 return self._end(offset, "an empty frame", ends=offset)
             if offset + FRAME_BYTES + length > self.size:
-                return self._end(offset, f"a frame claims {length} bytes, more than the file has left")
+                return self._end(offset, f"a frame claims {length} bytes, but the file has fewer left")
             data = read(length)
             if crc32(data) != checksum:
-                return self._end(offset, "the frame's checksum does not hold", ends=offset + FRAME_BYTES + length)
+                return self._end(offset, "the frame's checksum does not match", ends=offset + FRAME_BYTES + length)
             yield Payload(data, self.path, offset)
             offset += FRAME_BYTES + length
         self._check_length(offset)
@@ -343,7 +341,7 @@ class _SegmentReader:
         return RecordError(self.path, offset, reason)
 
     def _check_preamble(self) -> bool:
-        """False where the last segment was torn before its first frame."""
+        """False if the last segment was torn before its first frame."""
         head = self.file.read(PREAMBLE_BYTES)
         short, torn = len(head) < PREAMBLE_BYTES, self.last and self.entry is None
         if torn and self.number and ((MAGIC.startswith(head[: len(MAGIC)]) and short) or not head.strip(b"\0")):
@@ -351,13 +349,13 @@ class _SegmentReader:
             return False
         if short:
             if torn and not self.number:
-                raise RecordNotBegun(self.path, 0, "the file ends within its first bytes: no record was begun")
-            raise self.error(0, "the file ends within its first bytes: no record was begun, or it was cut")
+                raise RecordNotBegun(self.path, 0, "the file is too short: the run ended before its record began")
+            raise self.error(0, "the file is too short for a segment: it was cut or damaged")
         magic, version, number, epoch, first_event = _PREAMBLE.unpack_from(head)
         if magic == DEVELOPMENT_MAGIC:
             raise self.error(
-                0, f"written in development format {version}, which was never released and cannot be read any more; "
-                "use the version of the engine that started this run"
+                0, f"has the unreleased development format {version}, which this engine cannot read; "
+                "use the engine version that started this run"
             )  # fmt: skip
         if magic != MAGIC:
             raise self.error(0, "not a segment of a schedule record")
@@ -372,29 +370,29 @@ class _SegmentReader:
                 len(MAGIC) + 4, f"this is segment {number} of a record, but segment {self.number} was expected"
             )
         if epoch > number:
-            raise self.error(len(MAGIC) + 8, f"segment {number} says that it was written in epoch {epoch}")
+            raise self.error(len(MAGIC) + 8, f"segment {number} has epoch {epoch}, but must have at most {number}")
         self._check_first_event(first_event)
         return True
 
-    def _check_first_event(self, told: int) -> None:
+    def _check_first_event(self, first: int) -> None:
         belongs = [self.expected()] if self.expected is not None else []
         belongs += [self.entry.first_event] if self.entry is not None else []
         for event in belongs:
-            if told != event:
-                reason = f"the segment says that it begins with event {told}, but event {event} comes next"
+            if first != event:
+                reason = f"the segment begins with event {first}, but event {event} was expected"
                 raise self.error(len(MAGIC) + 12, reason)
 
     def _check_length(self, offset: int) -> None:
-        """A closed segment has all its bytes, and no others."""
+        """Raises: `RecordError` if a closed segment is too short or too long."""
         if self.closed and self.entry is not None and offset != self.entry.bytes:
             there = "ends here" if offset < (self.entry.bytes or 0) else "continues to here"
             raise self.error(offset, f"the segment {there}, but it was closed after {self.entry.bytes} bytes")
 
     def _end(self, offset: int, problem: str, ends: int | None = None) -> None:
-        """Take an unreadable frame for the torn end of the record if it can be that; else refuse it.
+        """Report an unreadable frame as the torn end of the record, or raise `RecordError` if it cannot be that.
 
-        It can be where nothing but zeros lies behind byte `ends` (the file's end by default), no whole frame within,
-        and the frame itself lacks bytes.
+        It is torn if only zeros follow byte `ends` (the file's end by default), no whole frame follows its first byte,
+        and some of its own bytes are missing.
         """
         if not self.last or self.closed:
             raise self.error(offset, f"{problem}, and {'the segment was closed' if self.last else 'segments follow'}")
@@ -403,23 +401,23 @@ class _SegmentReader:
         if ends is not None and rest[ends - offset :].strip(b"\0"):
             raise self.error(offset, problem)
         if ends is not None and ends > offset and not lacks_bytes(rest[: ends - offset], offset):
-            raise self.error(offset, f"{problem}, though all its bytes are there")
+            raise self.error(offset, f"{problem}, although it is complete")
         if ends is None and len(rest) > FRAME_BYTES and crc32(rest[FRAME_BYTES:]) == _FRAME.unpack_from(rest)[1]:
-            raise self.error(offset, f"{problem}, though all its bytes are there")
+            raise self.error(offset, f"{problem}, although it is complete")
         if _holds_whole_frame(rest):
             raise self.error(offset, f"{problem}, and whole frames follow")
         self.report_torn(Torn(self.path, offset, len(rest)))
 
 
 def lacks_bytes(data: bytes, offset: int) -> bool:
-    """Whether bytes that begin at `offset` of a file may not have reached the disk: they end in zeros, or there is a
-    sector of zeros among them."""
+    """Whether some of the bytes from `offset` of a file may not have reached the disk: they end in zeros or contain a
+    sector of zeros."""
     aligned = range(-offset % SECTOR_BYTES, len(data) - SECTOR_BYTES + 1, SECTOR_BYTES)
     return data.endswith(b"\0") or any(not data[at : at + SECTOR_BYTES].strip(b"\0") for at in aligned)
 
 
 def _holds_whole_frame(rest: bytes) -> bool:
-    """Whether a frame begins anywhere behind the first byte of `rest` and is whole."""
+    """Whether a whole frame begins after the first byte of `rest`."""
     found = looked = 0
     for start in FRAME_STARTS:
         at = rest.find(start, FRAME_BYTES + 1)

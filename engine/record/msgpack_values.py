@@ -1,7 +1,7 @@
-"""Plain values to msgpack and back, inside fixed bounds.
+"""Converts plain values to msgpack and back, within fixed bounds.
 
-Called by `codec` and `frames`. Decoding must never crash with anything but `CodecError`, never allocate more than a
-fixed multiple of the bytes it was given, and never build anything but None, bool, int, float, str, list and dict.
+Called by `codec` and `frames`. Decoding must raise nothing but `CodecError`, allocate at most a fixed multiple of the
+bytes it was given, and build nothing but None, bool, int, float, str, list and dict.
 """
 
 from typing import Any
@@ -11,44 +11,44 @@ import msgpack
 from engine.errors import EngineError
 
 MAX_INT = 2**63 - 1
-"""Integers are signed and of 64 bits."""
+"""Integers are signed and have 64 bits."""
 MIN_INT = -(2**63)
 MAX_TEXT_BYTES = 1 << 20
-"""One string, as UTF-8."""
+"""Maximum size of one string, as UTF-8."""
 MAX_ITEMS = 1 << 22
-"""Entries of one array: groups of a batch, commands of an event."""
+"""Maximum entries of one array, such as the groups of a batch or the commands of an event."""
 MAX_PAYLOAD_BYTES = 1 << 26
-"""One frame. A million `StartGroup` take 20 MB."""
+"""Maximum size of one frame. A million `StartGroup` take 20 MB."""
 CHECKED_FROM_BYTES = 512
-"""From here on a payload is walked once without building anything: only then do the lengths it claims bound what it
-holds. Below, nesting can claim no more than `CHECKED_FROM_BYTES` squared entries."""
+"""A payload of at least this size is first walked without building anything, because nested arrays could otherwise
+claim more entries than it has bytes. A smaller one can claim at most `CHECKED_FROM_BYTES` squared entries."""
 
 _pack = msgpack.Packer(use_bin_type=True).pack
 
 
 class CodecError(EngineError):
-    """Bytes that are no value of this format, or a value that this format cannot hold."""
+    """The bytes are not a value of this format, or the format cannot hold the value."""
 
 
 def pack(plain: Any) -> bytes:
-    """Raises: `CodecError` for values msgpack has no form for, integers above 64 bits and text that is not Unicode."""
+    """Raises: `CodecError` for values that msgpack cannot encode, integers beyond 64 bits and invalid Unicode."""
     try:
         data: bytes = _pack(plain)
     except (TypeError, ValueError, OverflowError) as error:
         raise CodecError(f"cannot be recorded: {error}") from None
     if len(data) > MAX_PAYLOAD_BYTES:
-        raise CodecError(f"{len(data)} bytes in one frame: {MAX_PAYLOAD_BYTES} at most")
+        raise CodecError(f"the frame has {len(data)} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed")
     return data
 
 
 def unpack(data: bytes, *, maps: bool = False) -> Any:
-    """One value, and nothing after it. `maps`: mappings with text keys are allowed, which only the header has.
+    """Decode one value and nothing after it. `maps`: allow mappings with string keys, which only the header has.
 
     Raises: `CodecError`.
     """
     size = len(data)
     if size > MAX_PAYLOAD_BYTES:
-        raise CodecError(f"{size} bytes in one frame: {MAX_PAYLOAD_BYTES} at most")
+        raise CodecError(f"the frame has {size} bytes, but at most {MAX_PAYLOAD_BYTES} are allowed")
     try:
         if size >= CHECKED_FROM_BYTES:
             walker = msgpack.Unpacker(max_buffer_size=MAX_PAYLOAD_BYTES)
@@ -65,5 +65,5 @@ def unpack(data: bytes, *, maps: bool = False) -> Any:
             max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        reason = "ends too early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
-        raise CodecError(f"not a value of this format: {reason}") from None
+        reason = "the data ends early" if isinstance(error, msgpack.OutOfData) else str(error) or type(error).__name__
+        raise CodecError(f"cannot decode the frame: {reason}") from None

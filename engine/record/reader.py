@@ -1,11 +1,11 @@
-"""A record as it is read: its header, then its frames in order, with what a crash left of its end reported.
+"""Reads a record: its header, then its frames in order. Reports a torn end, which a crash can leave.
 
     record = read("runs/latest/schedule")
     for frame in record.frames(): ...
     print(record.torn)
 
-Called by `replayer`, by `engine.inspect` and by tests. Nothing is trusted: whatever the bytes say, the answer is a
-frame or a `RecordError` that names the file and the byte.
+Called by `replayer`, by `engine.inspect` and by tests. No byte is trusted: the reader returns a frame or raises a
+`RecordError` that names the file and the byte.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from engine.record.recorder import MemoryRecorder
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The whole state after `position` events, as it was written."""
+    """The scheduler's state after `position` events, as it was written."""
 
     position: EventId
     parts: tuple[Part, ...]
@@ -43,17 +43,17 @@ class Snapshot:
 
     @property
     def plain(self) -> list[Any]:
-        """What `snapshots.snapshot` gave."""
+        """The parts that `snapshots.snapshot` returned."""
         return [part.plain for part in self.parts]
 
     def error(self, reason: str) -> RecordError:
-        """What is wrong with it, with its place."""
+        """An error with the snapshot's file and offset."""
         return RecordError(self.path, self.offset, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a snapshot lies: from byte `offset` of a segment up to `behind`."""
+    """Location of a snapshot: from byte `offset` of a segment up to, without, byte `behind`."""
 
     segment: int
     offset: int
@@ -62,17 +62,17 @@ class Place:
 
 
 class Record:
-    """A record that can be read, any number of times."""
+    """A record, which can be read any number of times."""
 
     def __init__(self, name: str, segments: list[Segment]) -> None:
         self.name = name
         self.torn: Torn | None = None
-        """The torn end, known once `frames` has come to it."""
+        """The torn end, known once `frames` has reached it."""
         self._segments = segments
         first = next(payloads(segments, self._report_torn, expected=lambda: 0), None)
         if first is None:
             torn_at = self.torn.offset if self.torn else 0
-            raise RecordNotBegun(segments[0].name, torn_at, "no header: the run ended before its record began")
+            raise RecordNotBegun(segments[0].name, torn_at, "has no header: the run ended before it wrote one")
         self._header_at = first.path, first.offset
         try:
             self.header: Header = decode_header(first.data)
@@ -80,8 +80,8 @@ class Record:
             raise self.header_error(str(error)) from None
 
     def frames(self, answers: bool = True, *, before: Place | None = None) -> Iterator[Handled | Rejected]:
-        """Every event of the record, in order, or those before a snapshot; without `answers`, commands are neither
-        decoded nor checked.
+        """The events of the record in order; with `before`, only those before a snapshot. Without `answers`, commands
+        are neither decoded nor checked.
 
         Raises: `RecordError`.
         """
@@ -95,7 +95,7 @@ class Record:
     def frames_and_snapshots(
         self, answers: bool = True, *, after: Place | None = None
     ) -> Iterator[Handled | Rejected | Snapshot]:
-        """As `frames`, and each snapshot that is whole, in its place among them. Raises: `RecordError`."""
+        """As `frames`, with each complete snapshot in its place among them. Raises: `RecordError`."""
         position = 0 if after is None else after.position
         number, offset = (0, PREAMBLE_BYTES) if after is None else (after.segment, after.behind)
         source = payloads(self._segments, self._report_torn, number, offset, expected=lambda: position)
@@ -112,14 +112,14 @@ class Record:
             parts.interrupt(payload)
             if frame.event.id != position:
                 raise RecordError(
-                    payload.path, payload.offset, f"event {frame.event.id} stands where {position} belongs"
+                    payload.path, payload.offset, f"found event {frame.event.id}, but expected event {position}"
                 )
             if type(frame) is Handled:
                 position += 1
             yield frame
 
     def snapshots(self) -> Iterator[Place]:
-        """Where the record has a whole snapshot, the newest first. Raises: `RecordError`, of the segments looked at."""
+        """The complete snapshots of the record, newest first. Raises: `RecordError` for damage in a segment it read."""
         for number in reversed(range(len(self._segments))):
             found: list[Place] = []
             begun: tuple[int, int] | None = None
@@ -139,7 +139,7 @@ class Record:
             yield from reversed(found)
 
     def snapshot(self, place: Place) -> Snapshot:
-        """The snapshot at a place. Raises: `RecordError`."""
+        """Read the snapshot at a place. Raises: `RecordError`."""
         parts = _Parts()
         for payload in payloads_of(self._segments, place.segment, self._report_torn, place.offset):
             part = _decode(payload, False)
@@ -148,24 +148,24 @@ class Record:
             whole = parts.add(part, payload, place.position)
             if whole is not None:
                 return whole
-        raise RecordError(self._segments[place.segment].name, place.offset, "the snapshot has not all its parts")
+        raise RecordError(self._segments[place.segment].name, place.offset, "the snapshot is incomplete")
 
     def verify(self, before: Place) -> int:
-        """Check the checksums of all segments before that of a snapshot, without decoding them; how many bytes they
-        have. Raises: `RecordError`."""
+        """Check the checksums of all segments before that of a snapshot, without decoding them. Returns their size in
+        bytes. Raises: `RecordError`."""
         return sum(verify_segment(self._segments, number, self._report_torn) for number in range(before.segment))
 
     def require_index(self) -> None:
-        """Raises: `RunDamaged` for a record of several segments without an index: nobody knows where it ends."""
+        """Raises: `RunDamaged` for several segments without an index, because the newest may then be missing unseen."""
         if len(self._segments) > 1 and all(segment.entry is None for segment in self._segments):
             raise RunDamaged(str(Path(self.name) / INDEX), "is missing; restore it from a copy")
 
     def header_error(self, reason: str) -> RecordError:
-        """What is wrong with what the header says, with its place."""
+        """An error with the header's file and offset."""
         return RecordError(*self._header_at, reason)
 
     def handled(self, position: EventId) -> Handled:
-        """The event at a position that the record has, its commands included. Raises: `RecordError`."""
+        """The event at a position, which must exist, with its commands. Raises: `RecordError`."""
         return next(frame for frame in self.frames() if type(frame) is Handled and frame.event.id == position)
 
     def _report_torn(self, torn: Torn) -> None:
@@ -181,19 +181,19 @@ def read(source: str | Path | MemoryRecorder, *, missing_end: bool = False) -> R
 
 
 class _Parts:
-    """The parts of a snapshot as they come; those of one whose last was torn off come to nothing."""
+    """Collects the parts of a snapshot. Drops the parts of a snapshot whose end was torn off."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._first: Payload | None = None
 
     def add(self, part: Part, payload: Payload, position: EventId) -> Snapshot | None:
-        """The snapshot, with its last part. Raises: `RecordError` for a part in a place that is not its own."""
+        """The snapshot, once its last part is added. Raises: `RecordError` for a part out of order."""
         if part.number == 0 and (self._first is None or self._first.path != payload.path):
             self._parts, self._first = [], payload
         expected = (position, len(self._parts), self._parts[0].parts if self._parts else part.parts)
         if self._first is None or (part.position, part.number, part.parts) != expected:
-            reason = f"part {part.number} of a snapshot after event {part.position} stands where none belongs"
+            reason = f"part {part.number} of the snapshot after {part.position} events is out of order"
             raise RecordError(payload.path, payload.offset, reason)
         self._parts.append(part)
         if len(self._parts) < part.parts:
@@ -203,9 +203,10 @@ class _Parts:
         return Snapshot(position, whole, first.path, first.offset)
 
     def interrupt(self, payload: Payload) -> None:
-        """Another frame follows: the parts were torn off at the end of their segment, or the record is damaged."""
+        """Another frame follows. Forget parts that were torn off at the end of their segment. Raises: `RecordError` if
+        the frame is in the same segment."""
         if self._first is not None and self._first.path == payload.path:
-            raise RecordError(payload.path, payload.offset, "an event stands within a snapshot")
+            raise RecordError(payload.path, payload.offset, "an event interrupts a snapshot")
         self._parts, self._first = [], None
 
 

@@ -1,10 +1,10 @@
-"""Recorders: where the driver's frames go. On disk, into memory, or nowhere.
+"""Recorders: write the driver's frames to disk, keep them in memory, or drop them.
 
-Called by the driver through `runtime.driver.Recorder`: `write` or `reject` once per event in the order of their
-positions, `flush` before any of their commands leaves. A recorder never changes what is already written, and once a
-write failed it takes nothing more: a record with a hole in it would be worse than one that ends. It keeps the index of
-its segments (`log.py`), and it notices when its directory is deleted or moved: a run that nobody could resume must
-stop. It never writes behind a recorder of a higher epoch.
+Called by the driver through `runtime.driver.Recorder`: `write` or `reject` once per event, in order, and `flush` before
+any of their commands is sent. A recorder never changes what it has written. After a failed write it refuses every
+frame, because a record must not have a gap. It keeps the index of its segments (`log.py`), and it notices when its
+directory is deleted or moved: a run must not continue that nobody could resume. It never writes behind a recorder of a
+higher epoch.
 """
 
 import io
@@ -41,14 +41,14 @@ from engine.record.log import (
 from engine.record.msgpack_values import CodecError
 
 SEGMENT_BYTES = 64 << 20
-"""A segment is closed once it is at least this long."""
+"""A segment that has reached this size is closed."""
 HELD_BYTES = 1 << 20
-"""Frames wait in memory up to here, even where nobody flushes."""
+"""Maximum size of the frames in memory; more are flushed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class After:
-    """How far a record goes that was read to its end: so many events, and what a crash left behind the last."""
+    """The end of an existing record: its number of events, and the torn end that a crash left."""
 
     events: int
     torn: Torn | None = None
@@ -74,7 +74,7 @@ class Recorder:
         fsync: bool = False,
         lock: RecordLock | None = None,
     ) -> None:
-        """`lock`: on this directory, held already; it is released with the recorder."""
+        """`lock`: a lock on this directory that the caller holds; `close` releases it."""
         self.directory = Path(directory)
         self.segment_bytes = min(segment_bytes, MAX_SEGMENT_BYTES // 2)
         self.fsync = fsync
@@ -82,19 +82,19 @@ class Recorder:
         self._number = -1
         self._file: BinaryIO | None = None
         self._offset = 0
-        """Bytes of the open segment that the operating system has."""
+        """Bytes of the open segment that were written to the operating system."""
         self._closed_bytes = 0
-        """Of the segments before."""
+        """Bytes of the earlier segments."""
         self._held = Held()
         self._crc32 = 0
-        """Of the open segment, with what is held."""
+        """Checksum of the open segment, including the frames in memory."""
         self._index: list[Entry] = []
         self._syncs = False
-        """The next flush waits for the disk: a checkpoint is ordered, which must not be ahead of the record."""
+        """The next flush waits for the disk, because a checkpoint was ordered: it must not be ahead of the record."""
         self._looks = False
-        """The next flush looks whether its file is still where it was."""
+        """The next flush checks that the file still has its name."""
         self._ends = False
-        """Nothing follows what is held: the record is closed with it."""
+        """The frames in memory are the last: the next flush closes the record."""
         self._closed = False
         first = encode_header(header) if isinstance(header, Header) else None
         self._lock = lock or RecordLock(self.directory)
@@ -124,8 +124,8 @@ class Recorder:
         self._append(encode_rejected(_expected(event, self.next_event), reason))
 
     def snapshot(self, payloads: Sequence[bytes]) -> None:
-        """Append a snapshot of what the events so far have led to, as `encode_snapshot` gave it; one that is too long
-        for a segment is left out, since the record does without."""
+        """Append a snapshot of the state after the events so far, from `encode_snapshot`. A snapshot above a quarter of
+        `MAX_SEGMENT_BYTES` is skipped: a resume can do without it."""
         size = sum(map(len, payloads))
         if size > MAX_SEGMENT_BYTES // 4:
             return
@@ -134,7 +134,7 @@ class Recorder:
             self._append(payload, rest=number > 0)
 
     def flush(self) -> None:
-        """Raises: as the class says, and `RunDamaged` where the directory was deleted or moved meanwhile."""
+        """Raises: as the class, and `RunDamaged` if the directory was deleted or moved."""
         if self._closed:
             return
         file = self._open_file()
@@ -153,7 +153,7 @@ class Recorder:
         self._syncs = self._looks = False
 
     def close(self) -> None:
-        """Flush and let go of the file. A second call does nothing, nor does one after a failed write."""
+        """Flush and close the file. Does nothing when called again or after a failed write."""
         try:
             if self._file is not None:
                 self._ends = True
@@ -166,7 +166,7 @@ class Recorder:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(bytes that the operating system has, bytes that wait in memory). May be read from any thread."""
+        """(bytes written to the operating system, bytes in memory). May be read from any thread."""
         return self._closed_bytes + self._offset, self._held.bytes
 
     @property
@@ -175,7 +175,7 @@ class Recorder:
         return self.directory / segment_name(self._number)
 
     def _append(self, payload: bytes, rest: bool = False) -> None:
-        """`rest`: it belongs to what was appended before, and into the same segment."""
+        """`rest`: it must be in the same segment as the frame before."""
         self._open_file()
         if not rest and self._offset + self._held.bytes >= max(self.segment_bytes, PREAMBLE_BYTES + 1):
             self._looks = True
@@ -190,7 +190,7 @@ class Recorder:
         self._crc32 = crc32(data, self._crc32)
 
     def _take_up(self, after: After) -> None:
-        """Cut what is torn, so that whole frames alone lie before the segment that follows, and list what there is."""
+        """Cut the torn end, so that only whole frames precede the next segment, and list the existing segments."""
         self.next_event = after.events
         segments = segments_of(self.directory, missing_end=True)
         self._number = len(segments) - 1
@@ -215,7 +215,7 @@ class Recorder:
             else:
                 os.truncate(torn.path, torn.offset)
         except OSError as error:
-            reason = f"its torn end cannot be cut: {error.strerror or error}"
+            reason = f"the torn end cannot be cut: {error.strerror or error}"
             raise RecordError(torn.path, torn.offset, reason) from None
 
     def _require_empty(self) -> None:
@@ -225,11 +225,11 @@ class Recorder:
             raise RecordError(str(self.directory), 0, f"cannot be written: {error.strerror or error}") from None
         if taken:
             raise RecordError(
-                str(self.directory / taken[0]), 0, "a record is here already; a new one needs an empty directory"
+                str(self.directory / taken[0]), 0, "the directory has a record already; use an empty directory"
             )
 
     def _begin_segment(self) -> None:
-        """Bring the segment before to the disk, then the first bytes of this one, then list both."""
+        """Sync the previous segment to disk, then the first bytes of this one, then list both."""
         try:
             if self._file is not None:
                 self._close_segment(self._file)
@@ -246,7 +246,7 @@ class Recorder:
             raise self._give_up(error) from None
 
     def _close_segment(self, file: BinaryIO) -> None:
-        """List the open segment as closed, once the disk has all of it. Raises: `OSError`."""
+        """Sync the open segment to disk and list it as closed. Raises: `OSError`."""
         os.fsync(file.fileno())
         file.close()
         self._index[-1] = Entry(self._index[-1].first_event, self._offset, self._crc32)
@@ -258,7 +258,7 @@ class Recorder:
                     raise
 
     def _require_place(self, file: BinaryIO) -> None:
-        """Raises: `RunDamaged` where the file being written cannot be found by its name any more."""
+        """Raises: `RunDamaged` if the file being written no longer has its name."""
         there = os.fstat(file.fileno())
         if there.st_nlink and self._looks:
             with suppress(FileNotFoundError):
@@ -271,13 +271,13 @@ class Recorder:
         self._lock.release()
         raise RunDamaged(
             str(self.directory),
-            "was deleted or moved while the run was running; the run stops, because it could not be resumed",
+            "was deleted or moved during the run; the run stops, because it could not be resumed",
         )
 
     def _open_file(self) -> BinaryIO:
         if self._file is None:
             raise RecordError(
-                str(self.path), self._offset, "the record ended here: it was closed or could not be written"
+                str(self.path), self._offset, "the recorder is closed: the run ended or an earlier write failed"
             )
         return self._file
 
@@ -296,9 +296,9 @@ class Recorder:
 
 
 class MemoryRecorder:
-    """The same frames, kept as bytes: for tests and embedding. `reader.read` takes it like a directory.
+    """Keeps the frames in memory, for tests and embedding. `reader.read` accepts it like a directory.
 
-    Args: `last`: keep only that many frames, the newest; such a record shows how a run ended but cannot be replayed.
+    Args: `last`: keep only so many newest frames; such a record shows how a run ended but cannot be replayed.
     """
 
     epoch = 0
@@ -306,7 +306,7 @@ class MemoryRecorder:
     def __init__(self, header: Header, *, last: int | None = None) -> None:
         self.header = encode_header(header)
         self.frames: deque[bytes] = deque(maxlen=last)
-        """Payloads, without the header's."""
+        """Payloads, without the header."""
         self.next_event = 0
 
     def write(self, event: Event, commands: Sequence[Command], state_hash: int) -> None:
@@ -349,5 +349,5 @@ class NullRecorder:
 
 def _expected(event: Event, position: int) -> Event:
     if event.id != position:
-        raise CodecError(f"event {event.id} cannot be recorded at position {position}")
+        raise CodecError(f"the event has id {event.id}, but the next position in the record is {position}")
     return event

@@ -3,9 +3,9 @@
     recovered = recover(read(directory))
     event = recovered.resumed(steps=20, replicas=4)    # steps: those of a complete checkpoint
 
-Called by whoever resumes a run, and by the tests. What follows the newest snapshot that can be used is replayed, or
-the whole record where there is none, and must hold to the bit: a scheduler that would have decided otherwise cannot go
-on in its place. Of what lies before the snapshot the checksums are checked: a damaged record is not gone on with.
+Called to resume a run, and by tests. It replays the events after the newest usable snapshot, or the whole record if
+there is none. Every answer must be identical: a scheduler that decides differently cannot continue the run. Before the
+snapshot it only checks checksums. It refuses a damaged record.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from engine.states.state import Observer, State
 
 
 class Recovered:
-    """A scheduler as it was at the last event of a record, and what had ended after how many train steps."""
+    """The scheduler's state after the last event of a record, and which groups had ended after how many train steps."""
 
     def __init__(
         self,
@@ -37,28 +37,28 @@ class Recovered:
         books: Books | None = None,
         replayed: Callable[[Handled, State], None] | None = None,
     ) -> None:
-        """`observe` is what the scheduler will have for good; `books`, of the same observer, are what it had counted at
-        the snapshot. `replayed` sees the frames behind that in order, and the state after each.
+        """`observe`: the scheduler's observer from now on. `books`: the same observer's counts, restored from the
+        snapshot. `replayed`: called with each replayed frame and the state after it.
         Raises: `RecordError`."""
         self._record = record
         self._replayed_for = replayed
         self.passed_over: list[RecordError] = []
-        """Why newer snapshots than that which was begun with could not be used."""
+        """Why newer snapshots than the one used could not be used."""
         self.began_at: Place | None = None
-        """The snapshot; None: the beginning."""
+        """The snapshot that the replay began at; None: the first event."""
         self.at = 0.0
-        """When the last event happened, in seconds since the run began."""
+        """Time of the last event, in seconds since the run began."""
         record.require_index()
         self.scheduler, self.began_at = self._begin(observe, books)
         self.verified_bytes = 0 if self.began_at is None else record.verify(self.began_at)
-        """Of segments whose checksums were checked, and which were not decoded."""
+        """Bytes of the segments whose checksums were checked without decoding."""
         self._replay(self.scheduler)
         self._history = _taken_from(self.scheduler)
         self._interruptions = 0
-        """Events of `interrupt`, which follow those that were read."""
+        """Number of events of `interrupt`, which follow those of the record."""
 
     def _begin(self, observe: Observer | None, books: Books | None) -> tuple[Scheduler, Place | None]:
-        """The scheduler of the newest snapshot that can be used, or that of the header."""
+        """The scheduler of the newest usable snapshot, or else of the header."""
         for place in self._record.snapshots():
             found = self._record.snapshot(place)
             try:
@@ -83,17 +83,17 @@ class Recovered:
 
     @property
     def events(self) -> int:
-        """All that the record has."""
+        """Number of events in the record."""
         return self.report.events + self._interruptions + (self.began_at.position if self.began_at else 0)
 
     @property
     def torn(self) -> Torn | None:
-        """What a crash left behind the last whole frame."""
+        """The incomplete bytes that a crash left after the last whole frame."""
         return None if self._interruptions else self.report.torn
 
     def interrupt(self, event: RunInterrupted) -> tuple[Command, ...]:
-        """Ask the scheduler whether the run begins again. Returns its answer, which the caller must record with the
-        event. A run that has ended for good, or begins again already, gives none: then nothing is recorded."""
+        """Ask the scheduler whether the run begins again. Returns its commands, which the caller must record with the
+        event. It returns none, and nothing is recorded, if the run has finished or already begins again."""
         stamp(event, self.events, self.at)
         answer = self.scheduler.handle(event)
         self._interruptions += bool(answer)
@@ -115,11 +115,11 @@ class Recovered:
         )
 
     def batches(self, steps: int) -> list[Batch]:
-        """What was trained after so many train steps, in order, in the line of weights that the record ends with."""
+        """The batches trained after the first `steps` train steps, in order, in the newest weights lineage."""
         return self._since(steps).batches(steps) if steps < self.scheduler.state.steps_trained else []
 
     def _since(self, steps: int) -> Checkpoints:
-        """What has ended, from so many train steps on; where no snapshot says it, the whole record does."""
+        """Which groups ended after `steps` train steps. Replays the whole record if the snapshot does not say."""
         if steps < self._history.floor:
             scheduler = _first_scheduler(self._record, None)
             replay(self._record, build=lambda _: scheduler, compare_snapshots=False)
@@ -133,7 +133,7 @@ class Recovered:
 
 
 def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
-    """The scheduler of a record's header; it keeps whatever ends. Raises: as the header's faults come."""
+    """The scheduler of a record's header. It keeps the full history of ended groups. Raises: `ConfigError`."""
     header = record.header
     scheduler = Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
     scheduler.state.checkpoints.keep_all()
@@ -141,7 +141,7 @@ def _first_scheduler(record: Record, observe: Observer | None) -> Scheduler:
 
 
 def _taken_from(scheduler: Scheduler) -> Checkpoints:
-    """What has ended, as far as the scheduler knows; from now on it keeps no more of it than a run needs."""
+    """Take the history of ended groups from the scheduler, which from now on keeps only what a run needs."""
     return scheduler.state.checkpoints.hand_over(bool(scheduler.limits.checkpoint_every))
 
 
@@ -151,5 +151,5 @@ def recover(
     books: Books | None = None,
     replayed: Callable[[Handled, State], None] | None = None,
 ) -> Recovered:
-    """Bring a record back to its end. Raises: `RecordError`, also where it does not replay to the bit."""
+    """Recover the scheduler's state at the end of a record. Raises: `RecordError`, also if the replay diverges."""
     return Recovered(record, observe, books, replayed)

@@ -1,8 +1,8 @@
-"""Feed a record to a fresh scheduler and compare every answer with the one that was recorded.
+"""Replays a record: gives its events to a new scheduler and compares every answer with the recorded one.
 
-Called by `engine replay`, by `engine.inspect` and by tests. Events keep their recorded stamps; nothing is executed.
-What is compared is the frame that this scheduler would have written, commands and state hash, with the frame that
-was; and each snapshot on the way with the state that was replayed.
+Called by `engine replay`, by `engine.inspect` and by tests. Events keep their recorded stamps, and no command is
+executed. It compares the frame that this scheduler would write, commands and state hash, with the recorded frame, and
+each snapshot with the replayed state.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ Watch = Callable[[Handled], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first event that was answered otherwise than in the record."""
+    """The first event whose answer differs from the recorded one."""
 
     event: Event
     expected: tuple[Command, ...]
@@ -47,7 +47,7 @@ class Divergence:
     raised: str = ""
     """What the scheduler raised instead of answering."""
     snapshot: str = ""
-    """The event was answered as recorded; this is where the snapshot lies whose state is another."""
+    """The answer equals the recorded one, but the state differs from the snapshot at this place."""
 
     @property
     def index(self) -> int:
@@ -58,12 +58,12 @@ class Divergence:
         lines = [f"diverged at event {self.index}, t={self.event.at:.3f} s: {self.event}"]
         if self.snapshot:
             lines.append(
-                f"  the event is answered as recorded, but the snapshot behind it is of another state: {self.snapshot}"
+                f"  the answer is identical, but the state differs from the snapshot after it: {self.snapshot}"
             )
         elif self.raised:
             lines += [*_side("expected", self.expected, self.expected_hash), f"  got: {self.raised}"]
         elif self.expected == self.got:
-            lines += [f"  the {len(self.got)} commands are the same, the state is not:"]
+            lines += [f"  the {len(self.got)} commands are identical, but the state differs:"]
             lines += [
                 f"  expected: state hash {self.expected_hash:016x}",
                 f"  got:      state hash {self.got_hash:016x}",
@@ -71,7 +71,7 @@ class Divergence:
         else:
             same = _same_at_start(self.expected, self.got)
             if same:
-                lines.append(f"  the first {same} commands are the same, then")
+                lines.append(f"  the first {same} commands are identical, then")
             lines += _side("expected", self.expected[same:], self.expected_hash)
             lines += _side("got", self.got[same:], self.got_hash)
         return "\n".join(lines)
@@ -79,7 +79,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """What came of a replay. `identical` speaks of the events that were replayed."""
+    """The result of a replay. `identical` covers the events that were replayed."""
 
     events: int
     commands: int
@@ -94,7 +94,7 @@ class ReplayReport:
     def __str__(self) -> str:
         lines = [f"cut: {self.torn}"] if self.torn else []
         lines += [
-            f"rejected in the run, skipped here: event {r.event.id}, {r.event}: {r.reason}" for r in self.rejected
+            f"skipped: event {r.event.id} was rejected during the run, {r.event}: {r.reason}" for r in self.rejected
         ]
         if self.divergence is not None:
             lines.append(str(self.divergence))
@@ -106,7 +106,7 @@ class ReplayReport:
 def build_scheduler(header: Header, observe: Callable[[str, Any, str, str], None] | None = None) -> Scheduler:
     """The scheduler that a record began with.
 
-    Raises: `ConfigError` where limits are out of law or a policy of that name is not registered in this process.
+    Raises: `ConfigError` for invalid limits, or a policy that is not registered in this process.
     """
     return Scheduler(Limits.from_plain(dict(header.limits)), PolicySet.from_names(header.policies), observe)
 
@@ -122,14 +122,14 @@ def replay(
 ) -> ReplayReport:
     """Replay events 0 … `until` (all of them by default) and stop at the first divergence.
 
-    Args: `watch` is called after each event that was answered as recorded. `after`: only what follows a snapshot, of
-    which `build` gives the scheduler.
-    Raises: `RecordError` for a record that cannot be read or whose header builds no scheduler.
+    Args: `watch` is called after each event with an identical answer. `after`: replay only the events after this
+    snapshot; `build` must then return the scheduler restored from it.
+    Raises: `RecordError` if the record cannot be read, or no scheduler can be built from its header.
     """
     try:
         scheduler = build(record.header)
     except (EngineError, TypeError, ValueError) as error:
-        raise record.header_error(f"it builds no scheduler: {error}") from error
+        raise record.header_error(f"cannot build a scheduler from this header: {error}") from error
     events = commands = 0
     rejected: list[Rejected] = []
     divergence: Divergence | None = None
@@ -160,7 +160,7 @@ def replay(
 
 
 def _compare(frame: Handled, scheduler: Replayable, record: Record) -> tuple[tuple[Command, ...], Divergence | None]:
-    """The scheduler's answer, and how it differs. What was recorded is decoded only where the bytes differ."""
+    """The scheduler's answer, and the divergence if any. Recorded commands are decoded only if the bytes differ."""
     event = frame.event
     try:
         answer = tuple(scheduler.handle(event))
@@ -168,8 +168,8 @@ def _compare(frame: Handled, scheduler: Replayable, record: Record) -> tuple[tup
         if encode_handled(event, answer, state_hash) == frame.payload:
             return answer, None
     except CodecError as error:
-        return (), _diverged(record.handled(event.id), raised=f"a command that cannot be recorded: {error}")
-    except Exception as error:  # a record is data: whatever it makes this scheduler raise is a difference to report
+        return (), _diverged(record.handled(event.id), raised=f"the answer cannot be recorded: {error}")
+    except Exception as error:  # the record is data: report as a divergence whatever it makes the scheduler raise
         return (), _diverged(record.handled(event.id), raised=f"{type(error).__name__}: {error}")
     recorded = record.handled(event.id)
     if answer == recorded.commands and state_hash == recorded.state_hash:
@@ -178,8 +178,8 @@ def _compare(frame: Handled, scheduler: Replayable, record: Record) -> tuple[tup
 
 
 def _same_state(found: Snapshot, scheduler: Replayable) -> bool:
-    """Whether a snapshot is of the state that was replayed, what observers counted aside. True where it cannot be
-    compared: another engine wrote it, whose records had other fields."""
+    """Whether a snapshot equals the replayed state, apart from what observers counted. True if they cannot be
+    compared, because the engine that wrote the snapshot had other fields."""
     plain = found.plain
     if not isinstance(scheduler, Scheduler) or not same_engine(plain, scheduler):
         return True

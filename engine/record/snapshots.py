@@ -1,15 +1,15 @@
-"""The whole state of a scheduler as plain values, and a scheduler from them: what a snapshot in a record says.
+"""Converts the state of a scheduler to plain values and back: the contents of a record's snapshots.
 
-    parts = snapshot(scheduler)              # plain values: the tree without groups, then the groups, so many in a part
-    scheduler = restore(parts, observe)      # decides from here on as the other would have
+    parts = snapshot(scheduler)              # the tree without groups, then the groups, `GROUPS_IN_A_PART` in a part
+    scheduler = restore(parts, observe)      # decides exactly as the first would have
 
-Called by the driver, which writes one every so many events, by `replayer`, which compares, and by `recovery`, which
-begins there. Pure, like the scheduler.
+Called by the driver, which writes a snapshot every so many events, by `replayer`, which compares them, and by
+`recovery`, which begins at one. Pure, like the scheduler.
 
-What is written are the fields that the classes of the tree declare (`states/tree.py`), in their order, checked against
-their types on both ways: a value that does not fit is a `CodecError`. Everything else follows from them and is made
-anew. A snapshot begins with the declarations; one that has others was written by another engine and is not used, so
-that no class has to stay as it is for the sake of snapshots: the events are the record.
+A snapshot has the fields that the classes of the tree declare (`states/tree.py`), in order. Both directions check their
+types: a value of another type raises `CodecError`. Everything else is derived from these fields. A snapshot begins with
+the declarations. If they differ from this engine's, another engine version wrote it and it is not used; the events are
+replayed instead. So the classes may change freely.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,26 +38,26 @@ Plain = Any
 GROUPS_IN_A_PART = 4096
 SCALARS = (NoneType, bool, int, float, str)
 ROOT_LEFT_OUT = ("groups",)
-"""Fields of the state that have parts of their own."""
+"""Fields of the state that are in separate parts."""
 DAMAGED = (
     EngineError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, StructError,
 )  # fmt: skip
-"""What a snapshot that says something else than snapshots do may raise."""
+"""Errors that restoring an invalid snapshot may raise."""
 
 
 class Books(Protocol):
-    """What an observer counts over the whole run, and would have to count again from the first event."""
+    """What an observer counts over the whole run. Without a snapshot it must count again from the first event."""
 
     def to_plain(self) -> Plain:
         """Scalars, lists and tuples."""
 
     def take(self, plain: Plain) -> None:
-        """Go on from there. Raises: `ValueError` or `TypeError` where that is not what `to_plain` gave; it is then not
-        changed."""
+        """Restore the counts. Raises: `ValueError` or `TypeError`, without a change, for anything that `to_plain` does
+        not return."""
 
 
 def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
-    """The parts of a snapshot, between two events. Raises: `CodecError` for what has no plain form."""
+    """The parts of a snapshot. Call it between two events. Raises: `CodecError` for a value that it cannot hold."""
     state = scheduler.state
     groups = iter(state.groups.values())
     parts = -(-len(state.groups) // GROUPS_IN_A_PART)
@@ -72,14 +72,14 @@ def snapshot(scheduler: Scheduler, books: Books | None = None) -> list[Plain]:
 
 
 def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Books | None = None) -> Scheduler:
-    """The scheduler as it was. `books` are taken from the snapshot as well.
+    """The scheduler of a snapshot. Restores `books` too.
 
-    Raises: `CodecError` for whatever no snapshot of this engine says.
+    Raises: `CodecError` for anything but a snapshot of this engine.
     """
     try:
         fields, limits, names, state_hash, live, plain, counted = parts[0]
         if fields != declarations():
-            raise CodecError("it was written by an engine whose records have other fields")
+            raise CodecError("an engine version with other fields wrote it")
         scheduler = Scheduler(Limits.from_plain(_untagged(limits)), PolicySet.from_names(_untagged(names)))
         state = scheduler.state
         for group in map(_group, chain.from_iterable(parts[1:])):
@@ -89,10 +89,10 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
         scheduler.decisions.recall()
         check_all(state)
         if scheduler.state_hash != state_hash or len(state.groups) != live:
-            raise CodecError("the state is not the one whose hash it names")
+            raise CodecError("its state does not match its hash")
         if books is not None:
             if counted is None:
-                raise CodecError("nothing is said of what was counted until then")
+                raise CodecError("it has no counts of the observer")
             books.take(_untagged(counted))
         state.observe(observe)
     except DAMAGED as error:
@@ -101,7 +101,7 @@ def restore(parts: Sequence[Plain], observe: Observer | None = None, books: Book
 
 
 def same_engine(parts: Sequence[Plain], scheduler: Scheduler) -> bool:
-    """Whether a snapshot was written by an engine whose records have the fields that they have here."""
+    """Whether an engine with the same fields as this one wrote the snapshot."""
     return type(parts[0]) is list and bool(parts[0]) and parts[0][0] == declarations()
 
 
@@ -109,7 +109,7 @@ def same_engine(parts: Sequence[Plain], scheduler: Scheduler) -> bool:
 
 
 class Form(NamedTuple):
-    """How values of a type are written and read. `value(plain, present)` may fill what is there already."""
+    """How values of a type are written and read. `value(plain, present)` may fill `present` instead of a new object."""
 
     plain: Callable[[Any], Plain]
     value: Callable[[Plain, Any], Any]
@@ -148,7 +148,7 @@ def _form(hint: Any) -> Form:
         return _mapping(_form(args[0]), _form(args[1]), keys_only=args[1] is None)
     if isinstance(hint, type) and declared(hint):
         return _record(hint)
-    raise TypeError(f"a snapshot has no form for {hint}")
+    raise TypeError(f"a snapshot cannot hold the type {hint}")
 
 
 def _scalar(kind: type) -> Form:
@@ -163,11 +163,11 @@ def _scalar(kind: type) -> Form:
 
 
 def _union(args: tuple[Any, ...]) -> Form:
-    """Scalars, and at most one type that is none: its values are lists."""
+    """Scalars, and at most one other type, whose values are written as lists."""
     kinds = {arg for arg in args if arg in SCALARS}
     lists = [arg for arg in args if arg not in SCALARS]
     if len(lists) > 1:
-        raise TypeError(f"a snapshot has no form for {' or '.join(map(str, lists))}")
+        raise TypeError(f"a snapshot cannot tell these types apart: {', '.join(map(str, lists))}")
     of = _form(lists[0] if lists else args[-1])
     return Form(
         lambda value: value if type(value) in kinds else of.plain(value),
@@ -176,7 +176,7 @@ def _union(args: tuple[Any, ...]) -> Form:
 
 
 def _mapping(key: Form, of: Form, keys_only: bool) -> Form:
-    """Keys and values in turn; of a dict that stands for an ordered set the keys alone."""
+    """Alternating keys and values; for a dict used as an ordered set, only the keys."""
     if keys_only:
         return Form(
             lambda values: [key.plain(name) for name in values],
@@ -194,7 +194,7 @@ def _mapping(key: Form, of: Form, keys_only: bool) -> Form:
 
 
 def _record(cls: type) -> Form:
-    """The values of the declared fields. What is there already is filled, where its constructor has made its parts."""
+    """The values of the declared fields. Fills an existing object, whose constructor has made its parts."""
     left_out = ROOT_LEFT_OUT if cls is State else ()
     forms = {name: _form(hint) for name, hint in declared(cls).items() if name not in left_out}
 
@@ -220,7 +220,7 @@ def _record(cls: type) -> Form:
 
 def _list(plain: Plain) -> Any:
     if type(plain) is not list:
-        raise CodecError(f"{plain!r} stands where a list belongs")
+        raise CodecError(f"expected a list, but found {plain!r}")
     return plain
 
 
@@ -250,7 +250,7 @@ def _classes_in(hint: Any) -> list[type]:
 
 
 def _tagged(value: Any) -> Plain:
-    """A value of no declared type: dicts and tuples say what they are."""
+    """A value without a declared type: dicts, lists and tuples are tagged with their type."""
     if type(value) is dict:
         return ["dict", *(_tagged(part) for pair in value.items() for part in pair)]
     if type(value) in (list, tuple):
@@ -268,7 +268,7 @@ def _untagged(plain: Plain) -> Any:
     return {"list": list, "tuple": tuple}[kind](parts)
 
 
-# groups: so many that each is one row
+# groups: there are so many that each is one row
 
 _GROUP_FIELDS = list(declared(Group))
 _figures = attrgetter(*_GROUP_FIELDS)
@@ -278,7 +278,7 @@ _KEY = _GROUP_FIELDS.index("resume_key")
 
 
 def _row(group: Group) -> Plain:
-    """The fields of a group; its id alone for one of which there is no more to know."""
+    """The fields of a group; only its id if all other fields have their defaults."""
     row: tuple[Any, ...] = _figures(group)
     return row[0] if not group.attempt and row[1:] == _FRESH else row
 
@@ -289,8 +289,8 @@ def _group(row: Plain) -> Group:
     kinds = tuple(map(type, row))
     if kinds != _WIRE and any(kind is not want and (kind, want) != (int, float) for kind, want in
                               zip(kinds, _WIRE, strict=True)):  # fmt: skip
-        raise CodecError("a group has other fields than groups have")
+        raise CodecError("a group's fields have wrong types")
     row[_KEY] = tuple(row[_KEY])
     if not all(type(number) in (int, float) for number in row[_KEY]):
-        raise CodecError("a group is parked under something else than numbers")
+        raise CodecError("the resume key of a group must consist of numbers")
     return Group(*row)

@@ -1,7 +1,7 @@
 """How a run ends: finished, stopped at rest, or failed with a named cause.
 
-Called by `scheduler.py` after every event. The end of a run that has its steps is a last publication, a last checkpoint
-and a last validation, in this order. A run that nothing moves any more ends with the cause (law 7).
+Called by `scheduler.py` after every event. A run that has all its steps ends with a last publication, a last checkpoint
+and a last validation, in this order. A run that can make no progress ends with the cause (law 7).
 """
 
 from collections.abc import Callable
@@ -42,16 +42,16 @@ class DepartureScheduling:
         state = self.state
         if self.state.draining:
             return
-        self.state.draining = event.reason[:REASON_LENGTH] or "the run was asked to come to rest"
+        self.state.draining = event.reason[:REASON_LENGTH] or "a drain was requested"
         if state.limits.drain_s is not None:
             self.state.drain_timer = state.new_timer()
             delay = state.limits.drain_s
             self.orders.add(SetTimer(timer=self.state.drain_timer, delay_s=delay, cause=self.orders.cause))
 
     def on_drain_timer(self) -> None:
-        """The drain has taken too long: what is left of it is given up."""
+        """The drain has exceeded its time limit: stop the run without waiting for the rest."""
         self.state.drain_timer = None
-        self.orders.end_run("stopped", f"the drain took longer than durability.drain_s = {self.state.limits.drain_s:g}")
+        self.orders.end_run("stopped", f"the drain exceeded durability.drain_s = {self.state.limits.drain_s:g}")
 
     def on_replica_leaves(self, event: ReplicaLeaves) -> None:
         replica = self.state.fleet.replicas[event.replica]
@@ -60,7 +60,7 @@ class DepartureScheduling:
             self.state.fleet.leave_changed(replica)
 
     def on_replicas_wanted(self, event: ReplicasWanted) -> None:
-        """Those of the highest ids leave, those that are missing are started."""
+        """Replicas with the highest ids leave, or missing ones are started."""
         for replica in self.state.fleet.rollouts():
             self._want(replica, replica.id < event.replicas, f"{event.replicas} replicas are wanted")
         self.lifetimes.launch(event.replicas)
@@ -78,30 +78,30 @@ class DepartureScheduling:
     # orders
 
     def advance(self) -> None:
-        """Bring to rest who is to leave, and let go who has come to rest."""
+        """Drain replicas that must leave, and stop those that have drained."""
         for replica in self.state.census.take_unexamined():
             if replica.process.leaves:
                 self._let_leave(replica)
                 continue
             pooled = self.state.pools.of_replica(replica.id) is not None
-            if replica.state == "drained" and (pooled or not self.state.draining):  # it was to leave, and stays
+            if replica.state == "drained" and (pooled or not self.state.draining):  # it was to leave, but stays
                 self.state.fire_replica(replica, "keep")
                 self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
             if self.state.draining:
                 self._bring_to_rest(replica)
 
     def _let_leave(self, replica: Replica) -> None:
-        """One that leaves has come to rest, or is brought to it."""
+        """Drain a replica that leaves, or stop it once it has drained."""
         process = replica.process
         if process.state == "up" and replica.state not in ("drained", "asleep"):
             self._bring_to_rest(replica, alone=True)
         elif process.state == "up":
             self._stop(replica)
         elif process.state == "starting" and not process.wanted:
-            self._stop(replica)  # it is on its way
+            self._stop(replica)  # it is not up yet
 
     def _stop(self, replica: Replica) -> None:
-        """Nothing runs there: it need not be there any more."""
+        """Stop a replica on which nothing runs."""
         reason = replica.process.reason
         if replica.state != "down":
             self.rollout.lose_replica(replica, reason)
@@ -111,7 +111,7 @@ class DepartureScheduling:
         self.sync.note_none_left(replica, reason)
 
     def _bring_to_rest(self, replica: Replica, *, alone: bool = False) -> None:
-        """Park what runs on a replica that is in no sync; one that is comes to it at the end of that."""
+        """Park what runs on a ready replica. Does nothing during a sync: it is called again after that."""
         state = self.state
         if replica.state != "ready":
             return
@@ -171,8 +171,8 @@ class Completion:
             self.orders.end_run("stopped", state.draining)
 
     def advance(self, look_after_hardware: Callable[[], None], order_again: Callable[[], None]) -> None:
-        """End the run once no step can follow: what no version holds is published, a last checkpoint written, the rest
-        let go."""
+        """End the run once no step can follow: publish steps that no version contains, save a last checkpoint, and
+        drop the remaining groups."""
         state = self.state
         if state.draining:
             self._come_to_rest()
@@ -186,10 +186,10 @@ class Completion:
             self.training.publish()
             return
         unsaved = state.checkpoints.newest < state.steps_trained and not state.checkpoint_pending
-        if self.state.limits.checkpoint_every and unsaved:  # also where it was ordered before, and failed
+        if self.state.limits.checkpoint_every and unsaved:  # also if an earlier attempt failed
             self.training.checkpoint()
-        barren = self._why_barren()
-        if self.state.limits.validation is not None and not state.validations.closing and not barren:
+        untrainable = self._why_untrainable()
+        if self.state.limits.validation is not None and not state.validations.closing and not untrainable:
             self.validation.close()
             look_after_hardware()
             self.validation.send()
@@ -198,8 +198,8 @@ class Completion:
         for group in list(state.groups.values()):
             self.rollout.drop(group)
         state.waiting.clear()
-        if barren:
-            self.orders.end_run("failed", barren)
+        if untrainable:
+            self.orders.end_run("failed", untrainable)
         else:
             reason = f"{state.steps_trained} train steps"
             self.orders.end_run("finished", reason)
@@ -218,9 +218,8 @@ class Completion:
             )
             self.orders.end_run("failed", reason)
 
-    def _why_barren(self) -> str:
-        """Why nothing came of the prompts of a run that ends without a train step; empty where something did, and where
-        there were none."""
+    def _why_untrainable(self) -> str:
+        """Why a run that drew prompts ends without a train step; empty if it had a step or drew no prompt."""
         state = self.state
         drawn, filtered = state.ledger.drawn, state.filtered_in_a_row
         if state.steps_trained or not drawn:
@@ -229,7 +228,7 @@ class Completion:
         if filtered:
             causes.append(f"{self._filter} dropped {f'all {drawn}' if filtered == drawn else f'{filtered} of {drawn}'}")
         if state.last_failure and filtered < drawn:
-            causes.append(f"the last that failed: {state.last_failure}")
+            causes.append(f"the last failure: {state.last_failure}")
         return "; ".join(["no group could be trained on", *(causes or [f"all {drawn} were filtered or dropped"])])
 
     @property

@@ -1,8 +1,8 @@
-"""How a policy is asked: decide, validate, apply. What it raises or decides against a law changes nothing.
+"""Asks a policy for a decision and validates the answer. An exception or an unlawful answer changes nothing.
 
-Called by the other modules of this package for every decision of a run. An answer is used only once it was found
-lawful. Otherwise the policy's memory is put back as it was, and either the run ends with a `PolicyError` that names the
-policy and what it saw (`on_error: stop`), or the decision's built-in policy is asked instead (`builtin`).
+Called by the other modules of this package for every decision of a run. An answer is used only if it breaks no law.
+Otherwise the policy's memory is restored, and either the run ends with a `PolicyError` that names the policy and what
+it saw (`on_error: stop`), or the decision's built-in policy is asked instead (`builtin`).
 """
 
 from collections.abc import Callable
@@ -19,24 +19,24 @@ from engine.states.tree import digest
 from engine.states.view import View, view_group
 
 SEQUENCES = ("batching", "sync", "resume")
-"""Decisions that are answered with several things; any iterable will do."""
+"""Decisions whose answer is an iterable."""
 IDS = ("batching", "sync")
-"""Of these, those that are answered with ids."""
+"""Of these, those whose answer has ids."""
 SHOWN = 200
-"""Characters of an answer that go into an error."""
+"""Maximum length of an answer in an error, in characters."""
 Unlawful = Callable[[Any], str]
-"""The law that an answer breaks; empty where it breaks none."""
+"""Returns the law that an answer breaks; empty if it breaks none."""
 _pack = msgpack.Packer(use_bin_type=True, strict_types=True).pack
 
 
 class Decisions:
-    """The policies of one run, what they remember, and what was wrong with them."""
+    """The policies of one run, their memories and their errors."""
 
     def __init__(self, policies: PolicySet, state: State, view: View) -> None:
         self.state = state
         self.view = view
         self.rescuing = False
-        """The built-in policies decide everything: those of the run have started nothing where they had to."""
+        """The built-in policies decide everything, because the run's own policies started nothing when they had to."""
         self._builtin = PolicySet.from_names({})
         self._methods: dict[str, Callable[..., Any]] = {}
         self._remembering: dict[str, Any] = {}
@@ -44,7 +44,7 @@ class Decisions:
         self.use(policies)
 
     def use(self, policies: PolicySet) -> None:
-        """Take these policies from now on, with memories of their own; one that decides already keeps its memory."""
+        """Use these policies from now on. A policy object that is already in use keeps its memory."""
         self.policies = policies
         self._methods.update({decision: _method(policies, decision) for decision in DEFAULTS})
         for decision in DEFAULTS:
@@ -56,13 +56,13 @@ class Decisions:
         self._count()
 
     def add(self, decision: str, policy: Any, method: Callable[..., Any]) -> None:
-        """A decision that only runs with an extension have: whether groups enter an added state."""
+        """Add a decision of an extension: whether groups enter an added state."""
         self._methods[decision] = method
         self.remember(decision, policy)
 
     def remember(self, decision: str, policy: Any) -> None:
-        """Give a policy that declares a memory one that is empty, or what it was made with: a copy, since what its
-        class gives is every instance's."""
+        """Give a policy that declares a memory a new one: a copy of its initial memory, because instances may share
+        that, or an empty one."""
         if not has_memory(policy):
             return
         given = getattr(policy, "memory", None)
@@ -73,9 +73,9 @@ class Decisions:
     def ask(
         self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None = None
     ) -> Any:
-        """Put a question to a policy. The answer is of one of `kinds` exactly, and breaks no law.
+        """Ask a policy. The answer has exactly one of the types `kinds` and breaks no law.
 
-        Raises: `PolicyError`, which names the policy, for whatever it raised and for an answer that is neither.
+        Raises: `PolicyError`, which names the policy, if it raised an error or its answer is invalid.
         """
         if self.rescuing:
             return self._instead(decision, given, kinds, unlawful)
@@ -84,25 +84,25 @@ class Decisions:
             if decision in SEQUENCES and answer is not None:
                 answer = tuple(answer)
             if type(answer) not in kinds:
-                raise _Refused(answer, f"it must answer with {' or '.join(kind.__name__ for kind in kinds)}")
+                raise _Refused(answer, f"it must return {' or '.join(kind.__name__ for kind in kinds)}")
             if decision in IDS and answer is not None and any(type(id) is not int for id in answer):
-                raise _Refused(answer, "it must hold ids, which are of type int")
+                raise _Refused(answer, "it must return ids of type int")
             if unlawful is not None and (law := unlawful(answer)):
                 raise _Refused(answer, law)
             if self._remembering and decision in self._remembering:
                 self._keep(decision)
-        except BaseException as error:  # a user's code: it may not end the process either
-            told = self._told(decision, error)
+        except BaseException as error:  # user code must not end the process, for example with SystemExit
+            refusal = self._policy_error(decision, error)
             self._forget(decision)
             if self.policies.on_error == "stop":
-                raise told from error
-            self.note(told)
+                raise refusal from error
+            self.note(refusal)
             return self._instead(decision, given, kinds, unlawful)
         return answer
 
     def another_attempt(self, group: Group, cause: str) -> bool:
-        """Count an attempt that was lost, and say whether the group gets another one: as the retry policy decides, up
-        to the most attempts that there may be."""
+        """Count a lost attempt. Returns whether the group gets another one: the retry policy decides, within
+        `Limits.most_attempts`."""
         if cause == "data":
             group.data_failures += 1
             failures = group.data_failures
@@ -113,13 +113,13 @@ class Decisions:
         return again and failures < self.state.limits.most_attempts(cause)
 
     def note(self, error: EngineError) -> None:
-        """Count what was wrong with a policy whose built-in stands in."""
+        """Count an error of a policy that a built-in policy replaced."""
         self.state.policy_errors += 1
         self.state.last_policy_error = str(error)
         self._count()
 
     def seen(self) -> str:
-        """What every policy sees at the moment, in a few figures."""
+        """A summary of what every policy sees now."""
         view = self.view
         counts = ", ".join(f"{count} {phase}" for phase, count in view.phase_counts().items())
         return f"step {view.step}, version {view.latest_version}, {counts}, {view.capacity()} could start"
@@ -127,9 +127,9 @@ class Decisions:
     def _instead(
         self, decision: str, given: tuple[Any, ...], kinds: tuple[type, ...], unlawful: Unlawful | None
     ) -> Any:
-        """The answer of the decision's built-in policy; a group enters every added state.
+        """The answer of the decision's built-in policy. For an added state: the group enters.
 
-        Raises: `PolicyError` where even that is against a law.
+        Raises: `PolicyError` if even that answer breaks a law.
         """
         if decision not in DEFAULTS:
             return True
@@ -141,7 +141,7 @@ class Decisions:
             raise PolicyError(f"the built-in {decision} policy decided {answer!r}: {law}", decision=decision)
         return answer
 
-    def _told(self, decision: str, error: BaseException) -> PolicyError:
+    def _policy_error(self, decision: str, error: BaseException) -> PolicyError:
         if isinstance(error, PolicyError):
             return error
         name = self.policies.names.get(decision, decision)
@@ -151,7 +151,7 @@ class Decisions:
         else:
             did, answer = f"raised {describe_error(error)}", ""
         seen = self.seen()
-        did = did.encode("utf-8", "replace").decode("utf-8")  # as every codec can hold it
+        did = did.encode("utf-8", "replace").decode("utf-8")  # the record holds only valid Unicode
         return PolicyError(
             f"the {decision} policy {name!r} {did}; it saw {seen}", decision=decision, policy=name, answer=answer,
             view=seen,
@@ -160,16 +160,16 @@ class Decisions:
     # memories
 
     def _keep(self, decision: str) -> None:
-        """Take over what a policy remembers after an answer. Raises: TypeError, ValueError for what is not plain."""
+        """Store a policy's memory after an answer. Raises: TypeError, ValueError if msgpack cannot hold it."""
         packed = _pack(self._remembering[decision].memory)
         if packed != self.state.policy_memory.get(decision):
             if type(_unpack(packed)) is not dict:
-                raise TypeError("its memory is no dict")
+                raise TypeError("its memory must be a dict")
             self.state.policy_memory[decision] = packed
             self._count()
 
     def recall(self) -> None:
-        """Give every policy back what it remembered after its last lawful answer."""
+        """Restore every policy's memory as it was after its last lawful answer."""
         for decision in self._remembering:
             self._forget(decision)
         self._count()
@@ -186,7 +186,7 @@ class Decisions:
 
 
 class _Refused(Exception):
-    """An answer that cannot be used."""
+    """The answer of a policy is invalid."""
 
     def __init__(self, answer: Any, law: str) -> None:
         super().__init__(law)
@@ -205,7 +205,7 @@ def _method(policies: PolicySet, decision: str) -> Callable[..., Any]:
 
 
 def _shown(answer: Any) -> str:
-    """An answer as an error shows it, also one whose `repr` raises."""
+    """An answer as text for an error, also if its `repr` raises."""
     try:
         shown = repr(answer)
     except BaseException:

@@ -34,7 +34,7 @@ from engine.states.timeouts import CUT_SHORT
 from engine.states.view import view_group
 
 MOST_DRAWN = 4096
-"""Prompts that are asked for at once."""
+"""Maximum number of prompts in one order."""
 
 
 @dataclass(eq=False)
@@ -55,16 +55,16 @@ class RolloutScheduling:
         ordered: Any = state.orders.matched[0].command
         require(
             event.first == ordered.first and 0 <= event.count <= ordered.count,
-            "law 5: prompts were drawn that were not ordered",
+            "law 5: only ordered prompts may be drawn",
             first=event.first, ordered_first=ordered.first, count=event.count, ordered=ordered.count,
         )  # fmt: skip
-        require(event.count > 0 or event.exhausted, "law 7: the source gave no prompt and did not say it is exhausted")
+        require(event.count > 0 or event.exhausted, "law 7: the source returned no prompt and is not exhausted")
         state.failed_draws = 0
         state.exhausted = state.exhausted or event.exhausted
         state.draw(event.first, event.count)
 
     def on_draw_failed(self, event: DrawFailed) -> None:
-        """The prompts are ordered again; a source that only fails ends the run."""
+        """Order the prompts again. After too many failures in a row the run ends."""
         state = self.state
         state.failed_draws += 1
         if state.failed_draws >= state.limits.infrastructure_attempts:
@@ -95,7 +95,7 @@ class RolloutScheduling:
             self._give_up(spent)
 
     def _settle(self, group: Group, event: GroupGenerated) -> None:
-        """A group has its tokens, and whatever added states make of them: it is ready, or not worth training on."""
+        """A group is complete, added states included: it is ready, or the filter drops it."""
         self.state.failed_in_a_row = 0
         group.ready_at = event.at
         keep = self.decisions.ask("filter", (event,), (bool,))
@@ -123,7 +123,7 @@ class RolloutScheduling:
         if parks:
             group.moved, group.failed_on, unasked = True, event.replica, False
         if unasked:  # nobody paused the replica: an attempt was lost, else this could continue forever
-            self.park_after_failure(group, "infrastructure", "aborted by its replica without being asked")
+            self.park_after_failure(group, "infrastructure", "its replica aborted it without an order")
             return
         self._park_uncharged(group)
 
@@ -155,13 +155,13 @@ class RolloutScheduling:
             )
 
     def stop_replica(self, replica: Replica, reason: str) -> None:
-        """Give a replica up: another life of it may do better."""
+        """Stop a replica that keeps failing; its next incarnation may succeed."""
         self.lose_replica(replica, reason)
         self.lifetimes.stop(replica.process, reason)
 
     def lose_replica(self, replica: Replica, reason: str, *, hung: bool = False) -> None:
-        """Its process has ended, or is to. Park what ran there: each group loses an attempt of the infrastructure
-        budget, not its place. If the replica hung, only groups that exceeded their own limit lose one."""
+        """Its process has ended or will be stopped. Park its groups: each is charged one infrastructure attempt and
+        keeps its place. If the replica hung, only groups that exceeded their own limit are charged."""
         state = self.state
         hung = hung or any(KINDS_OF_SUBJECTS[one.subject] not in CUT_SHORT for one in state.clocks.exceeded(replica.id))
         parks = [order.command for order in state.orders.fail(replica.id) if isinstance(order.command, ParkGroup)]
@@ -179,7 +179,7 @@ class RolloutScheduling:
                 self._park_uncharged(group)
 
     def park_after_failure(self, group: Group, cause: str, reason: str) -> None:
-        """An attempt was lost: park the group for another one, or fail it. Its slot has been taken back already."""
+        """An attempt failed: park the group for another one, or fail it. Its slot must be free already."""
         self.state.last_failure = reason
         again = self.decisions.another_attempt(group, cause)
         self.park(group)
@@ -189,7 +189,7 @@ class RolloutScheduling:
             self.release(group, "drop")
 
     def _park_uncharged(self, group: Group) -> None:
-        """Park a group through no fault of its own. One that is to be truncated needs tokens."""
+        """Park a group without charging it an attempt. Drop it if it must be truncated but has no tokens."""
         self.park(group)
         if group.truncate and not group.kept:
             self.release(group, "drop")
@@ -200,21 +200,21 @@ class RolloutScheduling:
         self.state.failed_in_a_row += 1
 
     def park(self, group: Group) -> None:
-        """Cut a group short: it keeps its place, and waits among the others in the order of the resume policy."""
+        """Park a running group: it keeps its place, and resumes in the order of the resume policy."""
         self.state.fire_group(group, "abort", self.resume_key(group))
 
     def resume_key(self, group: Group) -> Key:
-        """Where a group stands among those that wait to resume."""
+        """The group's sort key among the parked groups."""
         key: Key = self.decisions.ask("resume", (view_group(group),), (tuple,), _unlawful_key)
         return key
 
     def release(self, group: Group, trigger: str) -> None:
-        """End a group that will not be trained on; its place is free at once."""
+        """End a group that will not be trained on. Its place becomes free."""
         self.state.fire_group(group, trigger)
         self.orders.discard(group.id)
 
     def drop(self, group: Group) -> None:
-        """End a live group that no step has taken, wherever it is."""
+        """End a live group that is in no batch, in whatever state it is."""
         if group.replica >= 0:
             replica = self.state.fleet.replicas[group.replica]
             self.orders.add(
@@ -230,7 +230,7 @@ class RolloutScheduling:
             return
         require(
             group.admitted_version <= oldest <= newest <= self.state.latest_version,
-            "law 6: a replica reports tokens of versions the group cannot have",
+            "law 6: a replica reported tokens of versions that the group cannot have",
             group=group.id, admitted=group.admitted_version, oldest=oldest, newest=newest,
             latest=self.state.latest_version,
         )  # fmt: skip
@@ -240,8 +240,8 @@ class RolloutScheduling:
     # orders
 
     def advance(self) -> None:
-        """Fill free slots: parked groups first, since they hold places and deadlines already, then new ones; draw
-        ahead."""
+        """Fill free slots, with parked groups first, because they have places and deadlines already, then with new
+        ones. Draw prompts ahead."""
         state = self.state
         if not state.started or state.outcome is not None or state.draining:
             return
@@ -254,7 +254,7 @@ class RolloutScheduling:
             self._draw()
 
     def _resume(self, most: int) -> int:
-        """Resume so many groups at most; how many more could be started then."""
+        """Resume at most `most` groups. Returns how many more this event may start."""
         state = self.state
         while state.ledger.running < state.limits.max_concurrent_groups:
             newest = state.fleet.newest_open_version()
@@ -262,7 +262,7 @@ class RolloutScheduling:
             if group is None:
                 return most
             if not most:
-                self.orders.go_on_at_once()
+                self.orders.continue_at_once()
                 return 0
             replica = self._dispatch(group, group.resumes_from)
             if replica is None:
@@ -284,20 +284,20 @@ class RolloutScheduling:
         return most
 
     def _admit(self, most: int) -> None:
-        """Start so many new groups at most."""
+        """Start at most `most` new groups."""
         state = self.state
         limits = state.limits
         legal = min(state.capacity, len(state.waiting))
         if legal <= 0:
             return
         if not most:
-            self.orders.go_on_at_once()
+            self.orders.continue_at_once()
             return
-        law = f"it must be an integer from 0 to {legal}"
+        law = f"it must return an integer from 0 to {legal}"
         count = self.decisions.ask("admission", (legal,), (int,), lambda n: "" if 0 <= n <= legal else law)
         for started in range(count):
             if started == most:
-                self.orders.go_on_at_once()
+                self.orders.continue_at_once()
                 return
             oldest = self._oldest_admissible()
             group = state.groups[state.waiting[0]]
@@ -316,7 +316,8 @@ class RolloutScheduling:
             )  # fmt: skip
 
     def _oldest_admissible(self) -> Version | None:
-        """The oldest version with a place left (law 3); places grow with the version, so newer ones have one too."""
+        """The oldest version with a place left (law 3). Newer versions have one too, because places grow with the
+        version."""
         oldest, held = None, self.state.held
         for version in reversed(self.state.steps_in):
             if held >= self.state.places(version):
@@ -336,13 +337,13 @@ class RolloutScheduling:
                 and replica.version >= oldest
             ):
                 return ""
-            return f"it must be ready, have a free slot and version {oldest} or newer"
+            return f"it must choose a ready replica with a free slot and version {oldest} or newer, or None"
 
         id = self.decisions.ask("dispatch", (oldest, group.id), (int, type(None)), unlawful)
         return None if id is None else state.fleet.replicas[id]
 
     def _draw(self) -> None:
-        """Ask for prompts while fewer wait than could start now; ahead by a batch, never beyond what the run needs."""
+        """Order prompts while fewer wait than could start now: one batch ahead, but never more than the run needs."""
         state = self.state
         limits = state.limits
         waiting = len(state.waiting)
@@ -362,4 +363,4 @@ class RolloutScheduling:
 
 def _unlawful_key(key: tuple[Any, ...]) -> str:
     numbers = all(type(part) in (int, float) and isfinite(part) for part in key)
-    return "" if key and numbers else "it must be a tuple of numbers"
+    return "" if key and numbers else "it must be a non-empty tuple of finite numbers"

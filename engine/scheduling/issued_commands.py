@@ -5,8 +5,7 @@ from engine.ids import EventId, GroupId
 from engine.states.state import State
 
 MOST_STARTS = 256
-"""Groups that one event starts or resumes at most, and replicas; where there are more, a timer that fires at once
-starts the rest."""
+"""Maximum number of groups, and of replicas, that one event starts. A timer that fires at once starts the rest."""
 
 
 class Orders:
@@ -34,8 +33,8 @@ class Orders:
         self._commands.append(command)
         self._state.orders.add(command, self._state.now)
 
-    def go_on_at_once(self) -> None:
-        """Another event, which comes at once, starts the rest of what may be started: no event takes long."""
+    def continue_at_once(self) -> None:
+        """Set a timer that fires at once to start the rest, so that no event takes long."""
         state = self._state
         if state.fill_timer is None:
             state.fill_timer = state.new_timer()
@@ -46,8 +45,8 @@ class Orders:
         self._discards += groups
 
     def end_run(self, outcome: str, reason: str, *, again: bool = False) -> None:
-        """End the run as `finished`, `stopped` or `failed`. The first outcome and reason stay. `again`: it can begin
-        again from its record, and does within its budget."""
+        """End the run as `finished`, `stopped` or `failed`. The first call determines the outcome. `again`: the run
+        begins again from its record if its budget allows."""
         state = self._state
         if state.outcome is not None:
             return
@@ -55,15 +54,14 @@ class Orders:
             again = self._charge_restart()
             if not again:
                 outcome = "failed"
-                spent = f"; no train step since the run began again (run_restarts = {state.restarts})"
+                spent = f"; the run restarted {state.restarts} times without a train step (run_restarts)"
                 reason += spent if state.restarts else ""
         else:
             again = False
         state.outcome = FinishRun(outcome=outcome, reason=reason, again=again, cause=self.cause)
 
     def _charge_restart(self) -> bool:
-        """Whether the run may begin again from its record. A train step that it had not reached before fills the
-        budget."""
+        """Whether the run may begin again from its record. A new train step resets the budget."""
         state = self._state
         if state.steps_trained > state.restarted_at:
             state.restarts, state.restarted_at = 0, state.steps_trained

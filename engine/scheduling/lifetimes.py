@@ -1,4 +1,4 @@
-"""Lives of processes: starting, stopping, and whether another life follows one that ended.
+"""Process lifetimes: starts, stops, and whether a process that ended is started again.
 
 Called by the other modules of `scheduling/`. It decides nothing about the work of a process: `processes.py` does.
 """
@@ -12,16 +12,16 @@ from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER, Proces
 from engine.states.state import State
 
 REASON_LENGTH = 1000
-"""Characters of a reason that go into an order."""
+"""Maximum length of a reason in an order, in characters."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
-"""Between a life that could not be started and the next one. The delay doubles with each."""
+"""Delay after a failed start. It doubles with each further one."""
 REFILLED_BY_STEPS = (REPLICA, TRAINER)
-"""Kinds for which a train step is progress. For the others it is an answered order."""
+"""Kinds of processes for which a train step is progress. For the others, an answered order is."""
 
 
 @dataclass(eq=False)
 class Lifetimes:
-    """Orders the lives of processes, within their restart budgets."""
+    """Orders starts and stops of processes, within their restart budgets."""
 
     state: State
     orders: Orders
@@ -29,25 +29,26 @@ class Lifetimes:
     def launch(self, replicas: int) -> None:
         """Start those of the first `replicas` replicas that are wanted and gone."""
         self.state.launched, self.state.launching = 0, replicas
-        self.go_on_launching()
+        self.continue_launch()
 
-    def go_on_launching(self) -> None:
-        """Start the next replicas of a launch, so many in one event at most."""
+    def continue_launch(self) -> None:
+        """Start the next replicas of a launch, at most `MOST_STARTS` in one event."""
         state, left = self.state, MOST_STARTS
         while state.launched < state.launching:
             process = state.process(REPLICA, state.launched)
             if process.state == "gone" and process.wanted and not process.deaths:
                 if not left:
-                    self.orders.go_on_at_once()
+                    self.orders.continue_at_once()
                     return
                 left -= 1
                 self.start(process)
             state.launched += 1
 
     def start(self, process: Process, **beginning: Any) -> None:
-        """Order the next life of a process. `beginning`: where a trainer begins, as fields of `StartProcess`."""
+        """Start the next incarnation of a process. `beginning`: a trainer's starting point, as fields of
+        `StartProcess`."""
         delay_s = 0.0
-        if process.state == "starting" and process.deaths:  # what made it fail may need time to pass
+        if process.state == "starting" and process.deaths:  # give the cause of the failed start time to pass
             delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(process.deaths - 1, 10))
         self.state.fire_process(process, "start" if process.state == "gone" else "restart")
         process.incarnation += 1
@@ -58,7 +59,7 @@ class Lifetimes:
         )  # fmt: skip
 
     def stop(self, process: Process, reason: str, *, hung: bool = False) -> None:
-        """Order the end of a life. Another may follow its `ProcessLost`."""
+        """Stop a process. Its `ProcessLost` may start the next incarnation."""
         if process.state not in ("starting", "up"):
             return
         self.state.fire_process(process, "stop")
@@ -69,14 +70,15 @@ class Lifetimes:
         )  # fmt: skip
 
     def begin_again(self, process: Process) -> None:
-        """New processes carry the run: the last life is over, and the budget is full again."""
+        """The run continues with new processes: the old incarnation has ended, and the restart budget is reset."""
         if process.state != "gone":
             self.state.fire_process(process, "end")
         process.deaths = process.trained = 0
         process.excused, process.reason, process.room = False, "", ""
 
     def may_restart(self, process: Process) -> bool:
-        """Charge the death of a process to its restart budget. Progress fills the budget again."""
+        """Charge the death of a process to its restart budget. Returns whether it may be started again. Progress resets
+        the budget."""
         trained = self.state.steps_trained
         if process.kind in REFILLED_BY_STEPS and process.trained != trained:
             process.deaths = 0

@@ -1,8 +1,8 @@
 """Slow replicas: who they are, and which of their groups continue elsewhere.
 
-Called by `scheduler.py`, where `Limits.straggler_factor` is set. A replica's pace is what a token of the groups that it
-generates takes, from the start of their attempt. One that is slower than the others by the factor keeps getting groups,
-as it has slots; but once a faster one has nothing else to do, that takes over what will hold a step first. A move costs
+Called by `scheduler.py` if `Limits.straggler_factor` is set. A replica's pace is the seconds per token of the groups it
+generates, from the start of their attempts. A replica slower than the others by the factor still gets groups while it
+has slots. But once a faster replica is idle, it takes over the slow one's groups, earliest deadline first. A move costs
 no attempt; the group continues from its prefixes.
 """
 
@@ -16,11 +16,11 @@ from engine.states.replica import Replica
 from engine.states.state import State
 
 SAMPLES = 4
-"""Groups a replica must have generated in this life before its pace counts."""
+"""Groups that a replica must have generated in this incarnation before its pace counts."""
 WEIGHT = 0.2
-"""Of the newest group in a replica's pace, which forgets older ones."""
+"""Weight of the newest group in a replica's pace, a moving average."""
 Pace = tuple[float, ReplicaId]
-"""Seconds that a token takes, and where."""
+"""(seconds per token, replica)."""
 MOST_ID = 2**63
 """Above every id of a replica."""
 NOBODY: Pace = (float("inf"), MOST_ID)
@@ -28,22 +28,22 @@ NOBODY: Pace = (float("inf"), MOST_ID)
 
 
 class PaceScheduling:
-    """Measures replicas against one another, and moves groups from slow ones to idle fast ones."""
+    """Compares the paces of replicas, and moves groups from slow ones to idle fast ones."""
 
     def __init__(self, state: State, orders: Orders) -> None:
         self.state = state
         self.orders = orders
         self._paces: list[Pace] = []
-        """Of the replicas whose pace counts, in order."""
+        """Paces of the replicas whose pace counts, ascending."""
         self._listed: dict[ReplicaId, Pace] = {}
         """The same by replica."""
         self._first_slow = NOBODY
         """The lowest pace that is slow."""
         self._scanned: tuple[int, Version] | None = None
-        """When nothing that could be moved was left: see `Fleet.seats_on_slow`; and the newest idle version."""
+        """`Fleet.seats_on_slow` and the newest idle version when no group was left to move."""
 
     def generated(self, group: Group, replica: Replica) -> None:
-        """To be told of a group before it leaves its slot."""
+        """Measure a finished group. Called before it leaves its slot."""
         tokens = group.tokens - group.seated_tokens
         if tokens <= 0:
             return
@@ -53,8 +53,8 @@ class PaceScheduling:
         self._judge()
 
     def _judge(self) -> None:
-        """Which replicas are slower than the median of all the others allows. Paces are kept in their order, so that
-        only replicas that changed, and those that the median has passed, are looked at."""
+        """Mark replicas that are slower than the factor times the median of the others. The paces are sorted, so this
+        visits only replicas that changed and those between the old and the new threshold."""
         state, paces = self.state, self._paces
         changed = state.census.take_unjudged()
         for replica in changed:
@@ -69,7 +69,7 @@ class PaceScheduling:
             state.fleet.mark_slow(state.fleet.replicas[pace[1]], pace >= self._first_slow)
 
     def _list(self, replica: Replica) -> None:
-        """Put the pace of a replica in its place among the others, if it counts."""
+        """Insert the pace of a replica into the sorted list, if it counts."""
         pace = (replica.pace, replica.id)
         counts = replica.state != "down" and replica.paced >= SAMPLES and not replica.validator
         known = self._listed.get(replica.id)
@@ -82,8 +82,8 @@ class PaceScheduling:
             self._listed[replica.id] = pace
 
     def _find_first_slow(self) -> int:
-        """From which place on replicas are slow. For those above the middle the median of all the others is the same;
-        the one in the middle has its own, and none below it can be slow."""
+        """Index of the first slow replica in the sorted list. All replicas above the middle have the same median of the
+        others; the middle one has its own; none below it can be slow."""
         factor, paces, others = self.state.limits.straggler_factor, self._paces, len(self._paces) - 1
         if factor is None or others < 1:
             return len(paces)
@@ -96,8 +96,8 @@ class PaceScheduling:
         return max(middle + 1, bisect_right(paces, (factor * ((below + here) / 2), MOST_ID)))
 
     def advance(self) -> None:
-        """Where a fast replica has slots that nothing else wants: park what a slow one has, the earliest deadline
-        first. It resumes on the fast one, as the least loaded that is not the one it comes from."""
+        """If a fast replica has slots that nothing else needs, park groups of slow replicas, earliest deadline first.
+        They resume on a fast replica, because dispatch avoids the replica they come from."""
         state = self.state
         wanted = state.waiting and state.capacity
         if wanted or state.draining or state.limits.straggler_factor is None:
@@ -109,7 +109,7 @@ class PaceScheduling:
             return
         newest = max(fleet.idle_at)
         if self._scanned == (fleet.seats_on_slow, newest):
-            return  # whatever can be moved is on its way
+            return  # every group that can be moved is being moved
         slow = [replica for id in fleet.slow if (replica := fleet.replicas[id]).state == "ready"]
         groups = [state.groups[id] for r in slow if not r.process.leaves for id in r.groups]
         movable = [g for g in groups if g.id not in parking and not g.moved and g.resumes_from <= newest]

@@ -1,8 +1,8 @@
-"""Who has which pool: scoring and training tasks are ordered as their inputs and their hardware come free.
+"""Leases pools: orders scoring and training tasks as soon as their inputs exist and their hardware is free.
 
 Called by `scheduler.py` after every event that may have changed a step, a replica or a version. A task of the trainer
-holds one lease, granted when its inputs exist, earliest step first. Where replicas stand in the same pool they sleep
-meanwhile, and wake once no formed step needs the pool any more.
+holds one lease, granted when its inputs exist, earliest step first. Replicas in the same pool sleep meanwhile, and wake
+once no formed step needs the pool.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ TRAIN = "train"
 
 
 class PoolScheduling:
-    """Orders the tasks of formed steps, and the replicas of shared pools to sleep and to wake."""
+    """Orders the tasks of formed steps, and lets the replicas of shared pools sleep and wake."""
 
     def __init__(self, state: State, orders: Orders) -> None:
         self.state = state
@@ -28,7 +28,7 @@ class PoolScheduling:
         self._shared = [lease for lease in self.pools.leases if lease.shared]
 
     def advance(self) -> None:
-        """Lease what is free to who may have it."""
+        """Lease free pools to the tasks that are ready."""
         state = self.state
         if len(state.steps) > 1:
             for step in state.formed_steps:
@@ -40,7 +40,7 @@ class PoolScheduling:
             self._look_after_replicas(lease)
 
     def _look_after_replicas(self, lease: PoolLease) -> None:
-        """Rollout has a shared pool unless a formed step needs it; a replica that joins meanwhile sleeps as well."""
+        """Lease a shared pool to rollout unless a formed step needs it. A replica that joins meanwhile sleeps too."""
         if not lease.task and not self._needed(lease):
             self.state.lease(lease, ROLLOUT)
         wanted = lease.task == ROLLOUT and any(
@@ -57,7 +57,7 @@ class PoolScheduling:
             self._wake(lease)
 
     def release(self, step: StepId, task: str | None = None) -> None:
-        """A task of a step needs its pool no more; None: no task of it does."""
+        """Return the pool of a step's task; with `task` None, the pools of all its tasks."""
         for lease in self.pools.leases:
             if lease.step == step and task in (None, lease.task):
                 self.state.give_back(lease)
@@ -75,11 +75,11 @@ class PoolScheduling:
 
     @staticmethod
     def _needs_no_weights(task: str) -> bool:
-        """Whether a scoring task may run before the step before it is trained: the reference never changes."""
+        """Whether a scoring task may run before the previous step is trained: the reference model never changes."""
         return task == "ref_logprobs"
 
     def _tasks_left(self, step: Step) -> list[str]:
-        """Tasks that are neither done nor ordered, in their order; training comes last."""
+        """Tasks that are neither done nor ordered, in order; training is last."""
         if step.state != "scoring":
             return []
         names = self.state.limits.scoring_tasks
@@ -88,7 +88,7 @@ class PoolScheduling:
         return [*left, TRAIN]
 
     def _needed(self, lease: PoolLease) -> bool:
-        """Whether a formed step has a task left that is done there, and need not wait for another step first."""
+        """Whether a formed step has a task left for this pool that need not wait for another step."""
         return any(
             self.pools.of(task) is lease and (step.id == self.state.steps_trained or self._needs_no_weights(task))
             for step in self.state.formed_steps
@@ -110,7 +110,7 @@ class PoolScheduling:
         )
 
     def _make_room(self, lease: PoolLease) -> bool:
-        """Whether a pool is free for a task; where replicas stand in it they are sent to sleep first."""
+        """Whether a pool is free for a task. Sends its replicas to sleep first."""
         if not lease.shared:
             return True
         self._send_all_to_sleep(lease)
@@ -140,14 +140,14 @@ class PoolScheduling:
             self.send_to_sleep(replica)
 
     def send_to_sleep(self, replica: Replica) -> None:
-        """Park what runs there. What was being staged is staged again while it sleeps, under another attempt."""
+        """Park what runs there. Weights being staged are staged again during the sleep, under a new attempt."""
         replica.staging = replica.staged = None
         replica.sync_attempt += 1
         self.state.fire_replica(replica, "yield")
         self.orders.add(PauseReplica(**replica.address(self.orders.cause), version=replica.version, mode="sleep"))
 
     def _wake(self, lease: PoolLease) -> None:
-        """Wake who sleeps: with the version it is behind by once that is staged, else as it is."""
+        """Wake sleeping replicas; one with older weights installs the newest first, once they are staged."""
         for replica in self.state.census.wakeable(lease):
             target = self.state.target_of(replica)
             if replica.version >= target:

@@ -1,4 +1,4 @@
-"""What follows when a process comes up or is lost: another life, what it begins from, and what becomes of its orders.
+"""Reacts when a process comes up or is lost: whether and from where it starts again, and what happens to its orders.
 
 Called by `scheduler.py`. A lost process costs each of its orders one attempt, or if it hung,
 those that exceeded their limits. A store or the gateway cannot be replaced
@@ -31,7 +31,7 @@ from engine.states.state import State
 
 @dataclass(eq=False)
 class ProcessScheduling:
-    """Reacts to processes that come and go."""
+    """Handles the events of processes."""
 
     state: State
     orders: Orders
@@ -41,7 +41,7 @@ class ProcessScheduling:
     training: TrainingScheduling
 
     def begin(self, replicas: int) -> None:
-        """Order the first lives of a run, or the first after a resume: so many replicas, and what the limits name."""
+        """Start the processes of a run, or of a resumed run: `replicas` replicas, and those that the limits name."""
         state = self.state
         for replica in state.fleet.replicas.values():
             self.lifetimes.begin_again(replica.process)
@@ -59,7 +59,7 @@ class ProcessScheduling:
     # events
 
     def is_repeated(self, event: Event) -> bool:
-        """Whether an event tells of a life of a process that is over, or tells again what is known of it."""
+        """Whether an event is about an incarnation that has ended, or repeats what is known."""
         if isinstance(event, ReplicaLeaves):
             replica = self.state.fleet.replicas.get(event.replica)
             return replica is None or replica.state == "down" or replica.incarnation != event.incarnation
@@ -84,8 +84,8 @@ class ProcessScheduling:
 
     def on_up(self, event: ProcessUp) -> None:
         process = self._life(event)
-        if process.state in ("up", "stopping"):  # of an older life
-            self._end(process, "another incarnation joined in its place")
+        if process.state in ("up", "stopping"):  # an older incarnation
+            self._end(process, "a newer incarnation joined")
         self.state.fire_process(process, "up")
         if event.kind == REPLICA:
             self.sync.join(self.state.fleet.replicas[event.index], event)
@@ -107,7 +107,7 @@ class ProcessScheduling:
             self.orders.end_run("stopped", reason, again=not event.final)
 
     def _life(self, event: ProcessUp | ProcessLost) -> Process:
-        """The process of an event. A newer life than the one known ends the orders about that one."""
+        """The process of an event. A newer incarnation than the known one withdraws the known one's start and stop."""
         process = self.state.process(event.kind, event.index)
         if event.incarnation != process.incarnation:
             for subject in ("start", "stop"):
@@ -126,7 +126,7 @@ class ProcessScheduling:
         self.sync.note_none_left(replica, event.reason)
 
     def _follow(self, process: Process, event: ProcessLost) -> None:
-        """Order the life after one that ended, if it is wanted and there may be one."""
+        """Start a lost process again if it is wanted and its budget allows; else end it."""
         if process.wanted and not event.final and (process.excused or self.lifetimes.may_restart(process)):
             self.lifetimes.start(process)
         else:
@@ -142,24 +142,24 @@ class ProcessScheduling:
                 self.rollout.lose_replica(replica, reason)
 
     def _lose_worker(self, process: Process, event: ProcessLost) -> None:
-        """A scorer, or the process of the added states: it holds nothing that is not elsewhere too."""
+        """A scorer, or the process of the added states: it has no data that would be lost with it."""
         tasks = self.state.limits.scorers()[process.index] if process.kind == SCORER else ()
         who = f"scorer of {' and '.join(tasks)}" if tasks else f"process of the {process.id}"
         reason = f"the {who} is lost: {event.reason}"
         if event.final or not self.lifetimes.may_restart(process):
             self._end(process, reason)
-            self.orders.end_run("failed", self._spent(process, reason, event))  # its orders are a resume's
+            self.orders.end_run("failed", self._spent(process, reason, event))  # a resume orders its work again
             return
         failed, charged = self._take_orders(process)
         self.lifetimes.start(process)
         self._fail(failed, charged, reason)
 
     def _lose_trainer(self, process: Process, event: ProcessLost) -> None:
-        """The next life begins where nothing is lost by it. If there is no such place, or too many lives ended, the run
-        ends."""
+        """Start the trainer again from a point that loses no step. If there is none, or the restart budget is spent,
+        the run ends."""
         state = self.state
         failed, charged = self._take_orders(process)
-        done = []  # only the reports of these are lost
+        done = []  # done, but their reports are lost
         for order in failed:
             if isinstance(order.command, PublishWeights) and order.command.version <= event.published:
                 self.training.take_published(order.id)
@@ -181,11 +181,11 @@ class ProcessScheduling:
         self.lifetimes.start(process, **beginning)
         self._fail([order for order in failed if order not in done], charged, reason)
         if "version" in beginning and state.limits.checkpoint_every and not state.checkpoint_pending:
-            self.training.checkpoint()  # no resume could begin from what is on disk
+            self.training.checkpoint()  # a resume could not begin from the checkpoints on disk
 
     def _take_orders(self, process: Process) -> tuple[list[Order], list[Order]]:
-        """End the orders of a lost process. Returns them, and those that cost an attempt: all, or if the process hung,
-        those that exceeded their limits."""
+        """End the orders of a lost process. Returns them, and those that are charged an attempt: all, or if the process
+        hung, those that exceeded their limits."""
         state, owners = self.state, self.state.owners_of(process)
         exceeded = [order for owner in owners for order in state.clocks.exceeded(owner)]
         hung = exceeded or any(
@@ -200,8 +200,8 @@ class ProcessScheduling:
         return f"{reason}; it ended {process.deaths} times without progress"
 
     def _fail(self, failed: list[Order], costly: list[Order], reason: str) -> None:
-        """Give the orders again that were lost with a process. Those in `costly` cost an attempt. A lost checkpoint is
-        ordered again once the run cannot end without it."""
+        """Repeat the orders that were lost with a process. Those in `costly` are charged an attempt. A lost checkpoint
+        is ordered again only at the end of the run, which needs it."""
         steps: dict[StepId, bool] = {}
         for order in failed:
             command, charged = order.command, order in costly

@@ -1,10 +1,9 @@
 """A run that continues after its processes have ended: back to the weights there are, and on from there.
 
-Called by `scheduler.py`. Replicas and the weights of every version are gone with the processes that held them. Where
-the trajectories are still there and the trainer has done its steps again from them (`kept`), nothing else is lost.
-Else the run branches at a checkpoint, or at the initial weights: what those do not hold did not happen. The state says
-what was true before; this makes it say what is true now, and asks for the one thing that everything else waits for:
-those weights as a new version.
+Called by `scheduler.py`. The replicas and the weights of every version were lost with their processes. If the
+trajectories still exist and the trainer has repeated its steps from them (`kept`), nothing else is lost. Otherwise the
+run branches at a checkpoint or at the initial weights, and everything after that is undone. This module updates the
+state accordingly and orders the publication of these weights as a new version, which everything else waits for.
 """
 
 from engine.events import RunResumed
@@ -26,7 +25,7 @@ def resume(
     processes: ProcessScheduling,
     validation: ValidationScheduling,
 ) -> None:
-    """Take the run back to `event.steps` train steps and let it begin again. Raises: `InvariantViolated`."""
+    """Return the run to `event.steps` train steps and continue it. Raises: `InvariantViolated`."""
     _require_possible(event, state)
     state.stages.put_back()
     validation.begin_again(event.steps)
@@ -52,30 +51,30 @@ def resume(
 def _require_possible(event: RunResumed, state: State) -> None:
     again = (*event.consumed, *event.released)
     require(
-        0 <= event.steps <= state.steps_trained, "law 5: a run resumes after steps that it did not train",
+        0 <= event.steps <= state.steps_trained, "law 5: a run cannot resume after steps that it did not train",
         steps=event.steps, trained=state.steps_trained,
     )  # fmt: skip
     require(
-        event.steps in state.updates_in, "law 5: a run resumes after steps that no checkpoint holds", steps=event.steps,
+        event.steps in state.updates_in, "law 5: a run can resume only after steps in a checkpoint", steps=event.steps,
     )  # fmt: skip
     require(
         len(set(again)) == len(again) and all(0 <= id < state.ledger.drawn and id not in state.groups for id in again),
-        "law 5: a group is said to have ended that has not", groups=again[:8],
+        "law 5: only a group that has ended can be consumed or released again", groups=again[:8],
     )  # fmt: skip
     if event.kept:
         require(
-            event.steps == state.steps_trained and not again, "law 5: a run that loses no step does none again",
+            event.steps == state.steps_trained and not again, "law 5: a run that loses no step must repeat none",
             steps=event.steps, trained=state.steps_trained, groups=again[:8],
         )  # fmt: skip
     gone = [id for id in event.missing if id not in state.groups or phase_of(state.groups[id].state) is Phase.BATCHED]
     require(
-        not gone and (event.kept or not event.missing), "law 5: trajectories are missing that nothing can make again",
+        not gone and (event.kept or not event.missing), "law 5: missing trajectories cannot be generated again",
         groups=gone[:8],
     )  # fmt: skip
 
 
 def _lose_replicas(event: RunResumed, state: State, rollout: RolloutScheduling) -> None:
-    """Whatever ran is parked, or queued by the branch that follows; it is nobody's failure and costs no attempt."""
+    """Park all running groups; a branch then queues them again. They are not charged an attempt."""
     for replica in state.fleet.replicas.values():
         for id in list(replica.groups):
             group = state.groups[id]

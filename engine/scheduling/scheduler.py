@@ -257,7 +257,7 @@ class Scheduler:
             state.give_up_timer = None
         elif event.timer == state.fill_timer:
             state.fill_timer = None
-            self.lifetimes.go_on_launching()
+            self.lifetimes.continue_launch()
         elif event.timer == state.drain_timer:
             self.departures.on_drain_timer()
         else:

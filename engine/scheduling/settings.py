@@ -1,9 +1,9 @@
-"""Settings of a running scheduler: which there are, and what they may be.
+"""The settings that can be changed while a run is running, and their allowed values.
 
-Called by `scheduler.py` for a `SettingChanged`, and before that by whoever takes the user's request, so that what
-breaks a law is refused and never becomes an event. Names are the paths of the configuration.
+Called by `scheduler.py` for a `SettingChanged`, and earlier by the control endpoint, so that a value that breaks a law
+never becomes an event. Names are paths of the configuration.
 
-B and k are not live: batches that are formed and versions that are published were bounded by them.
+B and k cannot be changed, because formed batches and published versions depend on them.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ FIGURES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "trainer.keep_checkpoints": ("keep_checkpoints", int, "a whole number of checkpoints"),
     "trainer.keep_checkpoints_every": ("keep_checkpoints_every", int, "a whole number of train steps"),
 }
-"""Path → the field of `Limits` or of its `timeouts`, how its text is read, and what it should be."""
+"""Path → the field of `Limits` or of its `timeouts`, a parser for its text, and a description of allowed values."""
 
 
 def live_settings() -> list[str]:
@@ -69,7 +69,7 @@ def live_settings() -> list[str]:
 
 
 def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
-    """The bounds with one of `FIGURES` set. Raises: `ConfigError` for a value that it cannot have, with the law."""
+    """The limits with one of `FIGURES` changed. Raises: `ConfigError` for an invalid value, with the law."""
     field, read, kind = FIGURES[setting]
     try:
         figure = read(value)
@@ -81,7 +81,7 @@ def changed_limits(limits: Limits, setting: str, value: str) -> Limits:
 
 
 def require_time_for_rewards(timeouts: Timeouts, reward_timeout_s: float) -> None:
-    """Raises: `ConfigError` where an attempt may take no longer than one call of the reward may."""
+    """Raises: `ConfigError` unless an attempt may take longer than one reward call."""
     limit_s = timeouts.group_s
     if isinstance(limit_s, int | float) and limit_s <= reward_timeout_s:
         law = f"must be longer than reward.timeout_s = {reward_timeout_s:g}"
@@ -89,8 +89,7 @@ def require_time_for_rewards(timeouts: Timeouts, reward_timeout_s: float) -> Non
 
 
 def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet:
-    """The policies with one decision's replaced, the others the same objects. Raises: `ConfigError` for a name that is
-    not registered."""
+    """The policies with one replaced; the others are the same objects. Raises: `ConfigError` for an unknown name."""
     decision = setting.removeprefix(POLICIES)
     fresh = PolicySet.from_names({decision: value})
     names = {name: chosen for name, chosen in policies.names.items() if name != decision}
@@ -100,7 +99,7 @@ def changed_policies(policies: PolicySet, setting: str, value: str) -> PolicySet
 
 
 def check_setting(limits: Limits, policies: PolicySet, setting: str, value: str) -> None:
-    """Raises: `ConfigError` for a setting that is not live, or a value that breaks a law."""
+    """Raises: `ConfigError` for a setting that cannot be changed, or an invalid value."""
     if setting in FIGURES:
         changed_limits(limits, setting, value)
     elif setting.startswith(POLICIES):

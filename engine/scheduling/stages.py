@@ -1,7 +1,7 @@
-"""Added states: which groups enter them, whose work is ordered when, and what follows from its end.
+"""Added states: which groups enter them, when their work is ordered, and what follows.
 
-Called by `scheduler.py` for each event about such work, by `groups.py` for each group whose last token is there, and
-once after every event to order what may be worked on. Changes state only through `State`'s operations.
+Called by `scheduler.py` for each event about such work and after every event to order more work, and by `groups.py`
+for each generated group. Changes state only through `State`'s operations.
 """
 
 from engine.commands import EnterState
@@ -15,10 +15,10 @@ from engine.states.view import view_group
 
 
 class StageScheduling:
-    """Takes groups through the added states of a run, in their order, first come first served."""
+    """Moves groups through the added states of a run, in order, first come first served."""
 
     def __init__(self, state: State, decisions: Decisions, orders: Orders) -> None:
-        """Raises: `ConfigError` for a state that nobody has added."""
+        """Raises: `ConfigError` for a state that is not registered."""
         self.state = state
         self.decisions = decisions
         self.orders = orders
@@ -27,8 +27,8 @@ class StageScheduling:
             decisions.add(f"state {name}", policy, policy.enters)
 
     def enter(self, group: Group, after: int = -1) -> bool:
-        """Let a group into the next state that it is to pass through, counted from behind the `after`-th; False where
-        there is none."""
+        """Move a group into the next state whose policy lets it in, after state number `after`. False if there is
+        none."""
         for stage in self.state.stages.by_name.values():
             if stage.number > after and self.decisions.ask(f"state {stage.name}", (view_group(group),), (bool,)):
                 if group.replica >= 0:
@@ -52,7 +52,7 @@ class StageScheduling:
         return outcome
 
     def failed(self, event: StateFailed) -> Group | None:
-        """The work on a group came to nothing, and costs it an attempt. The group, if that was its last."""
+        """The work on a group failed, which is charged as an attempt. Returns the group if it was the last attempt."""
         group = self.state.groups[event.group]
         self.state.last_failure = event.reason
         if not self.decisions.another_attempt(group, event.cause):
@@ -61,7 +61,7 @@ class StageScheduling:
         return None
 
     def put_back(self, name: str, group: Group) -> None:
-        """A group waits for the work of its state again."""
+        """Let a group wait for the work of its state again."""
         self.state.stages.leave(name, group.id)
         self.state.enter_stage(group)
 

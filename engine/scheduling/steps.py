@@ -1,7 +1,7 @@
 """Train steps: collecting a batch under the deadline rule, scoring, training, publishing, checkpoints.
 
-Called by `scheduler.py`. The rule that makes the staleness bound hard is in `policies/batching.py` and is checked
-here whatever policy chose the batch.
+Called by `scheduler.py`. `policies/batching.py` states the rule that makes the staleness bound hard. This module checks
+every batch against it, whichever policy chose the batch.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ from engine.states.step import Step
 from engine.states.view import view_group
 
 TIMER_SLACK_S = 0.001
-"""A timer this much early is in time: clocks and sums of floats are no more exact than that."""
+"""A timer may fire this much early, because of rounding."""
 ASKED_AGAIN_S = 1.0
-"""Seconds, at least, before the deadline policy is asked about the same step again, however short its timeout."""
+"""Minimum seconds before the deadline policy is asked about the same step again."""
 
 
 @dataclass(eq=False)
 class TrainingScheduling:
-    """One step is trained at a time. The next batch is formed when the step before it is finished, or while that is
-    trained where some of its scoring has a pool of its own."""
+    """Trains one step at a time. Forms the next batch when the previous step is finished, or earlier if a scoring task
+    has its own pool."""
 
     state: State
     decisions: Decisions
@@ -101,8 +101,8 @@ class TrainingScheduling:
         step.attempt = 1
 
     def _drop_surplus(self, step: Step) -> None:
-        """Groups that this was the last step for: with over-sampling as many may be left as were started beyond the
-        bound. Unready ones go first, those that started last before the others."""
+        """Drop the groups for which this was the last step. With over-sampling, as many may be left as were started
+        beyond the bound. Unready groups are dropped first, the last started first."""
         state = self.state
         if not state.deadlines.due(step.id):
             return
@@ -112,12 +112,12 @@ class TrainingScheduling:
             self.rollout.drop(state.groups[id])
 
     def _unlawful(self, chosen: tuple[GroupId, ...] | None, size: int) -> str:
-        """The law that a batch breaks; empty where it breaks none."""
+        """The law that a batch breaks; empty if it breaks none."""
         state = self.state
         if chosen is None:
             return ""
         if len(chosen) != size or len(set(chosen)) != size or any(id not in state.ready for id in chosen):
-            return f"it must be {size} different ready groups"
+            return f"it must return {size} different ready groups"
         for deadline, must, _ in state.deadlines.requirements(state.steps_batched, state.limits.train_batch_size):
             taken = sum(1 for id in chosen if state.groups[id].deadline <= deadline)
             if taken < must:
@@ -128,7 +128,7 @@ class TrainingScheduling:
 
     def stragglers(self) -> list[Group]:
         """The unready groups that keep the next step from forming: for every binding deadline as many as are missing,
-        those that started first."""
+        first started first."""
         state = self.state
         needs = state.deadlines.needs(state.steps_batched, state.limits.train_batch_size)
         chosen: dict[GroupId, None] = {}
@@ -138,7 +138,7 @@ class TrainingScheduling:
         return [state.groups[id] for id in sorted(chosen)]
 
     def watch(self) -> None:
-        """Set the deadline policy's timer as soon as only stragglers keep the next batch from forming."""
+        """Set the deadline policy's timer once only stragglers keep the next batch from forming."""
         state = self.state
         step = state.steps.get(state.steps_batched)
         if not self.decisions.policies.deadline.acts or step is None or step.state != "collecting":
@@ -167,19 +167,19 @@ class TrainingScheduling:
         step = state.steps[state.steps_batched]
         step.timer = None
         if state.draining:
-            return  # nobody works on them: they are late for no fault of theirs
+            return  # the drain parked them, so they are not late
         if not self.decisions.policies.deadline.acts:
-            return  # it took over after the timer was set
+            return  # this policy replaced another after the timer was set
         stragglers = self.stragglers()
         if not stragglers:
             return
         patience = state.limits.deadline_timeout_s
         late = [group for group in stragglers if state.now - group.started_at >= patience - TIMER_SLACK_S]
-        if not late:  # they were started after the timer was set: each has its own time
+        if not late:  # they started after the timer was set, and each gets the whole timeout
             self._set_timer(step, patience - (state.now - min(group.started_at for group in stragglers)))
             return
         snapshots = tuple(view_group(group) for group in late)
-        law = f"it must be one of {', '.join(DECISIONS)}"
+        law = f"it must return one of {', '.join(DECISIONS)}"
         decision = self.decisions.ask("deadline", (snapshots,), (str,), lambda said: "" if said in DECISIONS else law)
         if decision == "wait":
             self._set_timer(step, max(patience, ASKED_AGAIN_S))
@@ -197,7 +197,7 @@ class TrainingScheduling:
         state = self.state
         for group in stragglers:
             if group.state in state.stages.by_name:
-                continue  # all its tokens are there: nothing is left to cut
+                continue  # it is generated already: there is nothing to truncate
             state.update(group, truncate=True)
             if group.replica >= 0:
                 replica = state.fleet.replicas[group.replica]
@@ -220,7 +220,7 @@ class TrainingScheduling:
         self.fail_step(event.step, event.reason)
 
     def fail_step(self, id: StepId, reason: str, *, charged: bool = True) -> None:
-        """An attempt to score or train a step came to nothing, and counts if it is `charged`."""
+        """An attempt to score or train a step failed. It counts only if `charged`."""
         step = self.state.steps[id]
         for task in self.state.scoring(step):
             self.state.orders.withdraw("score", (id, task))
@@ -255,19 +255,19 @@ class TrainingScheduling:
             self.checkpoint()
 
     def begin_again(self, step: Step) -> None:
-        """New processes carry the run: a formed batch that was not trained is scored and trained again."""
+        """Score and train a formed batch again."""
         if step.state in ("scoring", "training"):
             self.state.fire_step(step, "retry")
             step.attempt += 1
             step.done = ()
 
     def _finish(self, step: Step) -> None:
-        """A step is trained and, where it is to be, published."""
+        """A step is trained and, if it publishes, published."""
         del self.state.steps[step.id]
         self.pools.release(step.id)
 
     def nothing_left(self) -> bool:
-        """No step is left to be trained: the run has its steps, or every prompt drawn has ended and no more come."""
+        """Whether no step is left to train: all steps are done, or all prompts have ended and no more come."""
         state = self.state
         if state.steps_trained < state.steps_batched:
             return False
@@ -278,8 +278,8 @@ class TrainingScheduling:
     # publishing
 
     def publish(self) -> None:
-        """Order the next version. Called for a k-th step, and at the end of the run for steps that no version holds
-        yet."""
+        """Order the next version: after every k-th step, at the end of the run for unpublished steps, and after a
+        resume or a failed publication."""
         state = self.state
         state.publishing_attempt += 1
         self.orders.add(
@@ -306,7 +306,7 @@ class TrainingScheduling:
         self.fail_publication(event.version, event.reason)
 
     def fail_publication(self, version: Version, reason: str) -> None:
-        """An attempt to publish a version came to nothing."""
+        """An attempt to publish a version failed."""
         state = self.state
         state.publish_failures += 1
         if state.publish_failures >= state.limits.infrastructure_attempts:
@@ -317,9 +317,8 @@ class TrainingScheduling:
     # a new trainer
 
     def beginning(self) -> dict[str, Any] | None:
-        """Where another life of the trainer begins, as fields of `StartProcess`: the newest checkpoint, with the steps
-        since then trained again from their batches, or published weights that hold every step. None: steps would be
-        lost."""
+        """The starting point of a new trainer, as fields of `StartProcess`: the newest checkpoint, with later steps
+        retrained from their batches, or published weights that contain every step. None: steps would be lost."""
         state = self.state
         saved, trained = state.checkpoints.newest, state.steps_trained
         redo = tuple(range(saved, trained))
@@ -332,10 +331,13 @@ class TrainingScheduling:
         return None
 
     def why_no_beginning(self) -> str:
-        """Why `beginning` is None."""
+        """Why `beginning` returned None."""
         state = self.state
         trained, saved = state.steps_trained, state.checkpoints.newest
-        return f"the weights after {trained} train steps are lost: no checkpoint, publication or batches since {saved}"
+        return (
+            f"the weights after {trained} train steps are lost: the last checkpoint is after {saved}, and neither "
+            "published weights nor batches of the later steps exist"
+        )
 
     # checkpoints
 
@@ -351,7 +353,7 @@ class TrainingScheduling:
             self.delete_checkpoints()
         elif self.nothing_left():
             self.orders.end_run(
-                "failed", f"the last checkpoint, after {event.steps} steps, could not be written: {event.reason}"
+                "failed", f"the last checkpoint, after {event.steps} train steps, could not be written: {event.reason}"
             )
 
     def take_saved(self, steps: int) -> None:
@@ -368,15 +370,15 @@ class TrainingScheduling:
                 self.orders.add(DeleteCheckpoint(steps=steps, number=self.orders.number, cause=self.orders.cause))
 
     def on_order_done(self, event: OrderDone) -> None:
-        """Deletions are over; other orders that only had to arrive leave nothing to do."""
+        """Note deleted checkpoints. Other orders answered by `OrderDone` need nothing more."""
         state = self.state
         for order in state.orders.matched:
             if isinstance(order.command, DeleteCheckpoint):
                 state.checkpoints.remove(order.command.steps)
 
     def on_checkpoint_damaged(self, event: CheckpointDamaged) -> None:
-        """Forget the checkpoint. Older ones that are to be kept in its place are not deleted: no trainer runs that
-        could have begun."""
+        """Forget the checkpoint, and withdraw deletions of older ones that replace it. None has begun, because no
+        trainer runs."""
         state = self.state
         state.checkpoints.remove(event.steps)
         state.checkpoint_ordered = min(state.checkpoint_ordered, state.checkpoints.newest)

@@ -1,10 +1,10 @@
-"""What follows when an order exceeds its time limit: it is cut short, or the process to blame is stopped.
+"""Time limits: when an order exceeds its limit, its work is cut short or the process to blame is stopped.
 
 Called by `scheduler.py`, if any order has a limit (`Limits.timeouts`). `Clocks` says which orders are overdue. This
 module keeps one timer, for the order that may be due first. It must never act on work that is within its limit.
 
-The owner of an overdue order may only wait for another process that hangs. So the owner is probed, then what it waits
-for, and so on. The open `ProbeProcess` holds all that is known: the overdue order, and who was probed before.
+The owner of an overdue order may itself wait for another process that hangs. So the owner is probed, then what it waits
+for, and so on. The open `ProbeProcess` names the overdue order and the processes that were probed before.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from engine.states.timeouts import AUTO, CUT
 from engine.states.waits import described
 
 LATE_S = 60.0
-"""If the timer fires this much too late, the scheduler's own process stood still, and answers may be on their way."""
+"""If the timer fires this much too late, the scheduler's own process was suspended, and answers may still arrive."""
 COMMA = ", "
 
 
@@ -76,7 +76,7 @@ class TimeLimits:
                 self._act_on(order)
 
     def on_recovered(self, event: SchedulerRecovered) -> None:
-        """Answers may have come while there was no scheduler: no order is overdue before they are in."""
+        """Restart all clocks: answers may have arrived while no scheduler ran."""
         if self.clocks.on:
             self.clocks.restart_all()
 
@@ -111,7 +111,7 @@ class TimeLimits:
             )  # fmt: skip
 
     def _fail_stage(self, order: Order, reason: str) -> None:
-        """The attempt fails as if the state had said so; its process works on. A late answer is a stale echo."""
+        """Fail the attempt as a `StateFailed` would; its process keeps running. A late answer is a stale echo."""
         command: Any = order.command
         self.state.orders.withdraw("stage", order.id)
         failed = StateFailed(
@@ -141,8 +141,8 @@ class TimeLimits:
         )  # fmt: skip
 
     def on_probed(self, event: ProcessProbed) -> None:
-        """Follow the chain of processes that wait for one another. At its end, a process that works has limits of its
-        own; if it is idle, the one that waits for it is to blame. In a circle, the owner of the overdue order is."""
+        """Follow the chain of processes that wait for one another. If the last one works, its own limits apply. If it
+        is idle, the process that waits for it is to blame. In a cycle, the owner of the overdue order is to blame."""
         state = self.state
         probe: Any = state.orders.matched[0].command
         order = self._overdue(probe)
@@ -163,7 +163,7 @@ class TimeLimits:
             self._stop(chain[-2], f"{chain[-2]} waits for the idle {chain[-1]}; {reason}", order)
 
     def _on_silence(self, order: Order) -> None:
-        """A process that does not answer a probe hangs."""
+        """Stop a process that did not answer a probe in time: it hangs."""
         probe: Any = order.command
         self.state.orders.withdraw("probe", order.id)
         process, overdue = self.state.find_process(probe.kind, probe.index), self._overdue(probe)
@@ -179,13 +179,13 @@ class TimeLimits:
             self._stop(process.id, reason, overdue)
 
     def on_lost(self, answered: tuple[Order, ...]) -> None:
-        """A process was lost before it answered the probes among these orders."""
+        """A process was lost before it answered its probes: restart the clocks of the overdue orders."""
         for order in answered:
             if order.subject == "probe" and (overdue := self._overdue(order.command)) is not None:
                 self.clocks.restart(overdue)
 
     def _overdue(self, probe: Any) -> Order | None:
-        """The order for which a process is probed, if it is still open and has a limit."""
+        """The overdue order of a probe, if it is still open and has a limit."""
         orders = self.state.orders
         order = orders.numbered(probe.order) if orders.is_open(probe.order) else None
         return order if order is not None and order.subject in self.clocks.least else None
@@ -196,8 +196,8 @@ class TimeLimits:
         return any(order.subject in self.clocks.least and order.subject != "probe" for order in owned)
 
     def _stop(self, name: str, reason: str, order: Order) -> None:
-        """Stop a process that is to blame for an overdue order; `processes.py` says what follows. The one place that
-        does so for a time limit."""
+        """Stop the process to blame for an overdue order. `processes.py` handles its loss. No other code stops a
+        process for a time limit."""
         owner = self.state.process_of(order.owner)
         process = self.state.processes.get(name, owner)
         assert process is not None
@@ -210,7 +210,7 @@ class TimeLimits:
             self.clocks.restart(order)
 
     def _reason(self, order: Order) -> str:
-        """One sentence: who, for how long, at what, and the limit."""
+        """One sentence: the process, the limit, the time taken and the work."""
         timeouts, kind = self.state.limits.timeouts, KINDS_OF_SUBJECTS[order.subject]
         wait = described(order, self.state)
         setting = timeouts.setting(kind) + (": auto" if timeouts.given(kind) == AUTO else "")

@@ -1,4 +1,4 @@
-"""Validation runs: when one is due, which replicas it holds at its version, which rows go where, and how it ends.
+"""Validation runs: when one is due, which replicas it holds at its version, which rows each measures, how it ends.
 
 Called by `scheduler.py`. A run takes nothing but slots of the replicas it holds, and delays nothing but their
 installs. Whatever becomes of it, the training run continues.
@@ -19,12 +19,12 @@ from engine.states.state import State
 from engine.states.validation import Chunk, Validation, Validations
 
 REASON_LENGTH = 1000
-"""Characters of a reason that are kept."""
+"""Maximum length of a stored reason, in characters."""
 
 
 @dataclass(eq=False)
 class ValidationScheduling:
-    """One run is served at a time: the oldest. Those due meanwhile wait, and the newest of them supersedes the rest."""
+    """Serves one validation run at a time, the oldest. Of those that wait, the newest supersedes the others."""
 
     state: State
     decisions: Decisions
@@ -43,7 +43,10 @@ class ValidationScheduling:
     def on_rows_measured(self, event: RowsMeasured) -> None:
         run, chunk, replica = self._subject(event)
         if event.version != run.version or not 0 <= event.right <= event.measured <= chunk.count:
-            reason = f"its replica answers with version {event.version}, {event.measured} of {chunk.count} rows"
+            reason = (
+                f"its replica reported version {event.version} instead of {run.version}, or {event.measured} rows and "
+                f"{event.right} right ones of {chunk.count}"
+            )
             self._attempt_lost(run, chunk, replica, reason)
             return
         self.books.count(run, chunk, replica, event.measured, event.right, event.reward)
@@ -52,20 +55,20 @@ class ValidationScheduling:
         if run.measured:
             self._end(run, "report", "")
         else:
-            self._end(run, "fail", "not one row could be measured")
+            self._end(run, "fail", "no row could be measured")
 
     def on_rows_failed(self, event: RowsFailed) -> None:
         self._attempt_lost(*self._subject(event), event.reason)
 
     def on_order_done(self, event: OrderDone) -> None:
-        """A replica that stopped measuring has slots for rows again."""
+        """A replica that stopped measuring has free slots for rows."""
         for order in self.state.orders.matched:
             if order.subject == "stop rows":
                 self.books.look_again([order.id])
 
     def cut(self, order: Order, reason: str) -> None:
-        """A chunk exceeded its time limit: its replica stops measuring, and all of its chunks wait again. The others
-        are not charged an attempt."""
+        """A chunk exceeded its time limit: its replica stops measuring, and all chunks there wait again. Only the
+        overdue one is charged an attempt."""
         late: Any = order.command
         run, replica = self.books.runs[late.validation], self.state.fleet.replicas[late.replica]
         self.orders.add(
@@ -77,12 +80,12 @@ class ValidationScheduling:
         run.reason = reason[:REASON_LENGTH]
 
     def _stopping(self, run: Validation, replica: Replica) -> bool:
-        """Whether a replica has yet to stop measuring for a run: it would drop new chunks, too."""
+        """Whether a replica has not yet stopped measuring for a run. It would drop new chunks too."""
         stop: Any = self.state.orders.find("stop rows", replica.id)
         return stop is not None and stop.command.validation == run.id
 
     def _subject(self, event: RowsMeasured | RowsFailed) -> tuple[Validation, Chunk, Replica]:
-        """What an answer is about."""
+        """The run, chunk and replica of an answer."""
         run = self.books.runs[event.validation]
         return run, run.chunks[event.chunk], self.state.fleet.replicas[event.replica]
 
@@ -98,19 +101,19 @@ class ValidationScheduling:
             return
         self._queue_due(self.limits)
         if self.state.draining:
-            return  # what is queued now is owed when the run is resumed
+            return  # a queued validation is measured after the resume
         for run in list(self.books.runs.values()):
             self._take_replicas(run, self.limits)
             spent = self._why_it_cannot(run, self.limits)
             if spent:
                 self._end(run, "fail", spent)
             elif self._in_conflict(run, self.limits):
-                self._end(run, "cancel", f"it would keep every replica from version {self.state.latest_version}")
+                self._end(run, "cancel", f"it kept every replica from version {self.state.latest_version}")
             else:
                 return
 
     def send(self) -> None:
-        """Fill free slots of the replicas that the served run holds. To be called before groups get them."""
+        """Fill free slots of the replicas that the served run holds. Called before groups get the slots."""
         run = self.books.served
         if run is None or not self.books.sendable:
             return
@@ -130,7 +133,7 @@ class ValidationScheduling:
             self.books.no_room(replica)
 
     def close(self) -> None:
-        """No newer version will come: measure the last one, if it was not yet, with every replica there is."""
+        """No newer version will be published: measure the last one, if it was not measured, on all replicas."""
         if self.limits is None:
             return
         self.books.closing = True
@@ -138,16 +141,14 @@ class ValidationScheduling:
             self._queue(self.state.latest_version, self.limits)
 
     def begin_again(self, steps: StepId) -> None:
-        """The run is resumed after so many train steps: versions published before are gone, and whatever was being
-        measured with them. The first version to come is measured instead: it holds their steps, and most often the
-        same weights. A validation of steps that are to be trained again comes again with them."""
+        """The run is resumed after `steps` train steps, and older versions and their validations are lost. The next
+        version is measured instead: it contains their steps, and usually the same weights. A validation of steps that
+        are trained again is queued again with them."""
         for run in list(self.books.runs.values()):
             for id in list(run.replicas):
-                self.books.release(
-                    run, self.state.fleet.replicas[id]
-                )  # gone with its process: nothing is stopped there
-            again = "its steps are trained again" if run.steps > steps else "the next version is measured in its place"
-            self._cut_off(run, f"the run ended before it did: {again}")
+                self.books.release(run, self.state.fleet.replicas[id])  # its process is gone, so no order to stop
+            again = "its steps are trained again" if run.steps > steps else "the next version is measured instead"
+            self._cut_off(run, f"the run ended before the validation: {again}")
         self.books.owed |= 0 <= self.books.interrupted <= steps
         self.books.interrupted = -1
         self.books.closing = False
@@ -155,7 +156,7 @@ class ValidationScheduling:
             self.books.considered = self.state.latest_version
 
     def cancel_all(self, reason: str) -> None:
-        """The run ends before its validations do."""
+        """Cancel all validations, because the run ends."""
         for run in list(self.books.runs.values()):
             self._cut_off(run, reason)
 
@@ -178,12 +179,12 @@ class ValidationScheduling:
 
     def _queue(self, version: Version, limits: ValidationLimits) -> None:
         for run in [run for run in self.books.runs.values() if run.state == "queued"]:
-            self._end(run, "cancel", f"superseded by version {version} before it began")
+            self._end(run, "cancel", f"superseded by version {version} before it started")
         steps = self.state.steps_in[version]
         self.books.queue(version, steps, limits.rows, limits.rows_per_slot, self.state.now)
 
     def _take_replicas(self, run: Validation, limits: ValidationLimits) -> None:
-        """Hold as many replicas as it may have: those that have its version already, then those that can get it."""
+        """Hold as many replicas as allowed: first those that have its version, then those that can install it."""
         if not run.waiting:
             return
         census = self.state.census
@@ -198,10 +199,10 @@ class ValidationScheduling:
             self.books.hold(run, replica)
 
     def _why_it_cannot(self, run: Validation, limits: ValidationLimits) -> str:
-        """Why a run has to be given up; empty where it has not."""
+        """Why a validation must fail; empty if it need not."""
         attempts = self.state.limits.infrastructure_attempts
         if run.refused >= attempts:
-            return f"{run.refused} replicas could not be brought to version {run.version}"
+            return f"{run.refused} replicas could not install version {run.version}"
         if run.worst >= attempts:
             return f"{run.worst} attempts at the same rows failed; last error: {run.reason or self.state.last_failure}"
         if run.replicas or not run.waiting:
@@ -210,10 +211,10 @@ class ValidationScheduling:
         coming = kind.coming.total or min(kind.alive.by, default=run.version + 1) <= run.version
         if coming or kind.seen.total < (limits.replicas if limits.own else 1):
             return ""
-        return f"no replica is left that could have version {run.version}"
+        return f"no replica is left that has or can install version {run.version}"
 
     def _in_conflict(self, run: Validation, limits: ValidationLimits) -> bool:
-        """Whether the run keeps every replica from a newer version, and is not to."""
+        """Whether the validation keeps every replica from a newer version although `conflict` is `cancel`."""
         if limits.own or limits.conflict != "cancel" or run.version == self.state.latest_version:
             return False
         left = self.state.census.rollouts_left

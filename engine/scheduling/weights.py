@@ -1,4 +1,4 @@
-"""Weights to replicas: joining, staging, pausing, installing, losing. Called by `scheduler.py`.
+"""Brings weights to replicas: join, stage, pause, install. Called by `scheduler.py`.
 
 A replica always works towards the newest version: stage its bytes while it generates, pause by the sync mode, swap,
 continue. Any failure on the way puts it back to generating with its old weights.
@@ -26,7 +26,7 @@ from engine.states.replica import Replica
 from engine.states.state import State
 
 EMPTYING = ("yielding", "draining")
-"""Paused for something else than new weights."""
+"""States of a replica that is paused, but not for new weights."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class SyncScheduling:
         state = self.state
         require(
             0 <= event.version <= state.latest_version and event.slots > 0,
-            "law 6: a replica joins with a version that was never published, or without slots",
+            "law 6: a replica must join with a published version and at least one slot",
             replica=replica.id, version=event.version, latest=state.latest_version, slots=event.slots,
         )  # fmt: skip
         if not replica.validator:
@@ -60,11 +60,11 @@ class SyncScheduling:
         state.fire_replica(replica, "join")
 
     def note_none_left(self, lost: Replica, reason: str) -> None:
-        """To be called after a replica is gone: the last one is waited for, for a while, or ends the run."""
+        """Called after a replica is gone. If it was the last, the run waits for another for `give_up_s`, then ends."""
         state = self.state
         if lost.validator or state.census.rollouts_left:
             return
-        self.state.none_left = f"no replica is left; the last was lost because: {reason}"
+        self.state.none_left = f"no replica is left; the last one was lost: {reason}"
         if state.limits.give_up_s and state.give_up_timer is None:
             state.give_up_timer = state.new_timer()
             delay = state.limits.give_up_s
@@ -90,13 +90,13 @@ class SyncScheduling:
         if replica.state == "yielding":
             self.state.fire_replica(replica, "sleep")
             return
-        assert replica.staged is not None  # it was paused for what is staged
+        assert replica.staged is not None  # a pause for new weights needs staged weights
         self.state.fire_replica(replica, "install")
         self.orders.add(InstallWeights(**replica.address(self.orders.cause), version=replica.staged))
 
     def on_weights_installed(self, event: WeightsInstalled) -> None:
         replica = self.state.fleet.replicas[event.replica]
-        assert replica.staged is not None  # it was ordered to install what is staged
+        assert replica.staged is not None  # the order was to install the staged weights
         replica.version, replica.staged = replica.staged, None
         replica.sync_failures = 0
         self.state.fire_replica(replica, "installed")
@@ -113,7 +113,8 @@ class SyncScheduling:
             self.orders.add(ResumeReplica(**replica.address(self.orders.cause), number=self.orders.number))
 
     def _give_up(self, replica: Replica, event: SyncFailed) -> None:
-        """A replica has spent its install budget: another life may do. A version no replica can take ends the run."""
+        """A replica has spent its install budget: stop it, so that its next incarnation can try. A version that no
+        replica can install ends the run."""
         state = self.state
         reason = f"version {event.version} could not be installed; last error: {event.reason}"
         run = state.validations.runs.get(replica.held)
@@ -122,22 +123,22 @@ class SyncScheduling:
         self.rollout.stop_replica(replica, reason)
         version = state.versions.get(event.version)
         if version is None or replica.validator or state.validations.closing:
-            return  # only validations want it there, and they keep count themselves
+            return  # only validations need it there, and they have their own count
         version.refused += 1
         taken = max(state.census.rollouts.seen.by, default=-1) >= event.version
         if version.refused >= state.limits.infrastructure_attempts and not taken:
-            spent = f"{reason}; {version.refused} replicas were given up for it and none has taken it"
+            spent = f"{reason}; {version.refused} replicas were stopped for it and none has installed it"
             self.orders.end_run("failed", spent)
 
     # orders
 
     def advance(self) -> None:
-        """Stage the newest version where it is missing, pause who may take it, retire what is superseded."""
+        """Stage the newest version on replicas without it, pause replicas to install it, retire superseded versions."""
         state = self.state
         latest = state.latest_version
         if state.draining:
             return
-        if latest not in state.versions:  # retired by a resume: another is on its way
+        if latest not in state.versions:  # retired by a resume, which publishes another
             return
         for replica in state.census.unstaged():
             self._stage(replica, state.target_of(replica))
@@ -161,7 +162,7 @@ class SyncScheduling:
 
     def _pause(self) -> None:
         census = self.state.census
-        for replica in census.staged_validators():  # nothing runs there that an order could spare
+        for replica in census.staged_validators():  # no groups run there, so the order does not matter
             self._pause_one(replica)
         staged, busy = census.staged(), census.busy
         if not staged:
@@ -170,13 +171,13 @@ class SyncScheduling:
         def unlawful(ids: tuple[ReplicaId, ...]) -> str:
             if all(map(census.is_staged, ids)) and len(set(ids)) == len(ids) and (ids or busy):
                 return ""
-            return f"it must be some of {list(staged)}, and not none while no replica is in a sync"
+            return f"it must choose from {list(staged)}, and at least one if no replica is in a sync"
 
         for id in self.decisions.ask("sync", (staged, busy), (tuple,), unlawful):
             self._pause_one(self.state.fleet.replicas[id])
 
     def _pause_one(self, replica: Replica) -> None:
-        assert replica.staged is not None  # else it would not be paused
+        assert replica.staged is not None  # only replicas with staged weights are paused
         self.state.fire_replica(replica, "pause")
         mode = self.state.limits.sync_mode
         self.orders.add(PauseReplica(**replica.address(self.orders.cause), version=replica.staged, mode=mode))

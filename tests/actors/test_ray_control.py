@@ -107,6 +107,6 @@ def test_a_silent_run_says_what_it_waits_for_and_a_drain_that_takes_too_long_bec
         assert "for 0.2 s at most" in answer["done"]
         assert answer["waits"][0].startswith("the trainer: trains step 0 on 4 groups")
         last = run.wait()
-        assert (last.outcome, last.reason) == ("stopped", "the drain took longer than durability.drain_s = 0.2")
+        assert (last.outcome, last.reason) == ("stopped", "the drain exceeded durability.drain_s = 0.2")
         assert last.silence == ""
     assert check_record(tmp_path).state.steps_trained == 0

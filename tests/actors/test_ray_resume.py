@@ -138,7 +138,7 @@ def test_a_run_whose_directory_is_deleted_stops_and_says_so(made: Path) -> None:
     config = tree(made)
     config["run"]["max_steps"] = 10_000
     with start(plan_of(parse_config(config), run_dir)) as run:
-        with pytest.raises(RunDamaged, match=rf"{run_dir}/schedule was deleted or moved while the run was running"):
+        with pytest.raises(RunDamaged, match=rf"{run_dir}/schedule was deleted or moved during the run"):
             for status in run.updates():
                 if status.step >= 1 and run_dir.exists():
                     shutil.rmtree(run_dir, ignore_errors=True)

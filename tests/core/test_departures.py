@@ -283,7 +283,7 @@ def test_replicas_on_their_way_that_are_not_wanted_any_more_are_stopped_and_hide
     run.tell(ProcessLost(kind="replica", index=0, incarnation=1, final=True, reason="the node is gone"))
     run.fire()
     (end,) = run.ordered(FinishRun)
-    assert "no replica is left; the last was lost because: the node is gone" in end.reason
+    assert "no replica is left; the last one was lost: the node is gone" in end.reason
 
 
 def test_a_lost_replica_that_was_to_return_and_is_not_wanted_any_more_is_stopped() -> None:
@@ -408,7 +408,7 @@ def test_the_last_replica_is_waited_for_as_long_as_was_said() -> None:
     run.tell(ProcessLost(kind="replica", index=0, incarnation=2, final=True, reason="again"))
     run.fire()
     (end,) = run.ordered(FinishRun)
-    assert end.outcome == "failed" and "no replica is left; the last was lost because: again" in end.reason
+    assert end.outcome == "failed" and "no replica is left; the last one was lost: again" in end.reason
 
 
 # settings

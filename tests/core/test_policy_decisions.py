@@ -271,7 +271,7 @@ def test_an_answer_that_cannot_be_shown_is_still_refused(registered: None) -> No
             raise Mute
 
     policies.register("admission", "odd")(type("Odd", (), {"admit": lambda self, view, legal: Answer(1)}))
-    with pytest.raises(PolicyError, match=r"'odd' decided an object of type Answer: it must answer with int"):
+    with pytest.raises(PolicyError, match=r"'odd' decided an object of type Answer: it must return int"):
         small(policies={"admission": "odd"})
 
 

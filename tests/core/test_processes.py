@@ -567,7 +567,7 @@ def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
     assert timer.delay_s == 30.0 and not run.ordered(FinishRun)
     run.fire()
     (end,) = run.ordered(FinishRun)
-    assert (end.outcome, end.reason) == ("stopped", "the drain took longer than durability.drain_s = 30")
+    assert (end.outcome, end.reason) == ("stopped", "the drain exceeded durability.drain_s = 30")
 
 
 def test_a_drain_that_ends_in_time_needs_its_timer_no_more() -> None:

@@ -300,8 +300,8 @@ def test_a_run_that_resumes_after_its_filter_ended_it_may_filter_as_many_again()
     ("spoiled", "says"),
     [
         (0, "no group could be trained on; the filter 'zero-variance' dropped all 5"),
-        (1, "no group could be trained on; the filter 'zero-variance' dropped 4 of 5; the last that failed: no number"),
-        (5, "no group could be trained on; the last that failed: no number"),
+        (1, "no group could be trained on; the filter 'zero-variance' dropped 4 of 5; the last failure: no number"),
+        (5, "no group could be trained on; the last failure: no number"),
     ],
 )
 def test_a_run_that_used_up_its_prompts_without_a_step_has_failed(spoiled: int, says: str) -> None:

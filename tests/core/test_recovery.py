@@ -275,7 +275,7 @@ def test_a_formed_batch_cannot_lose_a_group() -> None:
     steps = made.scheduler.state.steps_trained
     event = RunResumed(steps=steps, replicas=1, consumed=(), released=(), kept=True, missing=step.groups[:1])
     stamp(event, made.driver.events_handled, made.time)
-    with pytest.raises(InvariantViolated, match="nothing can make again"):
+    with pytest.raises(InvariantViolated, match="cannot be generated again"):
         made.scheduler.handle(event)
 
 

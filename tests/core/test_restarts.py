@@ -66,7 +66,7 @@ def test_the_run_begins_again_within_its_budget_and_then_fails_with_the_cause(lo
     end = lose(run)
     assert (end.outcome, end.again) == ("failed", False)
     cause = LOST if lose is lose_store else "the scheduler died"
-    count = f"; no train step since the run began again (run_restarts = {budget})" if budget else ""
+    count = f"; the run restarted {budget} times without a train step (run_restarts)" if budget else ""
     assert end.reason == f"{cause}{count}"
     assert interrupt(run) is None, "it has ended for good"
 

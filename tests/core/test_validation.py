@@ -186,7 +186,7 @@ def test_a_validation_that_is_superseded_before_it_begins_is_cancelled() -> None
         (3, "queued"),
     ]
     assert world.ends() == [("cancelled", 2)]
-    assert world.ended[0].reason == "superseded by version 3 before it began"
+    assert world.ended[0].reason == "superseded by version 3 before it started"
     world.measure_all()
     world.install(0)
     assert world.state.fleet.replicas[0].version == 3
@@ -345,7 +345,7 @@ def test_a_validation_of_which_no_row_could_be_measured_has_failed() -> None:
     world = Measured(replace(ON_THE_WAY, at_start=True, every=0))
     for order in world.out():
         world.measured(order, measured=0, right=0, reward=0.0)
-    assert (world.ends(), world.ended[0].reason) == ([("failed", 0)], "not one row could be measured")
+    assert (world.ends(), world.ended[0].reason) == ([("failed", 0)], "no row could be measured")
 
 
 def test_a_last_version_that_cannot_be_installed_fails_its_validation_and_not_the_run() -> None:
@@ -396,7 +396,7 @@ def test_a_validation_that_a_crash_cut_off_is_made_of_the_weights_that_the_run_g
     steps: int, kept: bool
 ) -> None:
     world = resumed_at(steps, kept=kept)
-    assert world.ends() == [("cancelled", 2)] and "the next version is measured in its place" in world.ended[0].reason
+    assert world.ends() == [("cancelled", 2)] and "the next version is measured instead" in world.ended[0].reason
     assert {order.version for order in world.out()} == {4}
     world.measure_all()
     assert world.ends() == [("cancelled", 2), ("reported", 4)] and world.ended[1].steps == steps

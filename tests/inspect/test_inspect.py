@@ -65,7 +65,7 @@ def test_replay_text_of_another_schedule(tmp_path: Path, run: Path, frames: list
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         replay_text(tmp_path / "none")
-    with pytest.raises(RecordError, match="holds no schedule record"):
+    with pytest.raises(RecordError, match="has no schedule record"):
         replay_text(tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_a_rejected_event_is_shown_with_the_state_before_it(tmp_path: Path) -> N
     moment = state_at(read(tmp_path), 1)
     assert moment.rejected == "InvariantViolated: law 1" and moment.summary["hash"] == before
     assert "rejected: InvariantViolated: law 1" in str(moment) and "state before event 1" in str(moment)
-    assert "skipped here: event 1" in str(replay(read(tmp_path)))
+    assert "skipped: event 1" in str(replay(read(tmp_path)))
     with pytest.raises(ConfigError, match="the record has 1 events"):
         state_at(read(tmp_path), 2)
 

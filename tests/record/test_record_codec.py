@@ -86,8 +86,8 @@ def test_ints_where_floats_belong_and_plain_subclasses_are_taken() -> None:
         ({"group": 1.0}, "GroupGenerated.group is a float, not a int"),
         ({"group": "7"}, "GroupGenerated.group is a str"),
         ({"group": None}, "GroupGenerated.group is a NoneType"),
-        ({"group": 2**63}, "GroupGenerated.group is beyond 64 bits"),
-        ({"group": 2**70}, "GroupGenerated.group is beyond 64 bits"),
+        ({"group": 2**63}, "GroupGenerated.group does not fit into a signed 64-bit integer"),
+        ({"group": 2**70}, "GroupGenerated.group does not fit into a signed 64-bit integer"),
         ({"group": -(2**63) - 1}, "cannot be recorded"),
         ({"reward_mean": nan}, "GroupGenerated.reward_mean is nan"),
         ({"reward_spread": inf}, "GroupGenerated.reward_spread is inf"),
@@ -107,7 +107,7 @@ def test_text_and_tuples_are_bounded_and_clean() -> None:
             encode_event(StopRequested(reason=reason))
     with pytest.raises(CodecError, match="cannot be recorded"):
         encode_event(StopRequested(reason="\ud800"))
-    for groups, said in (((1, True), "holds something else"), ((2**63,), "beyond 64 bits"), ([1, 2], "is a list")):
+    for groups, said in (((1, True), "has entries that are not ints"), ((2**63,), "64-bit"), ([1, 2], "is a list")):
         with pytest.raises(CodecError, match=f"TrainStep.groups .*{said}"):
             encode_command(replace(TRAIN, groups=groups))
     with pytest.raises(CodecError, match=r"SetTimer.delay_s is inf"):
@@ -122,9 +122,9 @@ def test_a_class_of_no_table_is_refused() -> None:
 
 
 def test_a_command_stands_under_its_cause() -> None:
-    with pytest.raises(CodecError, match="StartGroup answers event 9, but stands under event 4"):
+    with pytest.raises(CodecError, match="StartGroup has cause 9, but must have its event's id 4"):
         encode_handled(event(4), (START,), 0)
-    with pytest.raises(CodecError, match="-1 is no position"):
+    with pytest.raises(CodecError, match="position of an event is -1"):
         encode_handled(RunStarted(), (), 0)
 
 
@@ -168,10 +168,10 @@ def test_wrong_bytes_are_no_event(data: bytes) -> None:
 
 def test_refusals_say_what_is_wrong() -> None:
     for name, said in {
-        "unknown tag": "no event has the tag 999; a newer engine",
-        "field missing": "PromptsDrawn has 4 fields, not 2",
+        "unknown tag": "unknown event tag 999; use the engine version",
+        "field missing": "PromptsDrawn must have 4 fields, not 2",
         "int for a bool": "PromptsDrawn.exhausted is a int, not a bool",
-        "too large": "PromptsDrawn.first is beyond 64 bits",
+        "too large": "PromptsDrawn.first does not fit into a signed 64-bit integer",
     }.items():
         with pytest.raises(CodecError, match=said):
             decode_event(WRONG_EVENTS[name])

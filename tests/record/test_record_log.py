@@ -91,7 +91,7 @@ def test_memory_may_keep_only_the_newest() -> None:
     memory = MemoryRecorder(header(), last=3)
     fill(memory, COUNT)
     assert len(memory.frames) == 3
-    with pytest.raises(RecordError, match="event 6 stands where 0 belongs"):
+    with pytest.raises(RecordError, match="found event 6, but expected event 0"):
         list(read(memory).frames())
 
 
@@ -113,21 +113,21 @@ def test_frames_are_on_disk_after_a_flush(tmp_path: Path, fsync: bool) -> None:
     recorder.close()
     recorder.close()
     assert positions(tmp_path) == [0, 1]
-    with pytest.raises(RecordError, match="the record ended here"):
+    with pytest.raises(RecordError, match="the recorder is closed"):
         recorder.write(event(2), (), 1)
 
 
 def test_positions_have_no_gap() -> None:
     recorder = MemoryRecorder(header())
-    with pytest.raises(CodecError, match="event 1 cannot be recorded at position 0"):
+    with pytest.raises(CodecError, match="id 1, but the next position in the record is 0"):
         recorder.write(event(1), (), 0)
-    with pytest.raises(CodecError, match="event 2 cannot"):
+    with pytest.raises(CodecError, match="id 2, but the next position"):
         recorder.reject(event(2), "no")
 
 
 def test_a_record_is_never_continued_or_overwritten(tmp_path: Path) -> None:
     before = written(tmp_path).read_bytes()
-    with pytest.raises(RecordError, match="a record is here already"):
+    with pytest.raises(RecordError, match="the directory has a record already"):
         Recorder(tmp_path, header())
     assert (tmp_path / "00000000.seg").read_bytes() == before
 
@@ -164,14 +164,14 @@ def test_segments_of_two_records_do_not_mix(tmp_path: Path) -> None:
     written(tmp_path / "a", 100, segment_bytes=1000)
     written(tmp_path / "b", 100, segment_bytes=900)
     (tmp_path / "a" / "00000001.seg").write_bytes((tmp_path / "b" / "00000001.seg").read_bytes())
-    with pytest.raises(RecordError, match=r"begins with event \d+, but event \d+ comes next"):
+    with pytest.raises(RecordError, match=r"begins with event \d+, but event \d+ was expected"):
         positions(tmp_path / "a")
 
 
 def test_no_record(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="cannot be read: No such file"):
         read(tmp_path / "none")
-    with pytest.raises(RecordError, match="holds no schedule record"):
+    with pytest.raises(RecordError, match="has no schedule record"):
         read(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_a_torn_middle_segment_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     last = frame_offsets(whole)[-1]
     path.write_bytes(whole[:-1])
-    expect(tmp_path, last, "more than the file has left, and segments follow")
+    expect(tmp_path, last, "but the file has fewer left, and segments follow")
     path.write_bytes(whole[: last + 2])
     expect(tmp_path, last, "the file ends within a frame, and segments follow")
 
@@ -259,7 +259,7 @@ def test_a_cut_before_the_header_is_no_record(tmp_path: Path) -> None:
     first = frame_offsets(whole)[1]
     for length in range(first):
         path.write_bytes(whole[:length])
-        with pytest.raises(RecordError, match=r"no header|first bytes"):
+        with pytest.raises(RecordError, match=r"no header|too short"):
             read(tmp_path)
     path.write_bytes(whole[:first])
     assert positions(tmp_path) == []
@@ -270,7 +270,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     whole = path.read_bytes()
     head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION + 1, 0, 0, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
-    expect(tmp_path, 8, f"format version {FORMAT_VERSION + 1}; this engine reads up to {FORMAT_VERSION}")
+    expect(tmp_path, 8, f"format version is {FORMAT_VERSION + 1}, but at most {FORMAT_VERSION} is known")
 
 
 def test_a_development_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_development_format_is_refused_by_name(tmp_path: Path) -> None:
     whole = path.read_bytes()
     head = DEVELOPMENT_MAGIC + struct.pack("<IIIQ", 3, 0, 0, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
-    expect(tmp_path, 0, "development format 3, which was never released")
+    expect(tmp_path, 0, "unreleased development format 3")
 
 
 def rewrite_header(path: Path, change: Callable[[dict[str, object]], object]) -> None:
@@ -294,15 +294,15 @@ def rewrite_header(path: Path, change: Callable[[dict[str, object]], object]) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda h: h.update(format=FORMAT_VERSION + 3), f"format version {FORMAT_VERSION + 3}; this engine reads"),
-        (lambda h: h.update(format="1"), "is no format version"),
-        (lambda h: h.update(format=True), "is no format version"),
-        (lambda h: h.update(flags=["x-ray"]), "logic flag 'x-ray', which this engine does not know"),
-        (lambda h: h.update(flags=[3]), "are names"),
-        (lambda h: h.update(policies={"filter": 3}), "are names"),
+        (lambda h: h.update(format=FORMAT_VERSION + 3), f"format version is {FORMAT_VERSION + 3}, but at most"),
+        (lambda h: h.update(format="1"), "must be an integer of at least 1"),
+        (lambda h: h.update(format=True), "must be an integer of at least 1"),
+        (lambda h: h.update(flags=["x-ray"]), "unknown logic flag 'x-ray'"),
+        (lambda h: h.update(flags=[3]), "must be strings"),
+        (lambda h: h.update(policies={"filter": 3}), "must be strings"),
         (lambda h: h.update(limits=[]), "limits is a list, not a dict"),
         (lambda h: h.pop("run"), "run is a NoneType, not a str"),
-        (lambda h: h.update(more=1), "unknown entries: more"),
+        (lambda h: h.update(more=1), "unknown fields: more"),
     ],
 )
 def test_a_wrong_header_is_refused(tmp_path: Path, change: Callable[[dict[str, object]], object], said: str) -> None:
@@ -324,7 +324,7 @@ def test_a_whole_frame_with_wrong_contents_is_refused_at_its_offset(tmp_path: Pa
         path.write_bytes(whole[:second] + frame(payload))
         expect(tmp_path, second, ".")
     path.write_bytes(whole + whole[second:])
-    expect(tmp_path, len(whole), "event 1 stands where 3 belongs")
+    expect(tmp_path, len(whole), "found event 1, but expected event 3")
 
 
 def test_oversized_lengths_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_failed_write_ends_the_record(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(recorder, "_file", Broken())
     with pytest.raises(RecordError, match="cannot be written: Input/output error"):
         recorder.flush()
-    with pytest.raises(RecordError, match="the record ended here"):
+    with pytest.raises(RecordError, match="the recorder is closed"):
         recorder.write(event(1), (), 0)
     recorder.close()
 
@@ -404,7 +404,7 @@ def test_a_segment_of_an_epoch_that_had_not_begun_is_refused(tmp_path: Path) -> 
     whole = path.read_bytes()
     head = MAGIC + struct.pack("<IIIQ", FORMAT_VERSION, 0, 1, 0)
     path.write_bytes(head + struct.pack("<I", crc32(head)) + whole[PREAMBLE_BYTES:])
-    expect(tmp_path, 16, "segment 0 says that it was written in epoch 1")
+    expect(tmp_path, 16, "segment 0 has epoch 1, but must have at most 0")
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["appends", "begins a segment"])

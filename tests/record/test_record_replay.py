@@ -45,7 +45,7 @@ def test_another_command_is_shown_with_both_sides(echoed: MemoryRecorder) -> Non
     assert divergence is not None and divergence.index == 5 and report.events == 5
     assert divergence.event == event(5) and divergence.got == got and len(divergence.expected) == 2
     text = str(report)
-    assert "diverged at event 5, t=0.500 s" in text and "the first 1 commands are the same" in text
+    assert "diverged at event 5, t=0.500 s" in text and "the first 1 commands are identical" in text
     assert "group=6, attempt=1, replica=0" in text and "group=6, attempt=1, replica=1" in text
 
 
@@ -65,7 +65,7 @@ def test_a_scheduler_that_raises_has_diverged(echoed: MemoryRecorder, error: Exc
 def test_a_command_under_a_wrong_cause_has_diverged(echoed: MemoryRecorder) -> None:
     wrong = (StartGroup(group=5, attempt=1, replica=0, incarnation=1, cause=4),)
     report = replay(read(echoed), build=lambda _: Echo(5, commands=wrong))
-    assert report.divergence is not None and "StartGroup answers event 4" in str(report)
+    assert report.divergence is not None and "StartGroup has cause 4" in str(report)
 
 
 def test_rejected_events_are_skipped_and_told() -> None:
@@ -76,7 +76,7 @@ def test_rejected_events_are_skipped_and_told() -> None:
     report = replay(read(recorder), build=lambda _: Echo())
     assert report.identical and report.events == 4
     assert [r.reason for r in report.rejected] == ["InvariantViolated: law 2"]
-    assert "rejected in the run, skipped here: event 3" in str(report)
+    assert "skipped: event 3 was rejected during the run" in str(report)
 
 
 def test_a_torn_end_is_told(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_torn_end_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_builds_no_scheduler_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(RecordError, match="at byte 32: it builds no scheduler"):
+    with pytest.raises(RecordError, match="at byte 32: cannot build a scheduler from this header"):
         replay(read(MemoryRecorder(header(**changes))))
 
 

@@ -76,9 +76,9 @@ def test_a_writer_that_was_killed_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="holds no schedule record"):
+    with pytest.raises(RecordError, match="has no schedule record"):
         Recorder(tmp_path, After(events=0))
-    with pytest.raises(RecordError, match="holds no schedule record"):
+    with pytest.raises(RecordError, match="has no schedule record"):
         Recorder(tmp_path, After(events=0))
 
 

@@ -206,7 +206,7 @@ def test_its_parts_lie_in_one_segment_and_one_that_is_cut_short_is_none(tmp_path
         record = read(tmp_path / str(len(written)))
         assert len(list(record.frames())) == 6
         assert [place.position for place in record.snapshots()] == [3] * (written is payloads)
-    with pytest.raises(RecordError, match="an event stands within a snapshot"):
+    with pytest.raises(RecordError, match="an event interrupts a snapshot"):
         broken = MemoryRecorder(header())
         fill(broken, 3)
         broken.snapshot(payloads[:-1])
@@ -308,7 +308,7 @@ def test_a_replay_tells_of_a_snapshot_of_another_state(change: Callable[[list[An
     position = next(read(recorder).snapshots()).position
     report = replay(read(forged(recorder, change)))
     assert report.divergence is not None and report.divergence.index == position - 1
-    assert "the snapshot behind it is of another state: (memory) at byte" in str(report)
+    assert "the state differs from the snapshot after it: (memory) at byte" in str(report)
 
 
 @given(st.integers(0, 2**31), st.data())
