@@ -100,7 +100,7 @@ def test_an_unknown_deadline_decision_is_refused():
     run = straggling("drop")
     policy = type("Own", (), {"acts": True, "decide": lambda self, v, s: "dorp"})()
     run.scheduler.decisions.use(replace(run.scheduler.policies, deadline=policy))
-    with pytest.raises(PolicyError, match="must be one of"):
+    with pytest.raises(PolicyError, match="it must return one of wait, truncate, drop, shrink"):
         run.fire()
 
 
@@ -431,7 +431,7 @@ def test_a_version_that_no_replica_can_take_ends_the_run() -> None:
             run.tell(ProcessUp(kind="replica", index=0, incarnation=2, slots=4, version=0))
     (end,) = run.ordered(FinishRun)
     assert end.outcome == "failed"
-    assert "version 1 could not be installed; last error: wrong shape; 2 replicas were given up for it" in end.reason
+    assert "version 1 could not be installed; last error: wrong shape; 2 replicas were stopped for it" in end.reason
 
 
 def test_a_run_in_which_no_group_could_be_trained_on_has_failed() -> None:

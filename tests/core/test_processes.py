@@ -490,8 +490,8 @@ def test_from_nowhere_the_run_ends_and_says_what_is_lost() -> None:
     (end,) = run.ordered(FinishRun)
     assert not run.ordered(StartProcess) and (end.outcome, end.again) == ("failed", False)
     assert end.reason == (
-        "the trainer is lost: out of memory; the weights after 1 train steps are lost: no checkpoint, publication or "
-        "batches since 0"
+        "the trainer is lost: out of memory; the weights after 1 train steps are lost: the last "
+        "checkpoint is after 0, and neither published weights nor batches of the later steps exist"
     )
 
 

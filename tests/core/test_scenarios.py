@@ -448,7 +448,7 @@ def test_an_incarnation_that_never_came_up_ends_the_wait_for_it() -> None:
 
 def test_a_replica_with_a_version_that_was_never_published_is_a_defect() -> None:
     run = small()
-    with pytest.raises(InvariantViolated, match="law 6: a replica joins with a version that was never published"):
+    with pytest.raises(InvariantViolated, match="law 6: a replica must join with a published version"):
         run.tell(ProcessUp(kind="replica", index=1, incarnation=1, slots=1, version=1))
 
 

@@ -363,7 +363,7 @@ def test_a_last_version_that_cannot_be_installed_fails_its_validation_and_not_th
         else:
             world.tell(SyncFailed(**place, version=1, reason="torn"))
     assert world.ends() == [("failed", 1)]
-    assert world.ended[0].reason == "2 replicas could not be brought to version 1"
+    assert world.ended[0].reason == "2 replicas could not install version 1"
     assert len(world.ordered(StopProcess)) == 2, world.ordered(StopProcess)
     assert world.state.outcome is not None and world.state.outcome.outcome == "finished"
 
