@@ -339,6 +339,46 @@ def test_a_sleeping_replica_is_let_by() -> None:
     assert list(nothing_sleeps(Source("engine/workers/replica.py", text))) == []
 
 
+BESIDE = {*BOTTOM, "user_code", "http_listener", "hardware", "__init__"}
+"""What the picture of the layers leaves out: files that every folder may import."""
+
+
+def layers(of: Sequence[Source]) -> dict[str, set[str]]:
+    """Which folders each imports, without those that it reaches by others. `commands` counts as `events`."""
+    whole: dict[str, set[str]] = {}
+    for source in of:
+        unit = source.unit.replace("commands", "events")
+        if unit in BESIDE:
+            continue
+        units = [
+            module.split(".")[1].replace("commands", "events") for _, module in source.imports() if "engine." in module
+        ]
+        whole.setdefault(unit, set()).update(
+            one for one in units if one in ALLOWED and one not in BESIDE and one != unit
+        )
+
+    def reached(unit: str) -> set[str]:
+        return whole[unit].union(*(reached(other) for other in whole[unit]))
+
+    return {unit: direct - set().union(*(reached(one) for one in direct)) for unit, direct in whole.items()}
+
+
+def drawn(page: str) -> dict[str, set[str]]:
+    """The edges of a page's first mermaid picture."""
+    picture = page.split("```mermaid", 1)[1].split("```", 1)[0]
+    edges = re.findall(r"^ *(\w+) --> (\w+)$", picture, re.MULTILINE)
+    return {unit: {below for above, below in edges if above == unit} for edge in edges for unit in edge}
+
+
+def test_the_picture_of_the_layers_is_the_import_graph() -> None:
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert drawn(page) == layers(sources())
+    missing = page.replace("    runtime --> workers\n", "")
+    assert drawn(missing) != layers(sources()) and drawn(
+        page.replace("storage --> record", "storage --> events")
+    ) != drawn(page)
+
+
 def test_the_layers_have_no_circle() -> None:
     def below(unit: str, above: tuple[str, ...] = ()) -> None:
         assert unit not in above, f"{unit} is below itself: {above}"
