@@ -43,7 +43,7 @@ are all wrong; validation holds no replica on the way."""
 SIZES = {
     "sync": [],
     "one_step_off": [f"scheduler.max_concurrent_groups={BATCH}"],
-    "generate_ahead": [f"scheduler.max_concurrent_groups={BATCH}"],
+    "generate_ahead": ["scheduler.policy_mini_batch_size=2", f"scheduler.max_concurrent_groups={BATCH}"],
     "fully_async": [f"scheduler.max_concurrent_groups={BATCH}"],
     "fully_async_minibatches": ["scheduler.policy_mini_batch_size=1", f"scheduler.max_concurrent_groups={BATCH}"],
     "partial_rollout": ["rollout.slots=4", f"scheduler.max_concurrent_groups={2 * BATCH}"],
