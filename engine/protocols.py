@@ -137,7 +137,7 @@ class Trainer(Protocol):
         keys. A name that is no text and a value that is no real number are left out, with a warning in the log.
 
         A step that raises is ordered again, so it must leave the weights as they were. If it cannot, raise
-        `errors.TrainerSpoiled`: this process is then replaced, and the next one continues from the newest checkpoint."""
+        `errors.TrainerSpoiled`: this process is replaced, and the next one continues from the newest checkpoint."""
 
     def weights(self) -> Any:
         """The current weights in a form `Generator.stage` takes, or a coroutine that returns them. Must be a copy:

@@ -173,6 +173,7 @@ def _normalise(samples: Sequence[Sample]) -> None:
     group's own does. `std` has the divisor n - 1.
     """
     values, counts = [], []
+    samples = [sample for sample in samples if sample.tokens]
     for sample in samples:
         own = sample.token_advantages
         values.append(torch.tensor([sample.advantage]).double() if own is None else own.double())

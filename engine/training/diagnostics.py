@@ -74,6 +74,10 @@ class Diagnostics:
         self._parts.append(torch.cat([scalars, *_by_staleness(terms, sound, result.importance, behavior[2])]))
         self._gaps.append(_largest_gaps(terms, result.importance))
 
+    def __bool__(self) -> bool:
+        """Whether any token was taken in."""
+        return bool(self._parts)
+
     def merge(self, other: "Diagnostics") -> None:
         self._parts.extend(other._parts)
         self._gaps.extend(other._gaps)

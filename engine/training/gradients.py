@@ -43,6 +43,8 @@ class Policy:
         self.device = device
         self.bf16 = bf16
         self._parts = body_and_head(model)
+        self._reached: list[torch.nn.Parameter] = []
+        """Parameters that had a gradient in the last minibatch with any."""
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
@@ -64,6 +66,15 @@ class Policy:
         ]
         chosen, entropies = zip(*parts, strict=True)
         return TokenLogprobs(torch.cat(chosen), torch.cat(entropies))
+
+    def close_gradient(self, *, empty: bool) -> None:
+        """Make the gradient of an `empty` minibatch zeros, for the parameters that other minibatches reach: the
+        optimizer takes its step for these."""
+        if not empty:
+            self._reached = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            return
+        for parameter in self._reached or [one for one in self.model.parameters() if one.requires_grad]:
+            parameter.grad = torch.zeros_like(parameter)
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor, head: Any, entropy: bool) -> tuple[Tensor, Tensor]:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not self.settings.fp32_head):
@@ -131,7 +142,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostics:
-    """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass; zeros where there is none.
+    """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass; zeros if it has none.
 
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
     loss however it is cut. Samples whose gradient is exactly zero are passed over: their tokens count in the weights of
@@ -155,7 +166,5 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
         loss = (result.losses * micro.weights).sum()
         loss.backward()
         diagnostics.add(terms, result, loss)
-    for parameter in policy.model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    policy.close_gradient(empty=not diagnostics)
     return diagnostics

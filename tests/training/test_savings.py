@@ -144,3 +144,27 @@ def test_old_log_probs_are_neither_ordered_nor_computed_for_one_optimizer_step(
     two = TrainerSettings(old_policy="proximal", epochs_per_batch=2)
     ModelTrainer(model_path, two).train(mixed(group, as_batch))
     assert scored == [8], "and only of trajectories with a gradient"
+
+
+def test_an_empty_minibatch_leaves_parameters_alone_that_no_minibatch_reaches(
+    model_path: str, group: Make, as_batch: MakeBatch
+) -> None:
+    trainer = ModelTrainer(model_path, TrainerSettings(weight_decay=0.5, learning_rate=0.1))
+    unused = torch.nn.Parameter(torch.ones(4, 4))
+    trainer.model.register_parameter("unused", unused)
+    trainer.optimizer.add_param_group({"params": [unused]})
+    trainer.train(as_batch(0, [group(0, [1.0, 0.0])]))
+    trainer.train(as_batch(1, [group(1, [1.0, 1.0])]))
+    assert torch.equal(unused, torch.ones(4, 4))
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_a_batch_that_is_cut_off_as_a_whole_can_be_normalised(
+    model_path: str, group: Make, as_batch: MakeBatch, advantage: str
+) -> None:
+    made = group(0, [1.0, 0.0])
+    for trajectory in made.trajectories:
+        trajectory.finish_reason = "length"
+    trainer = ModelTrainer(model_path, TrainerSettings(advantage=advantage, filter_overlong=True))
+    assert trainer.train(as_batch(0, [made]))["trained_token_share"] == 0
