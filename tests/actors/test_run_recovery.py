@@ -272,7 +272,7 @@ def test_an_interruption_is_recorded_and_the_record_decides_whether_the_run_begi
         past = interrupted(number)
         assert past.recovered.scheduler.state.restarts == number + 1
         assert past.event(1, again=True).again and past.after.torn is None
-    with pytest.raises(RunFinished, match="launch 5 failed; no train step since the run began again"):
+    with pytest.raises(RunFinished, match="launch 5 failed; the run restarted 5 times without a train step"):
         interrupted(5)
     assert replay(read(scene.directory.parent / "schedule")).divergence is None
     told = [event.reason for event in events_of(scene.directory.parent, RunInterrupted)]
