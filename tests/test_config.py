@@ -430,6 +430,17 @@ def test_over_several_turns_a_response_is_limited_by_the_context() -> None:
         parse_config(constant)
 
 
+@pytest.mark.parametrize(("dtype", "published"), [("bfloat16", "bfloat16"), ("half", "float16"), ("auto", "auto")])
+def test_weights_are_published_in_the_type_that_the_samplers_are_told(dtype: str, published: str) -> None:
+    vllm = {**MADE, "rollout": {"backend": "vllm", "engine_args": {"dtype": dtype}}}
+    assert parse_config(vllm).trainer_settings().publish_dtype == published
+    explicit = {**vllm, "trainer": {"publish_dtype": "float32"}}
+    assert parse_config(explicit).trainer_settings().publish_dtype == "float32"
+    pools = [{"tasks": [task]} for task in ("rollout", "train", "old_logprobs", "ref_logprobs")]
+    apart = {**vllm, "pools": pools, "trainer": {"old_policy": "proximal", "epochs_per_batch": 2}}
+    assert parse_config(apart).trainer_settings().publish_dtype == "float32", "a scorer needs the trainer's own"
+
+
 def test_only_an_advantage_that_compares_no_siblings_takes_one_sample_a_prompt() -> None:
     one = {**MADE, "scheduler": {"samples_per_prompt": 1}}
     assert parse_config({**one, "trainer": {"advantage": "reinforce_pp"}}).scheduler.samples_per_prompt == 1

@@ -33,6 +33,8 @@ class Model:
     """Width of its keys, and of its values."""
     vocabulary: int
     context: int
+    bytes: int = 4
+    """Of a number in the model's files, which samplers load and the trainer publishes."""
 
     @classmethod
     def of(cls, directory: Path, parameters: int) -> "Model | None":
@@ -47,6 +49,7 @@ class Model:
                 intermediate=plain["intermediate_size"], heads_width=heads * size,
                 kv_width=(plain.get("num_key_value_heads") or heads) * size, vocabulary=plain["vocab_size"],
                 context=plain["max_position_embeddings"],
+                bytes=2 if (plain.get("dtype") or plain.get("torch_dtype")) in ("bfloat16", "float16") else 4,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -74,7 +77,8 @@ def trainer_memory(model: Model, config: Config) -> dict[str, float]:
 
 def host_memory(model: Model, config: Config) -> dict[str, float]:
     """Bytes of the trainer's process in host memory, beside those of its device."""
-    parts = {"a version being published": 4.0 * model.parameters}
+    published = {"auto": model.bytes, "float32": 4}.get(config.trainer_settings().publish_dtype, 2)
+    parts = {"a version being published": float(published * model.parameters)}
     if config.trainer.rollback and config.trainer_settings().optimizer_steps(config.scheduler.train_batch_size) > 1:
         parts["the copy that undoes a failed step"] = 12.0 * model.parameters
     return parts
@@ -84,8 +88,9 @@ def replica_memory(model: Model, config: Config) -> dict[str, float]:
     """Bytes of a replica of the embedded sampler: the weights, and keys and values of every trajectory it samples."""
     rows = config.rollout.slots * config.scheduler.samples_per_prompt
     columns = config.rollout.context or model.context
-    cache = 2.0 * 4 * model.layers * rows * columns * model.kv_width
-    return {"weights": 4.0 * model.parameters, "a version being installed": 4.0 * model.parameters, "KV cache": cache}
+    cache = 2.0 * model.bytes * model.layers * rows * columns * model.kv_width
+    weights = float(model.bytes * model.parameters)
+    return {"weights": weights, "a version being installed": weights, "KV cache": cache}
 
 
 def memory_lines(model: Model, config: Config) -> Iterator[str]:

@@ -174,6 +174,14 @@ class RolloutSection(Section):
         return self
 
     @property
+    def sampler_dtype(self) -> str:
+        """Type of the samplers' weights, where the configuration names it; else `auto`, that of the model's files."""
+        kind = {"half": "float16", "float": "float32"}.get(
+            str(self.engine_args.get("dtype")), str(self.engine_args.get("dtype"))
+        )
+        return kind if kind in ("float32", "bfloat16", "float16") else "auto"
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest conversation, where the configuration bounds them; else 0."""
         return int(self.context or self.engine_args.get("max_model_len") or 0)

@@ -361,10 +361,15 @@ class Config(Section):
         several_turns = self.agent.on_gateway or self.agent.rollout is not None
         return self.trainer.settings(
             response_tokens=self.rollout.longest if several_turns else self.rollout.max_tokens,
+            samplers="float32" if self._scores_old_log_probs_apart() else self.rollout.sampler_dtype,
             policy_mini_batch_size=self.scheduler.policy_mini_batch_size,
             temperature=self.rollout.temperature,
             seed=self.run.seed,
         )
+
+    def _scores_old_log_probs_apart(self) -> bool:
+        """Whether a scorer takes the published weights: rounded ones would not be the trainer's policy."""
+        return any("old_logprobs" in pool.tasks and "train" not in pool.tasks for pool in self.pools)
 
     def dump_yaml(self) -> str:
         """The configuration with every default written out; loads back to an equal one."""

@@ -95,6 +95,9 @@ class TrainerSection(Section):
     bf16: Literal["auto", "on", "off"] = Field(
         "auto", description="bfloat16 autocast; auto: on CUDA devices that support it."
     )
+    publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of published weights; auto: that of the samplers."
+    )
     fp32_head: bool = Field(False, description="With bf16: logits in float32.")
     activation_checkpointing: bool = Field(
         False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
@@ -120,11 +123,14 @@ class TrainerSection(Section):
         description="Keep one checkpoint of every so many train steps permanently; 0: none.",
     )
 
-    def settings(self, *, response_tokens: int, **shared: Any) -> TrainerSettings:
-        """As the trainer takes them, with what it `shared` with other sections. Raises: ConfigError."""
+    def settings(self, *, response_tokens: int, samplers: str, **shared: Any) -> TrainerSettings:
+        """As the trainer takes them, with what it `shared` with other sections. `samplers`: the type of the samplers'
+        weights, for `publish_dtype`. Raises: ConfigError."""
         elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "device_memory_gb"}
         own = self.model_dump(exclude=elsewhere)
         own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
         for field in ("aggregation_tokens", "overlong_max_tokens"):
             own[field] = own[field] or response_tokens
+        if self.publish_dtype == "auto":
+            own["publish_dtype"] = samplers
         return TrainerSettings(**own, **shared)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
@@ -89,6 +89,7 @@ class ModelTrainer:
             torch.set_num_threads(self.settings.threads)
         torch.manual_seed(self.settings.seed)
         transformers_logging.disable_progress_bar()
+        self._published = _published_type(model_path, self.settings.publish_dtype)
         device = device_named(self.settings.device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.model: PreTrainedModel = loaded.to(device).eval()
@@ -186,7 +187,7 @@ class ModelTrainer:
             raise
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights by their `state_dict` name: contiguous float32 copies in host memory.
+        """The weights by their `state_dict` name: contiguous copies in host memory, in the type that is published.
 
         Tied weights appear under each of their names, as in `state_dict`, and share one copy.
         """
@@ -195,7 +196,8 @@ class ModelTrainer:
         for name, value in self.model.state_dict().items():
             key = (value.data_ptr(), value.shape)
             if key not in copies:
-                copies[key] = value.detach().to("cpu", copy=True).contiguous()
+                kind = self._published if value.is_floating_point() else value.dtype
+                copies[key] = value.detach().to("cpu", kind, copy=True).contiguous()
             weights[name] = copies[key]
         return weights
 
@@ -324,6 +326,12 @@ def _metrics(groups: Sequence[Sequence[Sample]], tally: StepTally, passes: int) 
         "nonfinite_minibatches": float(tally.nonfinite),
         "nonfinite_trajectories": float(tally.unsound),
     }
+
+
+def _published_type(model_path: str, named: str) -> torch.dtype:
+    """The type of published weights; `auto`: that of the model's files."""
+    kind = AutoConfig.from_pretrained(model_path).dtype if named == "auto" else getattr(torch, named)
+    return kind if isinstance(kind, torch.dtype) else torch.float32
 
 
 def _adamw(model: torch.nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:

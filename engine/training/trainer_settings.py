@@ -29,6 +29,7 @@ MASK_NAMES = (
 AGGREGATION_NAMES = ("token_mean", "sequence_mean", "constant")
 LR_SCHEDULE_NAMES = ("constant", "linear", "cosine")
 BF16_NAMES = ("auto", "on", "off")
+PUBLISH_NAMES = ("auto", "float32", "bfloat16", "float16")
 
 GSPO_WIDEST_CLIP = 0.1
 """GSPO's ratio is a geometric mean over a sequence: bounds of tokens, 0.2 and more, never bind (the paper: 3e-4)."""
@@ -163,6 +164,9 @@ class TrainerSettings:
     bf16: str = "auto"
     """bfloat16 autocast: `on`, `off`, or `auto` = on where a CUDA device has it. Weights and moments stay float32,
     since an update of 1e-6 is lost in bfloat16."""
+    publish_dtype: str = "auto"
+    """Type of published weights: `float32`, `bfloat16`, `float16`, or `auto` = that of the model's files, which the
+    samplers load, too. The trained weights stay float32."""
     fp32_head: bool = False
     """With bf16: compute the logits in float32 all the same."""
     activation_checkpointing: bool = False
@@ -243,6 +247,7 @@ class TrainerSettings:
             "aggregation": AGGREGATION_NAMES,
             "lr_schedule": LR_SCHEDULE_NAMES,
             "bf16": BF16_NAMES,
+            "publish_dtype": PUBLISH_NAMES,
         }
         for field, names in choices.items():
             value = getattr(self, field)

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.errors import ConfigError, TrainerSpoiled
 from engine.protocols import Batch
@@ -347,3 +349,17 @@ def test_a_step_that_cannot_be_undone_spoils_the_trainer(
     count_steps(trainer, monkeypatch, fail_at)
     with pytest.raises(TrainerSpoiled):
         trainer.train(batch(0))
+
+
+def test_weights_are_published_in_the_type_of_the_models_files(model_path: str, tmp_path: Path) -> None:
+    half = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path)
+    trainer = ModelTrainer(str(tmp_path), TrainerSettings())
+    assert {value.dtype for value in trainer.weights().values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}, "what is trained"
+    for name, value in half.state_dict().items():
+        assert torch.equal(trainer.weights()[name], value)
+    for named in ("float32", "float16"):
+        other = ModelTrainer(str(tmp_path), TrainerSettings(publish_dtype=named)).weights()
+        assert {value.dtype for value in other.values()} == {getattr(torch, named)}
+    assert {value.dtype for value in ModelTrainer(model_path).weights().values()} == {torch.float32}
