@@ -175,16 +175,15 @@ def test_one_process_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path, 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_ray_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path, replicas: int) -> None:
-    pieces = Pieces(configured(made, tmp_path, rollout={"replicas": replicas}), tmp_path)
+def test_ray_equals_the_loop_to_the_bit(made: Prepared, tmp_path: Path) -> None:
+    pieces = Pieces(configured(made, tmp_path, rollout={"replicas": 2}), tmp_path)
     file = tmp_path / "seen.json"
     with start(replace(pieces.plan, make_trainer=partial(watched, pieces.plan.make_trainer, file))) as run:
         status = run.wait()
     assert (status.outcome, status.staleness_max) == ("finished", 0)
     frames = [frame for frame in read(tmp_path / "schedule").frames() if isinstance(frame, Handled)]
     used = {frame.event.replica for frame in frames if isinstance(frame.event, GroupGenerated)}
-    assert used == set(range(replicas)), "every replica generated"
+    assert used == {0, 1}, "every replica generated"
     expected = pieces.reference()
     steps, published = json.loads(file.read_text())
     assert steps == expected.steps
