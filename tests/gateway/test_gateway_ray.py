@@ -19,7 +19,6 @@ from engine.actors.configured_plan import inputs_of, make_rollout, plan_of
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.errors import ConfigError
 from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, RunResumed, WeightsInstalled
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -107,19 +106,3 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
     assert [event.kind for event in lost] == ["gateway"] * 2 and len(events_of(tmp_path, RunResumed)) == 1
     assert all(re.match(r"GatewayActor \(process \d+\) died", event.reason) for event in lost)
     assert events_of(tmp_path, GroupFailed) == []
-
-
-@pytest.mark.parametrize(
-    ("agent", "story"),
-    [
-        ({"function": "conversations:nobody"}, "has no attribute 'nobody'"),
-        ({"function": "conversations:whole"}, "not a coroutine function; define it as async def whole"),
-        ({"rollout": "conversations:converse"}, "cannot be called with client, prompt"),
-        ({"rollout": "conversations:program", "command": ["x"]}, "agent.command is set too"),
-    ],
-)
-def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(
-    tmp_path: Path, agent: dict[str, Any], story: str
-) -> None:
-    with pytest.raises(ConfigError, match=story):
-        plan_of(configured(tmp_path, agent), tmp_path)
