@@ -49,13 +49,11 @@ def deadly_rollout(config: Config, replica: int) -> Any:
     return make_rollout(config, inputs_of(config), replica)
 
 
-@pytest.mark.parametrize("kind", ["function", "rollout"])
 def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    agent = {"function": "conversations:converse"} if kind == "function" else {"rollout": "conversations:program"}
-    config = configured(tmp_path, agent)
+    config = configured(tmp_path, {"function": "conversations:converse"})
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     plan = replace(plan_of(config, run_dir), make_rollout=lambda replica: deadly_rollout(config, replica))
@@ -71,10 +69,9 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     resumed = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
     assert resumed & {e.group for e in generated if e.oldest_version < e.newest_version}
     assert len(events_of(run_dir, WeightsInstalled)) > 1
-    if kind == "function":
-        lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
-        assert lines["ended"] == PROMPTS * SAMPLES
-        assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
+    lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
+    assert lines["ended"] == PROMPTS * SAMPLES
+    assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
 
 
 def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
