@@ -40,7 +40,7 @@ def test_bundles_of_one_gpu_for_workers_that_ray_starts(cluster_of_gpus: Process
     assert (story.states, story.free) == ({"REMOVED"}, GPUS)
 
 
-def test_what_can_never_be_placed_is_refused_with_the_numbers(
+def test_gpus_are_shared_out_and_what_can_never_be_placed_is_refused_with_the_numbers(
     cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     three = cluster_of_gpus.submit(refused, tmp_path, replicas=3, rollout_gpus=2.0).result()
@@ -50,9 +50,6 @@ def test_what_can_never_be_placed_is_refused_with_the_numbers(
     assert "room for 0 of 1; fewer GPUs for a replica" in large
     again = cluster_of_gpus.submit(lacking, tmp_path, 3, rollout_gpus=2.0, rollout_spread=True).result()
     assert again == "each needs 2 GPUs, 6 in all; the nodes have 5: room for 2 of 3"
-
-
-def test_the_trainer_has_one_of_what_replicas_leave(cluster_of_gpus: ProcessPoolExecutor, tmp_path: Path) -> None:
     assert cluster_of_gpus.submit(shared_out, tmp_path, rollout_gpus=2.0).result() == (2.0, 1.0)
     assert cluster_of_gpus.submit(shared_out, tmp_path, replicas=1, rollout_gpus=5.0).result() == (5.0, 0.0)
     assert cluster_of_gpus.submit(shared_out, tmp_path).result() == (1.0, 1.0)

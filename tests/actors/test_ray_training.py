@@ -50,15 +50,12 @@ def train(tmp_path: Path, config: dict[str, Any]) -> list[Status]:
         return [first, *run.updates()]
 
 
-@pytest.fixture(scope="module")
-def trained(made: Path) -> tuple[Path, list[Status]]:
+def test_a_training_run_keeps_every_law_and_leaves_metrics_and_checkpoints(made: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     run_dir = made / "run"
     run_dir.mkdir()
-    return run_dir, train(run_dir, tree(made))
-
-
-def test_a_training_run_keeps_every_law_and_replays_to_the_bit(trained: tuple[Path, list[Status]]) -> None:
-    run_dir, updates = trained
+    updates = train(run_dir, tree(made))
     last = updates[-1]
     assert (last.outcome, last.step, last.version) == ("finished", STEPS, STEPS)
     assert last.staleness_max is not None
@@ -69,6 +66,19 @@ def test_a_training_run_keeps_every_law_and_replays_to_the_bit(trained: tuple[Pa
     assert scheduler.state.steps_trained == STEPS
     assert read(run_dir / "schedule").header.config["rollout"]["sync_mode"] == "keep"
     assert events_of(run_dir, WeightsInstalled)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = [(row["version"], row["steps"], row["outcome"]) for row in rows if "validation" in row]
+    assert measured[0] == (0, 0, "reported")
+    assert measured[-1] == (STEPS, STEPS, "reported")
+    assert {version for version, _, _ in measured} == {0, 4, STEPS}, "each due, reported or superseded"
+    rows = [row for row in rows if "step" in row]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
+    assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]
+    kept = sorted((run_dir / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-000006", "step-000008"]
+    AutoModelForCausalLM.from_pretrained(kept[-1])
+    AutoTokenizer.from_pretrained(kept[-1])
 
 
 def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) -> None:
@@ -94,22 +104,3 @@ def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) ->
     used = {(e.newest_version, e.replica) for e in events_of(run_dir, GroupGenerated) if e.newest_version > 0}
     assert used and used <= {tuple(map(int, name.split("-")[1:])) for name in installed}
     assert all(read_back == published[name.split("-")[1]] for name, read_back in installed.items())
-
-
-def test_it_leaves_metrics_and_checkpoints_that_transformers_loads(trained: tuple[Path, list[Status]]) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    run_dir, _ = trained
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    measured = [(row["version"], row["steps"], row["outcome"]) for row in rows if "validation" in row]
-    assert measured[0] == (0, 0, "reported")
-    assert measured[-1] == (STEPS, STEPS, "reported")
-    assert {version for version, _, _ in measured} == {0, 4, STEPS}, "each due, reported or superseded"
-    rows = [row for row in rows if "step" in row]
-    assert [row["step"] for row in rows] == list(range(STEPS))
-    assert all(row["loss"] is not None and row["groups"] == BATCH for row in rows)
-    assert [e.steps for e in events_of(run_dir, CheckpointSaved)] == [3, 6, 8]
-    kept = sorted((run_dir / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-000006", "step-000008"]
-    AutoModelForCausalLM.from_pretrained(kept[-1])
-    AutoTokenizer.from_pretrained(kept[-1])

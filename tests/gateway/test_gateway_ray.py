@@ -19,7 +19,6 @@ from engine.actors.configured_plan import inputs_of, make_rollout, plan_of
 from engine.actors.launch import start
 from engine.config import Config
 from engine.config.loading import parse_config
-from engine.errors import ConfigError
 from engine.events import GroupAborted, GroupFailed, GroupGenerated, ProcessLost, RunResumed, WeightsInstalled
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -50,13 +49,11 @@ def deadly_rollout(config: Config, replica: int) -> Any:
     return make_rollout(config, inputs_of(config), replica)
 
 
-@pytest.mark.parametrize("kind", ["function", "rollout"])
 def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    agent = {"function": "conversations:converse"} if kind == "function" else {"rollout": "conversations:program"}
-    config = configured(tmp_path, agent)
+    config = configured(tmp_path, {"function": "conversations:converse"})
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     plan = replace(plan_of(config, run_dir), make_rollout=lambda replica: deadly_rollout(config, replica))
@@ -72,10 +69,9 @@ def test_conversations_live_through_new_weights_and_the_loss_of_a_replica(
     resumed = {e.group for e in events_of(run_dir, GroupAborted) if e.tokens}
     assert resumed & {e.group for e in generated if e.oldest_version < e.newest_version}
     assert len(events_of(run_dir, WeightsInstalled)) > 1
-    if kind == "function":
-        lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
-        assert lines["ended"] == PROMPTS * SAMPLES
-        assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
+    lines = Counter(line.split()[0] for line in (tmp_path / "told.txt").read_text().splitlines())
+    assert lines["ended"] == PROMPTS * SAMPLES
+    assert lines["begun"] - lines["ended"] <= SAMPLES, "hardly an agent was begun twice"
 
 
 def test_a_program_is_an_agent_and_one_that_dies_costs_its_group_an_attempt(
@@ -107,19 +103,3 @@ def test_a_run_whose_gateway_dies_begins_again_and_where_it_dies_each_time_ends_
     assert [event.kind for event in lost] == ["gateway"] * 2 and len(events_of(tmp_path, RunResumed)) == 1
     assert all(re.match(r"GatewayActor \(process \d+\) died", event.reason) for event in lost)
     assert events_of(tmp_path, GroupFailed) == []
-
-
-@pytest.mark.parametrize(
-    ("agent", "story"),
-    [
-        ({"function": "conversations:nobody"}, "has no attribute 'nobody'"),
-        ({"function": "conversations:whole"}, "not a coroutine function; define it as async def whole"),
-        ({"rollout": "conversations:converse"}, "cannot be called with client, prompt"),
-        ({"rollout": "conversations:program", "command": ["x"]}, "agent.command is set too"),
-    ],
-)
-def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(
-    tmp_path: Path, agent: dict[str, Any], story: str
-) -> None:
-    with pytest.raises(ConfigError, match=story):
-        plan_of(configured(tmp_path, agent), tmp_path)

@@ -10,8 +10,10 @@ from typing import Any
 
 import psutil
 import pytest
+from test_gateway_ray import configured
 
-from engine.errors import DataFailure, EngineError
+from engine.actors.configured_plan import plan_of
+from engine.errors import ConfigError, DataFailure, EngineError
 from engine.gateway.runners import MOST_BLOCKED, CommandRunner, FunctionRunner
 from engine.trajectory import Prompt
 
@@ -140,3 +142,19 @@ def test_a_coroutine_that_raises_is_named() -> None:
 
     with pytest.raises(DataFailure, match=r"raising raised KeyError on prompt row 3: 'tool'"):
         run(FunctionRunner(raising))
+
+
+@pytest.mark.parametrize(
+    ("agent", "story"),
+    [
+        ({"function": "conversations:nobody"}, "has no attribute 'nobody'"),
+        ({"function": "conversations:whole"}, "not a coroutine function; define it as async def whole"),
+        ({"rollout": "conversations:converse"}, "cannot be called with client, prompt"),
+        ({"rollout": "conversations:program", "command": ["x"]}, "agent.command is set too"),
+    ],
+)
+def test_an_agent_that_cannot_run_is_refused_before_any_actor_starts(
+    tmp_path: Path, agent: dict[str, Any], story: str
+) -> None:
+    with pytest.raises(ConfigError, match=story):
+        plan_of(configured(tmp_path, agent), tmp_path)
