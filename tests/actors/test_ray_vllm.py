@@ -1,5 +1,6 @@
 """A training run through Ray whose replicas hold vLLM, one of which loses its engine in the middle of generating."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,15 @@ def test_groups_of_a_killed_vllm_process_go_on_elsewhere_from_stored_prefixes(tm
     scheduler = check_record(run_dir)
     assert scheduler.state.steps_trained == STEPS
 
-    (lost,) = events_of(run_dir, ProcessLost)
+    lost, *others = events_of(run_dir, ProcessLost)
+    until = min((other.id for other in others), default=math.inf)  # a slow machine may lose another one
     assert (lost.index, lost.incarnation) == (0, 1) and "vLLM" in lost.reason
     stored = {e.group: e for e in events_of(run_dir, PrefixStored) if e.replica == 0 and e.id < lost.id}
     assert killed in stored
     orders = [
         command
         for frame in read(run_dir / "schedule").frames()
-        if isinstance(frame, Handled) and frame.event.id >= lost.id
+        if isinstance(frame, Handled) and lost.id <= frame.event.id < until
         for command in frame.commands
         if isinstance(command, StartGroup | ResumeGroup) and command.attempt > 1
     ]
