@@ -1,8 +1,8 @@
 """One train step of a model of 300 M parameters: the built-in trainer against a plain loop of transformers and torch.
 
-    python benchmarks/trainer.py [--groups 4] [--samples 4] [--tokens 256] [--turns 3] [--small]
+    python benchmarks/trainer.py [--groups 4] [--samples 4] [--tokens 256] [--equal 2] [--turns 3] [--small]
 
-Both take the same GRPO step on the same batch, in processes of their own, in turns: half of the groups have equal
+Both take the same GRPO step on the same batch, in processes of their own, in turns. `--equal` groups have equal
 rewards, as is common once prompts become too easy or too hard. The plain loop passes every trajectory and computes all
 response logits; the trainer passes over what has no gradient, and keeps only the inputs of layers. Tokens per second
 count every trained token of the batch; the first step is not counted. Peak memory is that of the process.
@@ -46,8 +46,8 @@ def make_model(path: Path, small: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make_batch(step: int, groups: int, samples: int, tokens: int) -> Batch:
-    """Groups of responses of `tokens` / 2 to `tokens` tokens; every second group has equal rewards."""
+def make_batch(step: int, groups: int, samples: int, tokens: int, equal: int) -> Batch:
+    """Groups of responses of `tokens` / 2 to `tokens` tokens; the first `equal` groups have equal rewards."""
     random = torch.Generator().manual_seed(step)
 
     def ids(count: int) -> list[int]:
@@ -59,7 +59,7 @@ def make_batch(step: int, groups: int, samples: int, tokens: int) -> Batch:
         trajectories = []
         for sample in range(samples):
             length = tokens // 2 + tokens // 2 * (sample + 1) // samples
-            reward = float(sample % 2) if number % 2 else 1.0
+            reward = 1.0 if number < equal else float(sample % 2)
             trajectory = Trajectory(prompt_ids=prompt, reward=reward, finish_reason="stop")
             trajectory.extend(ids(length), [-11.0] * length, [Span(0, length, 0)])
             trajectories.append(trajectory)
@@ -99,14 +99,14 @@ class Plain:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def measure_one(kind: str, path: str, groups: int, samples: int, tokens: int) -> None:
+def measure_one(kind: str, path: str, groups: int, samples: int, tokens: int, equal: int) -> None:
     """In a process of its own: print seconds of the counted steps, their tokens, and the peak memory in bytes."""
     torch.set_num_threads(os.cpu_count() or 1)
     settings = TrainerSettings(activation_checkpointing=kind == "checkpointed", device="cpu", learning_rate=1e-6)
     trainer: Any = Plain(path) if kind == "plain" else ModelTrainer(path, settings)
     seconds, trained = 0.0, 0
     for step in range(STEPS):
-        batch = make_batch(step, groups, samples, tokens)
+        batch = make_batch(step, groups, samples, tokens, equal)
         began = time.perf_counter()
         trainer.train(batch)
         if step:
@@ -121,19 +121,23 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="of the longest response")
+    parser.add_argument("--equal", type=int, default=2, help="groups of equal rewards")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="a model of 8 M parameters, to see that it runs")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "MODEL"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        measure_one(*given.one, given.groups, given.samples, given.tokens)
+        measure_one(*given.one, given.groups, given.samples, given.tokens, given.equal)
         return
     kinds = ("plain", "trainer", "checkpointed")
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="trainer-") as directory:
         count = make_model(Path(directory), given.small)
-        print(f"{count / 1e6:.0f} M parameters, {given.groups} groups of {given.samples}, up to {given.tokens} tokens")
-        sizes = [f"--{name}={getattr(given, name)}" for name in ("groups", "samples", "tokens")]
+        print(
+            f"{count / 1e6:.0f} M parameters, {given.groups} groups of {given.samples}, {given.equal} of them "
+            f"of equal rewards, up to {given.tokens} tokens"
+        )
+        sizes = [f"--{name}={getattr(given, name)}" for name in ("groups", "samples", "tokens", "equal")]
         for _ in range(given.turns):
             for kind in kinds:
                 asked = [sys.executable, __file__, *sizes, "--one", kind, directory]
