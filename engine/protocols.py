@@ -1,6 +1,6 @@
 """The two protocols a user implements to have their own generator and trainer scheduled: `Generator` and `Trainer`.
 
-Called by `workers/`, in Ray actors or in one process, which host one `Generator` per replica
+Called by `workers/`, in Ray actors or in one process, which run one `Generator` per replica
 and one `Trainer`. The built-in ones are `rollout.generator.ModelGenerator` and `training.model_trainer.ModelTrainer`.
 Implementations never see the scheduler: they do one piece of work at a time and return or raise.
 

@@ -1,6 +1,6 @@
 """Awaits a user's coroutine and turns anything it raises into an exception that fails one attempt.
 
-Called by the workers that host generators and added states, by the runners of a user's programs, and by rewards.
+Called by the workers that run generators and added states, by the runners of a user's programs, and by rewards.
 `workers.threads.contained` does the same for blocking calls. It must never turn the engine's own cancellation into a
 failure.
 """

@@ -1,4 +1,4 @@
-"""The gateway actor of a run: hosts the HTTP server for agents, and runs the agents.
+"""The gateway actor of a run: runs the HTTP server for agents, and runs the agents.
 
 Started by the scheduler actor before the replicas, and ended with the run. Replicas open groups here, and the gateway
 asks them for samples. The scheduler discards groups that are no longer needed.

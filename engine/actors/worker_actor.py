@@ -1,4 +1,4 @@
-"""The actors that host workers: each has a `runtime.worker.Worker` and an outbox, in its own process.
+"""The actors that run workers: each has a `runtime.worker.PlannedWorker` and an outbox, in its own process.
 
 Created by `ray_processes.RayProcesses`. The event loop handles messages; the worker loads and computes on threads.
 """
@@ -24,7 +24,7 @@ from engine.runtime.plan import Restore
 from engine.runtime.process_port import source_of
 from engine.runtime.trajectory_service import MAX_ITEMS
 from engine.runtime.wire import InOrder, pack_events, unpack_orders
-from engine.runtime.worker import WORKERS, Peers, ReplicaWorker, TrainerWorker, Worker
+from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import ADDED_STATES, GATEWAY, REPLICA, SCORER, TRAINER
 from engine.storage.weights import Trained
 
@@ -139,7 +139,7 @@ class WorkerActor(Watched):
     ) -> None:
         self._plan = plan.unpack()
         end_when_orphaned(plan, scheduler)
-        self.worker: Worker = WORKERS[self.kind](self._plan, index, incarnation)
+        self.worker: PlannedWorker = WORKERS[self.kind](self._plan, index, incarnation)
         self._source = source_of(self.kind, index)
         self._incarnation = incarnation
         self._scheduler = scheduler
@@ -155,7 +155,7 @@ class WorkerActor(Watched):
         return None
 
     async def bring_up(self, restore: Restore | None = None) -> None:
-        """Load the hosted role. Repeated calls share one load and its result."""
+        """Load the worker. Repeated calls share one load and its result."""
         if not self._prepared:
             self._prepared = True
             prepare_process(self._source, self._plan.run_dir, self.worker.threads)
@@ -197,7 +197,7 @@ class WorkerActor(Watched):
         return await asyncio.shield(self._brokenness())
 
     async def close(self) -> None:
-        """Cancel everything, and close the hosted role."""
+        """Cancel everything, and close the worker."""
         await self.worker.close()
 
     def _brokenness(self) -> "asyncio.Future[str]":
@@ -212,10 +212,10 @@ class WorkerActor(Watched):
 
 
 class RolloutActor(WorkerActor):
-    """Hosts a replica, and also handles the calls of agents."""
+    """Runs a replica, and also handles the calls of agents."""
 
     kind = REPLICA
-    worker: ReplicaWorker
+    worker: PlannedReplica
 
     def _reader(self, index: int) -> ReplicaId:
         return index
@@ -242,10 +242,10 @@ class RolloutActor(WorkerActor):
 
 
 class TrainerActor(WorkerActor):
-    """Hosts the trainer, and also hands out weights."""
+    """Runs the trainer, and also hands out weights."""
 
     kind = TRAINER
-    worker: TrainerWorker
+    worker: PlannedTrainer
 
     async def hand_over(self, steps: StepId) -> None:
         """Called for a scorer: hand over the weights after `steps` train steps, if they are still owed."""

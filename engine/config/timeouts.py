@@ -51,9 +51,13 @@ class TimeoutsSection(Section):
         Timeouts(**checked)
         return limit
 
-    def limits(self, **host_limits: float) -> Timeouts:
-        """The time limits of the scheduler. `host_limits`: the limits that processes apply themselves, by kind."""
+    def limits(self, **process_limits: float) -> Timeouts:
+        """The time limits of the scheduler. `process_limits`: the limits that processes apply themselves, by kind."""
         kinds: dict[str, Any] = {f"{kind}_s": getattr(self, f"{kind}_s") for kind in KINDS}
         return Timeouts(
-            **kinds, floor_s=self.floor_s, cut_s=self.cut_s, max_s=self.max_s, host_limits=tuple(host_limits.items())
+            **kinds,
+            floor_s=self.floor_s,
+            cut_s=self.cut_s,
+            max_s=self.max_s,
+            process_limits=tuple(process_limits.items()),
         )

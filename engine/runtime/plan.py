@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What a replica hosts: a generator and, if held-out prompts are measured, a greedy one."""
+    """What a replica runs: a generator and, if held-out prompts are measured, a greedy one."""
 
     generator: Generator
     evaluator: Generator | None = None

@@ -100,7 +100,7 @@ class Process(Protocol):
     """One incarnation of a process."""
 
     def bring_up(self, restore: Restore | None) -> Awaitable[None]:
-        """Load the hosted role. A trainer begins from `restore`. Raises: the user's exception, or an `EngineError`
+        """Load the worker. A trainer begins from `restore`. Raises: the user's exception, or an `EngineError`
         that describes it."""
 
     def join(self) -> None:
@@ -122,7 +122,7 @@ class Process(Protocol):
         """Make the trainer give scorers the weights after `steps` train steps. Raises the reason if it cannot."""
 
     async def close(self) -> None:
-        """End its work and close the hosted role."""
+        """End its work and close the worker."""
 
     def kill(self, *, hung: bool = False) -> Awaitable[object] | None:
         """End the process at once. Returns an awaitable to wait for before the next incarnation starts, if needed.

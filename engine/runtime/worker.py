@@ -1,8 +1,7 @@
-"""The workers inside the processes of a run: each hosts a user's generator, trainer, scorer or work; orders in, events
-out.
+"""Makes the worker of a process from the plan, and passes orders to it: one class for each kind of process.
 
-A process makes the worker of its kind from the plan, calls `open`, then `carry_out`. Workers run on an event loop;
-blocking calls run on threads. They must never depend on where they run.
+A process makes the class of its kind, calls `open`, then `carry_out`. The workers run on an event loop; blocking calls
+run on threads. They must never depend on where they run.
 """
 
 import asyncio
@@ -23,11 +22,11 @@ from engine.storage.trajectories import Trajectories
 from engine.storage.weights import Weights
 from engine.trajectory import Prompt
 from engine.workers.measurement import HeldOut
-from engine.workers.replica import ReplicaHost
-from engine.workers.scorer import ScorerHost
-from engine.workers.stage import AddedStatesHost, Work, unchanged
+from engine.workers.replica import ReplicaWorker
+from engine.workers.scorer import ScorerWorker
+from engine.workers.stage import StageWorker, Work, unchanged
 from engine.workers.threads import on_a_thread
-from engine.workers.trainer import Report, TrainerHost, taking_turns
+from engine.workers.trainer import Report, TrainerWorker, taking_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +45,8 @@ class Peers:
     """Makes the trainer hand over the weights after so many train steps. Raises the reason if it cannot."""
 
 
-class Worker:
-    """One incarnation of a process, from the inside. Orders that arrive before it is open wait."""
+class PlannedWorker:
+    """The worker of one incarnation of a process. Orders that arrive before it is loaded wait."""
 
     kind: ClassVar[str]
 
@@ -61,7 +60,7 @@ class Worker:
         self._abandoned = False
 
     async def open(self, peers: Peers, restore: Restore | None = None) -> None:
-        """Load the hosted role. Repeated calls share one load and its result. Raises what the user's factory
+        """Load the worker. Repeated calls share one load and its result. Raises what the user's factory
         raises."""
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open_once(peers, restore))
@@ -101,8 +100,8 @@ class Worker:
         self._abandoned = True
 
     async def close(self) -> None:
-        """Cancel everything, without reports, and close the hosted role. What is being loaded is loaded before: nobody
-        else could close it."""
+        """Cancel everything, without reports, and close the worker. A load in progress ends first: nobody else could
+        close what it made."""
         if self._opening is not None:
             if self._abandoned:
                 self._opening.cancel()
@@ -113,12 +112,12 @@ class Worker:
         raise NotImplementedError
 
 
-class ReplicaWorker(Worker):
-    """Hosts a generator."""
+class PlannedReplica(PlannedWorker):
+    """The worker of a generator."""
 
     kind = REPLICA
     rollout: Rollout | None = None
-    _host: ReplicaHost | None = None
+    _worker: ReplicaWorker | None = None
     _joined = False
 
     @property
@@ -128,7 +127,7 @@ class ReplicaWorker(Worker):
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         plan = self.plan
         self.rollout = rollout = await on_a_thread(plan.make_rollout, self.index)
-        self._host = ReplicaHost(
+        self._worker = ReplicaWorker(
             replica=self.index,
             incarnation=self.incarnation,
             generator=rollout.generator,
@@ -154,26 +153,26 @@ class ReplicaWorker(Worker):
 
     def join(self) -> None:
         """Report that the replica is up, with the initial weights; once."""
-        if self._host is None:
+        if self._worker is None:
             raise EngineError(f"replica {self.index} is not open")
         if not self._joined:
             self._joined = True
-            self._host.join(self.plan.slots)
+            self._worker.join(self.plan.slots)
 
     def _carry_out(self, command: Command, prompt: Prompt | None) -> None:
-        assert self._host is not None
-        self._host.carry_out(command, prompt)
+        assert self._worker is not None
+        self._worker.carry_out(command, prompt)
 
     async def _close(self) -> None:
-        if self._host is not None:
-            await self._host.close()
+        if self._worker is not None:
+            await self._worker.close()
 
 
-class TrainerWorker(Worker):
-    """Hosts the trainer."""
+class PlannedTrainer(PlannedWorker):
+    """The worker of the trainer."""
 
     kind = TRAINER
-    _host: TrainerHost | None = None
+    _worker: TrainerWorker | None = None
 
     @property
     def threads(self) -> int:
@@ -184,7 +183,7 @@ class TrainerWorker(Worker):
         if restore is not None and restore.version != NO_VERSION:
             restore = replace(restore, weights=await peers.weights.get(restore.version))
         trainer = await on_a_thread(self._make, restore)
-        host = TrainerHost(
+        worker = TrainerWorker(
             trainer=trainer,
             trajectories=peers.trajectories,
             weights=peers.weights,
@@ -197,10 +196,10 @@ class TrainerWorker(Worker):
             hands_over=plan.hands_over,
         )
         for redo in () if restore is None else restore.redo:
-            await host.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
+            await worker.redo(redo.step, redo.groups, redo.staleness, reports=redo.reports)
         if restore is not None and restore.reaches:
-            await host.hand_over(restore.reaches)
-        self._host = host
+            await worker.hand_over(restore.reaches)
+        self._worker = worker
 
     def _make(self, restore: Restore | None) -> Trainer:
         trainer = self.plan.make_trainer()
@@ -214,28 +213,28 @@ class TrainerWorker(Worker):
         """Give scorers the weights after `steps` train steps, if they are still owed. Raises the reason if it
         cannot."""
         await self._opened.wait()
-        assert self._host is not None
-        await self._host.hand_over_again(steps)
+        assert self._worker is not None
+        await self._worker.hand_over_again(steps)
 
     def _carry_out(self, command: Command, prompt: Prompt | None) -> None:
-        assert self._host is not None
-        self._host.carry_out(command)
+        assert self._worker is not None
+        self._worker.carry_out(command)
 
     def abandon(self) -> None:
         super().abandon()
-        if self._host is not None:
-            self._host.abandon()
+        if self._worker is not None:
+            self._worker.abandon()
 
     async def _close(self) -> None:
-        if self._host is not None:
-            await self._host.close()
+        if self._worker is not None:
+            await self._worker.close()
 
 
-class ScorerWorker(Worker):
-    """Hosts the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
+class PlannedScorer(PlannedWorker):
+    """The worker of the scorer of one pool's tasks. Its orders are `ScoreBatch`."""
 
     kind = SCORER
-    _host: ScorerHost | None = None
+    _worker: ScorerWorker | None = None
 
     @property
     def threads(self) -> int:
@@ -245,7 +244,7 @@ class ScorerWorker(Worker):
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
         make, tasks = self.plan.make_scorer, self.plan.limits.scorers()[self.index]
         assert make is not None  # `Plan.require_scorers` has checked it
-        self._host = ScorerHost(
+        self._worker = ScorerWorker(
             scorer=await on_a_thread(make, tasks),
             trajectories=peers.trajectories,
             weights=peers.weights,
@@ -254,28 +253,28 @@ class ScorerWorker(Worker):
         )
 
     def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
-        assert self._host is not None
-        self._host.carry_out(command)
+        assert self._worker is not None
+        self._worker.carry_out(command)
 
     def abandon(self) -> None:
         super().abandon()
-        if self._host is not None:
-            self._host.abandon()
+        if self._worker is not None:
+            self._worker.abandon()
 
     async def _close(self) -> None:
-        if self._host is not None:
-            await self._host.close()
+        if self._worker is not None:
+            await self._worker.close()
 
 
-class StatesWorker(Worker):
-    """Hosts the work of added states, user coroutines that run concurrently. Its orders are `EnterState` and
+class PlannedStages(PlannedWorker):
+    """The worker of added states, user coroutines that run concurrently. Its orders are `EnterState` and
     `DiscardGroups`."""
 
     kind = ADDED_STATES
-    _host: AddedStatesHost | None = None
+    _worker: StageWorker | None = None
 
     async def _open(self, peers: Peers, restore: Restore | None) -> None:
-        self._host = AddedStatesHost(
+        self._worker = StageWorker(
             works=await on_a_thread(self._works),
             trajectories=peers.trajectories,
             emit=peers.emit,
@@ -295,18 +294,18 @@ class StatesWorker(Worker):
         return {name: work or made.get(name, unchanged) for name, work in own.items()}
 
     def _carry_out(self, command: Any, prompt: Prompt | None) -> None:
-        assert self._host is not None
+        assert self._worker is not None
         if isinstance(command, DiscardGroups):
-            self._host.discard(command.groups)
+            self._worker.discard(command.groups)
         else:
-            self._host.carry_out(command)
+            self._worker.carry_out(command)
 
     async def _close(self) -> None:
-        if self._host is not None:
-            await self._host.close()
+        if self._worker is not None:
+            await self._worker.close()
 
 
-WORKERS: Mapping[str, type[Worker]] = {
-    worker.kind: worker for worker in (ReplicaWorker, TrainerWorker, ScorerWorker, StatesWorker)
+WORKERS: Mapping[str, type[PlannedWorker]] = {
+    planned.kind: planned for planned in (PlannedReplica, PlannedTrainer, PlannedScorer, PlannedStages)
 }
 """By kind of process."""

@@ -1,7 +1,7 @@
 """The user's side of a simulated run: a generator, a trainer, a scorer and the work of added states that take virtual
 time and fail by chance.
 
-`world.World` makes them, and the real workers host them. They keep the protocols of `engine.protocols` and nothing
+`world.World` makes them, and the real workers run them. They keep the protocols of `engine.protocols` and nothing
 else.
 """
 

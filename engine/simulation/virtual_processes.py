@@ -1,7 +1,7 @@
 """Implements the runtime's process port on a virtual clock: the real workers behind a network with delays and faults.
 
 Used by `world.World`. Orders and events take time, and may be late or arrive twice. A process may die, hang or fail to
-start. What a process hosts is in `simulated_models`.
+start. What a process runs is in `simulated_models`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from engine.ids import Incarnation, StepId, Version
 from engine.runtime.local.local_processes import LocalProcess, LocalStore, LocalTrajectories, LocalWeights
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import Key, Order, Process, Sign, Waits
-from engine.runtime.worker import WORKERS, Peers, Worker
+from engine.runtime.worker import WORKERS, Peers, PlannedWorker
 from engine.simulation.simulated_models import Dice, Fault
 from engine.states.process import ADDED_STATES, REPLICA, TRAINER, TRAJECTORY_STORE, WEIGHTS_STORE
 from engine.trajectory import Prompt
@@ -45,7 +45,7 @@ class Channel:
 class VirtualProcess(LocalProcess):
     """One incarnation of a worker, which dies and hangs by chance."""
 
-    def __init__(self, worker: Worker, peers: Callable[..., Peers], dice: Dice, late: bool) -> None:
+    def __init__(self, worker: PlannedWorker, peers: Callable[..., Peers], dice: Dice, late: bool) -> None:
         """`late`: it starts after the launch, which takes time."""
         super().__init__(worker, peers, asyncio.Lock())
         self.hung = False

@@ -70,7 +70,7 @@ class Timeouts:
     """How long a replica may take to cut a group or validation rows short, and any process to answer a probe."""
     max_s: float | None = None
     """The most that any order may take in all, whatever its progress."""
-    host_limits: tuple[tuple[str, float], ...] = ()
+    process_limits: tuple[tuple[str, float], ...] = ()
     """Time limits that the processes apply themselves, by kind. The floor of the kind is at least twice as long."""
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Timeouts:
         floor = self.floor_s
         if kind in SLOW and floor >= FLOOR_S:
             floor = max(floor, SLOW_FLOOR_S)
-        return max([floor, *(2 * limit_s for of, limit_s in self.host_limits if of == kind)])
+        return max([floor, *(2 * limit_s for of, limit_s in self.process_limits if of == kind)])
 
     def limit(self, kind: str, longest: float | None, *, fresh: bool) -> float | None:
         """The limit of one order in seconds; None: it has none.
@@ -138,5 +138,5 @@ class Timeouts:
         unknown = sorted(set(plain) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError("limits.timeouts", unknown, "are not known to this version of the engine")
-        host_limits = tuple((str(kind), float(limit_s)) for kind, limit_s in plain.get("host_limits", ()))
-        return cls(**{**plain, "host_limits": host_limits})
+        process_limits = tuple((str(kind), float(limit_s)) for kind, limit_s in plain.get("process_limits", ()))
+        return cls(**{**plain, "process_limits": process_limits})

@@ -1,6 +1,6 @@
 """Writes, verifies and deletes checkpoints on disk: atomically, with a digest of every file.
 
-Called by `workers.trainer.TrainerHost`, and by the code that restores a trainer. Must never make an incomplete
+Called by `workers.trainer.TrainerWorker`, and by the code that restores a trainer. Must never make an incomplete
 checkpoint visible.
 """
 

@@ -4,7 +4,7 @@
     store.put(group, attempt, packed)       # may still be in memory
     store.flush()                           # the operating system has it
 
-Hosted by the trajectory store actor and read when a run resumes. The index is in memory, the groups are on disk. Every
+Used by the trajectory store actor, and read when a run resumes. The index is in memory, the groups are on disk. Every
 operation appends an entry; the last entry of a group counts. Space is reclaimed from the oldest segment: its kept
 entries are appended again and synced to disk, then it is deleted. So a kill at any moment loses nothing, and a discard
 is never deleted before the entry that it discards.

@@ -1,6 +1,6 @@
 """Checks the groups that a user's generator returns, and names the first problem.
 
-Called by `replica.ReplicaHost` for every group. A malformed group must never reach the scheduler, whose laws it would
+Called by `replica.ReplicaWorker` for every group. A malformed group must never reach the scheduler, whose laws it would
 break, or the trainer; its attempt fails with the reason.
 """
 

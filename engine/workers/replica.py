@@ -1,4 +1,4 @@
-"""Hosts one `Generator`: takes the scheduler's commands, emits events about its groups and weights.
+"""The worker of one `Generator`: takes the scheduler's commands, emits events about its groups and weights.
 
 Called by `runtime.worker`, on the generator's event loop. Must never report a group before it is stored, report a
 group twice, or leave a command unanswered that needs an answer.
@@ -74,7 +74,7 @@ REMEMBERED_ATTEMPTS = 16_384
 """Number of groups whose last attempt is remembered, to detect repeated orders."""
 
 
-class ReplicaHost:
+class ReplicaWorker:
     """One incarnation of a replica. `emit` receives its events; `broken(reason)` is called when it has failed for good.
     If not `rewarded`, an added state assigns the rewards later.
 
@@ -199,7 +199,7 @@ class ReplicaHost:
     async def _run(
         self, attempt: Attempt, command: StartGroup | ResumeGroup, prompt: Prompt | None, before: Attempt | None
     ) -> None:
-        """Run one attempt and emit exactly one event, unless it became unwanted or the host closed."""
+        """Run one attempt and emit exactly one event, unless it became unwanted or the worker closed."""
         try:
             if before is not None:
                 await asyncio.wait([before.task])  # a generator tells groups apart, not attempts
@@ -382,7 +382,7 @@ class ReplicaHost:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._closed:
             log.error("a task of replica %d failed", self.replica, exc_info=error)
-            self._broken(f"a task of its host failed: {reason_of(error)}")
+            self._broken(f"a task of its worker failed: {reason_of(error)}")
 
     async def _logged(self, work: Coroutine[Any, Any, Any], doing: str) -> None:
         """Run a call that no event answers; log a failure."""

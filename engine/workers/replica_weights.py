@@ -1,7 +1,7 @@
 """The weight sync of one replica: stages and installs weights, and pauses and resumes the generator for it.
 
-Used by `replica.ReplicaHost`. It executes orders one at a time, in the order of arrival. Exactly one event answers each
-order, except a resume that fails: it breaks the replica. A repeated order changes nothing.
+Used by `replica.ReplicaWorker`. It executes orders one at a time, in the order of arrival. Exactly one event answers
+each order, except a resume that fails: it breaks the replica. A repeated order changes nothing.
 """
 
 import asyncio

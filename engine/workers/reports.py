@@ -1,6 +1,6 @@
 """Builds the events about prompt groups: lengths, versions and rewards, never tokens.
 
-`replica.ReplicaHost` calls it with groups that `checks` has accepted.
+`replica.ReplicaWorker` calls it with groups that `group_checks` has accepted.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Hosts a `Scorer`: scores batches one at a time, in the order of arrival, on hardware separate from the trainer's.
+"""The worker of a `Scorer`: scores batches in the order of arrival, on hardware separate from the trainer's.
 
 Called by `runtime.worker`. Must never score old log-probs with other weights than those that the step starts from,
 nor report a batch before its scores are in the trajectory store.
@@ -23,7 +23,7 @@ OF_TRAINED_WEIGHTS = ("old_logprobs",)
 """Tasks that need the trained weights from before the step that they score."""
 
 
-class ScorerHost(OneByOne[ScoreBatch]):
+class ScorerWorker(OneByOne[ScoreBatch]):
     """Executes `ScoreBatch` orders for the tasks of one pool. `emit` receives events.
 
     `ask(steps)` makes the trainer hand over the weights after `steps` train steps, if it still owes them; it raises if

@@ -1,4 +1,4 @@
-"""Hosts the work of added states: passes a stored group to the user's coroutine, checks, stores and reports the result.
+"""The worker of added states: passes a stored group to the user's coroutine, checks, stores and reports the result.
 
 Called by `runtime.worker`. The scheduler decides how many groups run at once. Must never let work change a token,
 nor store a group again that was discarded meanwhile.
@@ -40,7 +40,7 @@ async def unchanged(group: TrajectoryGroup) -> TrajectoryGroup:
     return group
 
 
-class AddedStatesHost:
+class StageWorker:
     """Executes `EnterState` orders with the state's entry in `works`.
 
     `timeout_s` limits each execution, except in `untimed` states, whose work limits its own calls. `emit` receives
@@ -119,7 +119,7 @@ class AddedStatesHost:
             self._emit(event)
 
     def _wanted(self, command: EnterState) -> bool:
-        """Whether this is the newest order for its group, the group was not dropped and the host is not closed."""
+        """Whether this is the newest order for its group, the group was not dropped and the worker is not closed."""
         return self._running.get(command.group, (0, None))[0] == command.attempt
 
     async def _left(self, command: EnterState) -> StateLeft:

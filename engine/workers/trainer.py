@@ -1,4 +1,4 @@
-"""Hosts the `Trainer`: scores, trains, publishes and saves checkpoints, one order at a time, in the order of arrival.
+"""The worker of the `Trainer`: scores, trains, publishes and saves checkpoints, one order after another.
 
 Called by `runtime.worker`. The trainer's blocking calls run on a separate thread, so that the event loop stays free.
 Must never run two calls at once, or report an incomplete checkpoint.
@@ -163,7 +163,7 @@ class TakingTurns:
 Report = Callable[[StepId, Mapping[str, Any]], None]
 
 
-class TrainerHost(OneByOne[Command]):
+class TrainerWorker(OneByOne[Command]):
     """Executes the trainer's commands. `emit` receives events, `report(step, metrics)` the trainer's metrics of a step;
     `broken(reason)` is called when its weights are spoiled.
 

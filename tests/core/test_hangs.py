@@ -147,11 +147,11 @@ class HangsOnce(Seen):
     def execute(self, commands: Sequence[Command]) -> None:
         chosen = next((command for command in commands if self._is_the_one(command)), None)
         owner = None if chosen is None else getattr(chosen, "kind", RELATIONS[type(chosen)].owner)
-        hosted = owner in (REPLICA, TRAINER, SCORER, ADDED_STATES) and not isinstance(chosen, StopProcess)
-        super().execute([command for command in commands if hosted or command is not chosen])
+        by_worker = owner in (REPLICA, TRAINER, SCORER, ADDED_STATES) and not isinstance(chosen, StopProcess)
+        super().execute([command for command in commands if by_worker or command is not chosen])
         if owner is not None:
             self.hung, self.hung_at = owner, self.time
-            if hosted:
+            if by_worker:
                 self.hang(owner, getattr(chosen, "replica", 0))
 
     def _is_the_one(self, command: Command) -> bool:

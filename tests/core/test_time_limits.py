@@ -549,7 +549,7 @@ def test_the_floor_is_longer_for_slow_kinds_unless_it_is_lowered() -> None:
     assert {kind for kind, floor in floors.items() if floor == HOUR} == {"start", "publish", "checkpoint", "rows"}
     assert set(floors.values()) == {600.0, HOUR}
     assert {Timeouts(floor_s=60.0).floor(kind) for kind in KINDS} == {60.0}
-    assert Timeouts(host_limits=(("group", 1000.0),)).floor("group") == 2000.0, "rewards may take that long"
+    assert Timeouts(process_limits=(("group", 1000.0),)).floor("group") == 2000.0, "rewards may take that long"
 
 
 @pytest.mark.parametrize("state", ["pausing", "installing"])
@@ -701,7 +701,7 @@ def test_a_limit_out_of_bounds_is_refused(figures: dict[str, Any], says: str) ->
 def test_a_header_holds_the_limits_and_refuses_unknown_ones() -> None:
     limits = Limits(
         train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=4,
-        timeouts=every(AUTO, train_s=9.0, rows_s=None, host_limits=(("group", 30.0),)),
+        timeouts=every(AUTO, train_s=9.0, rows_s=None, process_limits=(("group", 30.0),)),
     )  # fmt: skip
     assert Limits.from_plain(limits.to_plain()) == limits
     plain = limits.to_plain()

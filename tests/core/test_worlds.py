@@ -23,7 +23,7 @@ from engine.states.group import Group
 from engine.states.ledger import Deadlines
 from engine.states.limits import Limits, Pool
 from engine.states.state import State
-from engine.workers.replica import ReplicaHost
+from engine.workers.replica import ReplicaWorker
 from tests.core.test_laws import any_policies, generating, limits
 
 ROUGH = Faults(
@@ -163,7 +163,7 @@ def short_steps_not_charged_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 def parked_groups_resume_on_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group continue wherever a slot is free, and have the replicas not refuse it."""
     monkeypatch.setattr(Group, "resumes_from", property(lambda self: 0))
-    monkeypatch.setattr(ReplicaHost, "_is_behind", lambda self, kept: False)
+    monkeypatch.setattr(ReplicaWorker, "_is_behind", lambda self, kept: False)
     monkeypatch.setattr("engine.workers.replica.check_generated", lambda *args, **others: None)
 
 

@@ -324,6 +324,11 @@ def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
             if self.life == 1:
                 raise RuntimeError("frozen for good")
 
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            while self.life == 2 and len(lives) < 4:  # the run does not end before both were replaced
+                await asyncio.sleep(0)
+            return await super().sample(work, weights, version)
+
     lives: list[int] = []
 
     def make(replica: int) -> Fragile:
@@ -339,22 +344,33 @@ def test_a_lost_replica_is_replaced_where_a_factory_was_given() -> None:
         run(generators=[Fragile(1), Fragile(1)])
 
 
-def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on() -> None:
+def test_a_factory_that_leaves_the_process_makes_no_replica_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifetimes, "FIRST_DELAY_S", 0.001)  # of the start after the one that failed
+    made: list[int] = []
+
     class Fragile(Steady):
         async def resume(self) -> None:
             raise RuntimeError("frozen for good")
 
-    made: list[int] = []
+    class Patient(Steady):
+        """Answers once both losses of replica 0 are known: its last life has been ordered."""
+
+        async def sample(self, work: GroupWork, weights: Any, version: int) -> Sequence[Trajectory]:
+            while len(made) < 4:
+                await asyncio.sleep(0)
+            return await super().sample(work, weights, version)
 
     def make(replica: int) -> SimpleGenerator:
         made.append(replica)
         if len(made) > 2:
             raise SystemExit("no licence left")
-        return Fragile() if replica == 0 else Steady()
+        return Fragile() if replica == 0 else Patient()
 
     result = run(generators=make, replicas=2, replacements=2)
     assert result.groups["consumed"] == 30
-    frozen, unmade, *_ = events_of(result, ProcessLost)  # the next start is delayed, so the run may end before it
+    frozen, unmade, *_ = events_of(result, ProcessLost)  # the run may end before the loss of the last life is known
     assert "frozen for good" in frozen.reason
     assert (unmade.index, unmade.incarnation, unmade.final) == (0, 2, False)
     assert "could not be started" in unmade.reason and "no licence left" in unmade.reason

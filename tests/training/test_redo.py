@@ -17,7 +17,7 @@ from engine.training import model_checkpoint
 from engine.training.model_scorer import ModelScorer
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
-from engine.workers.trainer import TrainerHost
+from engine.workers.trainer import TrainerWorker
 
 STEPS, SAVED = 4, 2
 SETTINGS = TrainerSettings(
@@ -27,14 +27,14 @@ SETTINGS = TrainerSettings(
 
 
 class Bench:
-    """A trainer in its host, over a store that outlives it."""
+    """A trainer in its worker, over a store that outlives it."""
 
     def __init__(self, trainer: ModelTrainer, store: LocalTrajectories, apart: tuple[str, ...], saves: Path) -> None:
         self.answers: asyncio.Queue[Event] = asyncio.Queue()
         self.reported: list[int] = []
         self.trainer = trainer
         self.own = [task for task in SETTINGS.scoring_tasks(99) if task not in apart]
-        self.host = TrainerHost(
+        self.worker = TrainerWorker(
             trainer=trainer,
             trajectories=store,
             weights=LocalWeights(),
@@ -50,9 +50,9 @@ class Bench:
         """As the scheduler orders it."""
         groups = tuple(group.group for group in batch.groups)
         for task in self.own:
-            self.host.carry_out(ScoreBatch(step=batch.step, attempt=1, task=task, groups=groups, cause=0))
+            self.worker.carry_out(ScoreBatch(step=batch.step, attempt=1, task=task, groups=groups, cause=0))
             assert isinstance(await self.answers.get(), BatchScored)
-        self.host.carry_out(
+        self.worker.carry_out(
             TrainStep(step=batch.step, attempt=1, groups=groups, staleness=tuple(batch.staleness), cause=0)
         )
         assert isinstance(await self.answers.get(), StepTrained)
@@ -76,12 +76,12 @@ def test_steps_trained_again_are_the_same_to_the_bit(
                 await store.put_scores(each.step, "ref_logprobs", ids, scores)
             await straight.step(each)
             if each.step + 1 == SAVED:
-                straight.host.carry_out(SaveCheckpoint(steps=SAVED, number=0, cause=0))
+                straight.worker.carry_out(SaveCheckpoint(steps=SAVED, number=0, cause=0))
                 assert isinstance(await straight.answers.get(), CheckpointSaved)
         again = Bench(ModelTrainer(model_path, SETTINGS, scored_apart=apart), store, apart, tmp_path)
         again.trainer.load(str(tmp_path / f"step-{SAVED:06d}"))
         updates = [
-            await again.host.redo(b.step, [g.group for g in b.groups], b.staleness, reports=b.step == STEPS - 1)
+            await again.worker.redo(b.step, [g.group for g in b.groups], b.staleness, reports=b.step == STEPS - 1)
             for b in batches[SAVED:]
         ]
         assert updates == [2] * (STEPS - SAVED) and again.reported == [STEPS - 1], "what was reported is not again"
@@ -94,8 +94,8 @@ def test_steps_trained_again_are_the_same_to_the_bit(
         assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
         await store.discard([batches[-1].groups[0].group])
         with pytest.raises(EngineError, match=r"train step 3 cannot be trained again: .*does not hold groups"):
-            await again.host.redo(3, [g.group for g in batches[-1].groups], batches[-1].staleness, reports=False)
+            await again.worker.redo(3, [g.group for g in batches[-1].groups], batches[-1].staleness, reports=False)
         for bench in (straight, again):
-            await bench.host.close()
+            await bench.worker.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))

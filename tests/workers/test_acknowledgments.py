@@ -48,14 +48,14 @@ def test_groups_that_are_ended_are_answered_together_and_so_is_one_that_is_over(
         on.start(1)
         await on.settle()
         for group, number in ((0, 11), (1, 12), (7, 13)):
-            on.host.carry_out(AbortGroup(group=group, attempt=1, number=number, **WHO))
+            on.worker.carry_out(AbortGroup(group=group, attempt=1, number=number, **WHO))
         assert on.done == []
         await on.settle()
         assert sorted(number for told in on.done for number in told) == [11, 12, 13] and len(on.done) <= 2
         on.start(1, attempt=2)
-        on.host.carry_out(AbortGroup(group=1, attempt=1, number=12, **WHO))
+        on.worker.carry_out(AbortGroup(group=1, attempt=1, number=12, **WHO))
         await on.settle()
-        assert on.done[-1] == (12,) and on.host.running == 1, "a repeat ends no later attempt, and is answered"
+        assert on.done[-1] == (12,) and on.worker.running == 1, "a repeat ends no later attempt, and is answered"
 
     play(scene)
 
@@ -65,16 +65,16 @@ def test_a_replica_that_resumes_is_answered_after_what_was_ordered_before_and_so
         on = Stage(TokenGenerator(length=3))
         on.start(0)
         await on.settle()
-        on.host.carry_out(PauseReplica(version=1, mode="wait", attempt=1, **WHO))
+        on.worker.carry_out(PauseReplica(version=1, mode="wait", attempt=1, **WHO))
         resume = ResumeReplica(attempt=1, number=5, **WHO)
-        on.host.carry_out(resume)
-        on.host.carry_out(resume)
+        on.worker.carry_out(resume)
+        on.worker.carry_out(resume)
         await on.settle()
         assert on.done == [], "a group runs yet, so it is not even paused"
         on.generator.tick(3)
         await on.settle()
         assert {number for told in on.done for number in told} == {5}
-        on.host.carry_out(resume)
+        on.worker.carry_out(resume)
         await on.settle()
         assert on.done[-1] == (5,) and len(on.done) >= 2
 
@@ -89,8 +89,8 @@ def test_one_that_cannot_resume_is_broken_and_does_not_answer() -> None:
     async def scene() -> None:
         on = Stage(Stuck(length=3))
         resume = ResumeReplica(attempt=1, number=5, **WHO)
-        on.host.carry_out(resume)
-        on.host.carry_out(resume)
+        on.worker.carry_out(resume)
+        on.worker.carry_out(resume)
         await on.settle()
         assert on.broken and on.done == []
 
@@ -103,15 +103,15 @@ def test_measuring_that_is_stopped_is_answered_and_a_repeat_stops_nothing_that_w
     async def scene() -> None:
         on = stage(Answering())
         stop = StopMeasuring(validation=2, number=4, **WHO)
-        on.host.carry_out(measure())
+        on.worker.carry_out(measure())
         await on.settle()
-        on.host.carry_out(stop)
+        on.worker.carry_out(stop)
         await on.settle()
-        assert on.done == [(4,)] and on.host._measuring._running == {}
-        on.host.carry_out(measure(attempt=2))
+        assert on.done == [(4,)] and on.worker._measuring._running == {}
+        on.worker.carry_out(measure(attempt=2))
         await on.settle()
-        on.host.carry_out(stop)
-        on.host.carry_out(measure(attempt=2))
+        on.worker.carry_out(stop)
+        on.worker.carry_out(measure(attempt=2))
         await on.settle()
         assert on.done == [(4,), (4,)]
         on.generator.let.set()
@@ -126,8 +126,8 @@ def test_a_host_that_is_closed_answers_nothing() -> None:
         on = Stage(TokenGenerator(length=3))
         on.start(0)
         await on.settle()
-        on.host.carry_out(AbortGroup(group=0, attempt=1, number=1, **WHO))
-        await on.host.close()
+        on.worker.carry_out(AbortGroup(group=0, attempt=1, number=1, **WHO))
+        await on.worker.close()
         await on.settle()
         assert on.done == []
 

@@ -39,7 +39,7 @@ class Answering(SimpleGenerator):
 
 
 def stage(generator: Any, held_out: bool = True) -> Stage:
-    """A host whose generator answers held-out prompts too."""
+    """A worker whose generator answers held-out prompts too."""
     return Stage(generator, held_out=HeldOut(prompts=PROMPTS, evaluator=generator) if held_out else None)
 
 
@@ -57,8 +57,8 @@ def test_rows_are_counted_and_those_at_fault_are_not() -> None:
     async def scene() -> None:
         on = stage(Answering())
         on.generator.let.set()
-        on.host.carry_out(measure(0, 0, 3))
-        on.host.carry_out(measure(1, 3, 3))
+        on.worker.carry_out(measure(0, 0, 3))
+        on.worker.carry_out(measure(1, 3, 3))
         await on.until(2)
         said = {e.chunk: (e.version, e.measured, e.right, e.reward) for e in news(on, RowsMeasured)}
         assert said == {0: (0, 3, 1, 1.0), 1: (0, 2, 1, 1.0)}
@@ -75,7 +75,7 @@ def test_a_repeated_order_is_carried_out_once_and_a_newer_attempt_again() -> Non
         on = stage(Answering())
         on.generator.let.set()
         for order in (measure(), measure(), measure(attempt=2), measure(attempt=1), measure(5, validation=1)):
-            on.host.carry_out(order)
+            on.worker.carry_out(order)
         await on.settle()
         assert [(e.validation, e.attempt) for e in news(on, RowsMeasured)] == [(2, 2)]
 
@@ -89,10 +89,10 @@ def test_what_is_the_replica_s_fault_fails_the_chunk() -> None:
                 raise EngineError("out of memory")
 
         on = stage(Broken())
-        on.host.carry_out(measure())
-        on.host.carry_out(measure(1, 3, 9))
+        on.worker.carry_out(measure())
+        on.worker.carry_out(measure(1, 3, 9))
         lost = stage(Answering(), held_out=False)
-        lost.host.carry_out(measure())
+        lost.worker.carry_out(measure())
         await on.until(2)
         await lost.until(1)
         told = {event.chunk: event.reason for event in news(on, RowsFailed)}
@@ -109,7 +109,7 @@ def test_a_response_without_a_finite_reward_is_not_measured(reward: Any) -> None
     async def scene() -> None:
         on = stage(Answering(reward=lambda row: reward))
         on.generator.let.set()
-        on.host.carry_out(measure())
+        on.worker.carry_out(measure())
         await on.until(1)
         (event,) = news(on, RowsMeasured)
         assert (event.measured, event.right, event.reward) == (0, 0, 0.0)
@@ -125,7 +125,7 @@ def test_an_answer_of_another_kind_fails_the_chunk_by_name(wrong: Any) -> None:
 
     async def scene() -> None:
         on = stage(Odd())
-        on.host.carry_out(measure())
+        on.worker.carry_out(measure())
         await on.until(1)
         (event,) = news(on, RowsFailed)
         assert "held-out row 0: generate() must return Generated(group=TrajectoryGroup(...))" in event.reason
@@ -137,7 +137,7 @@ def test_rewards_too_large_to_add_up_fail_the_chunk() -> None:
     async def scene() -> None:
         on = stage(Answering(reward=lambda row: 1e308))
         on.generator.let.set()
-        on.host.carry_out(measure())
+        on.worker.carry_out(measure())
         await on.until(1)
         (event,) = news(on, RowsFailed)
         assert "too large to add up" in event.reason
@@ -148,12 +148,12 @@ def test_rewards_too_large_to_add_up_fail_the_chunk() -> None:
 def test_another_version_is_never_measured_in_its_place() -> None:
     async def scene() -> None:
         on = stage(Answering())
-        on.host.carry_out(measure(version=1))
+        on.worker.carry_out(measure(version=1))
         await on.until(1)
         assert "version 0, but version 1 must" in news(on, RowsFailed)[0].reason
-        on.host.carry_out(measure(1))
+        on.worker.carry_out(measure(1))
         await on.settle()
-        on.host._weights.version = 1  # as if an install had come in between
+        on.worker._weights.version = 1  # as if an install had come in between
         on.generator.let.set()
         await on.until(2)
         assert "version 1, but version 0 must" in news(on, RowsFailed)[1].reason
@@ -179,7 +179,7 @@ def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
             ResumeReplica(attempt=1, number=0, **WHO),
             measure(version=1),
         ):
-            on.host.carry_out(order)
+            on.worker.carry_out(order)
         await on.settle()
         assert not news(on, RowsMeasured, RowsFailed)
         on.generator.installed.set()
@@ -193,12 +193,12 @@ def test_rows_wait_for_the_weights_that_were_ordered_before_them() -> None:
 def test_what_is_stopped_reports_nothing_and_samples_nothing_once_the_replica_is_paused(mode: str) -> None:
     async def scene() -> None:
         on = stage(Answering())
-        on.host.carry_out(measure())
-        on.host.carry_out(measure(1, 3, 3))
+        on.worker.carry_out(measure())
+        on.worker.carry_out(measure(1, 3, 3))
         await on.settle()
         assert len(on.generator.works) == 6
-        on.host.carry_out(StopMeasuring(validation=2, number=0, **WHO))
-        on.host.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
+        on.worker.carry_out(StopMeasuring(validation=2, number=0, **WHO))
+        on.worker.carry_out(PauseReplica(version=1, mode=mode, attempt=1, **WHO))
         await on.until(1)
         assert [type(e) for e in on.events] == [ReplicaPaused]
         assert not on.generator._sampling

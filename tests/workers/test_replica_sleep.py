@@ -51,7 +51,7 @@ def test_groups_are_parked_before_the_replica_sleeps() -> None:
         stage.start(1)
         assert isinstance((await stage.until(3))[-1], GroupAborted), "nothing is begun while it sleeps"
         assert len(stage.generator.works) == 1
-        stage.host.carry_out(resumed())
+        stage.worker.carry_out(resumed())
         stage.resume(0, attempt=2)
         await stage.settle()
         stage.generator.tick(2)
@@ -67,9 +67,9 @@ def test_weights_are_staged_while_it_sleeps_and_installed_straight_from_there() 
         stage.pause("sleep", version=0)
         await stage.until(1)
         stage.weights.store.put(1, "weights 1")
-        stage.host.carry_out(StageWeights(version=1, attempt=2, **WHO))
-        stage.host.carry_out(InstallWeights(version=1, attempt=2, **WHO))
-        stage.host.carry_out(resumed(2))
+        stage.worker.carry_out(StageWeights(version=1, attempt=2, **WHO))
+        stage.worker.carry_out(InstallWeights(version=1, attempt=2, **WHO))
+        stage.worker.carry_out(resumed(2))
         _, staged, installed = await stage.until(3)
         await stage.settle()
         assert isinstance(staged, WeightsStaged) and isinstance(installed, WeightsInstalled)
@@ -98,7 +98,7 @@ def test_a_generator_that_cannot_sleep_is_paused() -> None:
         stage = Stage(TokenGenerator(length=1, free=True))
         stage.pause("sleep")
         assert isinstance((await stage.until(1))[0], ReplicaPaused)
-        stage.host.carry_out(resumed())
+        stage.worker.carry_out(resumed())
         stage.start()
         assert isinstance((await stage.until(2))[-1], GroupGenerated)
 
@@ -113,15 +113,15 @@ def test_a_failure_to_sleep_or_to_wake_is_a_failed_sync_and_the_replica_goes_on(
         stage.pause("sleep", version=0)
         await stage.until(1)
         stage.weights.store.put(1, "weights 1")
-        stage.host.carry_out(StageWeights(version=1, attempt=2, **WHO))
-        stage.host.carry_out(InstallWeights(version=1, attempt=2, **WHO))
+        stage.worker.carry_out(StageWeights(version=1, attempt=2, **WHO))
+        stage.worker.carry_out(InstallWeights(version=1, attempt=2, **WHO))
         await stage.until(3)
         failed = stage.events[0 if call == "sleep" else 2]
         assert isinstance(failed, SyncFailed) and f"{call} broke" in failed.reason
         stage.generator.fails = set()
-        stage.host.carry_out(InstallWeights(version=1, attempt=3, **WHO))
+        stage.worker.carry_out(InstallWeights(version=1, attempt=3, **WHO))
         assert isinstance((await stage.until(4))[-1], WeightsInstalled)
-        stage.host.carry_out(resumed(3))
+        stage.worker.carry_out(resumed(3))
         stage.start()
         assert isinstance((await stage.until(5))[-1], GroupGenerated)
         assert stage.broken == []
@@ -135,7 +135,7 @@ def test_a_replica_that_cannot_be_woken_to_sample_is_broken() -> None:
         stage.generator.fails = {"wake"}
         stage.pause("sleep")
         await stage.until(1)
-        stage.host.carry_out(resumed())
+        stage.worker.carry_out(resumed())
         await stage.settle()
         assert stage.broken == ["resuming failed: RuntimeError: wake broke"]
 

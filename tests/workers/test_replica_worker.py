@@ -1,4 +1,4 @@
-"""`ReplicaHost`: what it reports, in what order, and what it makes of generators that do wrong."""
+"""`ReplicaWorker`: what it reports, in what order, and what it makes of generators that do wrong."""
 
 import asyncio
 import logging
@@ -42,14 +42,14 @@ from engine.runtime.local import SimpleGenerator, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 from engine.workers.measurement import HeldOut
-from engine.workers.replica import ReplicaHost
+from engine.workers.replica import ReplicaWorker
 
 PROMPT = Prompt(row=3, text="2 + 2")
 WHO = {"replica": 0, "incarnation": 1, "cause": 0}
 
 
 class Stage:
-    """A host on stage: its generator, its stores, and what it has emitted."""
+    """A worker on stage: its generator, its stores, and what it has emitted."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Stage:
         self.trajectories = LocalTrajectories()
         self.weights = LocalWeights()
         self._news = asyncio.Event()
-        self.host = ReplicaHost(
+        self.worker = ReplicaWorker(
             replica=replica,
             incarnation=1,
             generator=generator,
@@ -90,13 +90,13 @@ class Stage:
             self._news.set()
 
     def start(self, group: int = 0, attempt: int = 1) -> None:
-        self.host.carry_out(StartGroup(group=group, attempt=attempt, **WHO), PROMPT)
+        self.worker.carry_out(StartGroup(group=group, attempt=attempt, **WHO), PROMPT)
 
     def resume(self, group: int = 0, attempt: int = 2, truncate: bool = False) -> None:
-        self.host.carry_out(ResumeGroup(group=group, attempt=attempt, truncate=truncate, **WHO), PROMPT)
+        self.worker.carry_out(ResumeGroup(group=group, attempt=attempt, truncate=truncate, **WHO), PROMPT)
 
     def pause(self, mode: str, version: int = 1, attempt: int = 1) -> None:
-        self.host.carry_out(PauseReplica(version=version, mode=mode, attempt=attempt, **WHO))
+        self.worker.carry_out(PauseReplica(version=version, mode=mode, attempt=attempt, **WHO))
 
     async def until(self, count: int) -> list[Event]:
         """Wait until so many events have been emitted."""
@@ -114,10 +114,10 @@ class Stage:
         """Bring a version in, as the scheduler would order it."""
         self.weights.store.put(version, f"weights {version}")
         before = len(self.events)
-        self.host.carry_out(StageWeights(version=version, attempt=attempt, **WHO))
+        self.worker.carry_out(StageWeights(version=version, attempt=attempt, **WHO))
         self.pause(mode, version, attempt)
-        self.host.carry_out(InstallWeights(version=version, attempt=attempt, **WHO))
-        self.host.carry_out(ResumeReplica(attempt=attempt, number=0, **WHO))
+        self.worker.carry_out(InstallWeights(version=version, attempt=attempt, **WHO))
+        self.worker.carry_out(ResumeReplica(attempt=attempt, number=0, **WHO))
         await self.until(before + 3)
         await self.settle()
 
@@ -129,10 +129,10 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
 def test_a_group_is_kept_before_it_is_reported() -> None:
     async def scene() -> None:
         stage = Stage(TokenGenerator(length=3))
-        stage.host.join(slots=4)
+        stage.worker.join(slots=4)
         kept_at_report: list[bool] = []
-        emit = stage.host._emit
-        stage.host._emit = lambda e: (kept_at_report.append(stage.trajectories.store.stats().groups == 1), emit(e))
+        emit = stage.worker._emit
+        stage.worker._emit = lambda e: (kept_at_report.append(stage.trajectories.store.stats().groups == 1), emit(e))
         stage.start()
         await stage.settle()
         stage.generator.tick(3)
@@ -143,7 +143,7 @@ def test_a_group_is_kept_before_it_is_reported() -> None:
             reward_mean=0.5, reward_spread=1.0,
         )  # fmt: skip
         assert kept_at_report == [True]
-        assert stage.host.running == 0
+        assert stage.worker.running == 0
 
     play(scene)
 
@@ -153,7 +153,7 @@ def test_a_repeated_order_and_one_for_another_life_change_nothing() -> None:
         stage = Stage(TokenGenerator(length=2, free=True))
         stage.start()
         stage.start()
-        stage.host.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
+        stage.worker.carry_out(replace(StartGroup(group=9, attempt=1, **WHO), incarnation=2), PROMPT)
         await stage.until(1)
         stage.start()
         await stage.settle()
@@ -173,21 +173,21 @@ def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_
         await stage.settle()
         await stage.swap(1)
         for again in (StageWeights(version=1, attempt=1, **WHO), InstallWeights(version=1, attempt=1, **WHO)):
-            stage.host.carry_out(again)
+            stage.worker.carry_out(again)
         stage.pause("keep")
-        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
-        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
-        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
-        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
         stage.generator.tick(6)
         await stage.settle()
-        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
         stage.start(0)
         stage.start(1)
         await stage.settle()
         assert [type(e) for e in stage.events] == [WeightsStaged, ReplicaPaused, WeightsInstalled, GroupGenerated]
-        assert stage.host.running == 0
+        assert stage.worker.running == 0
 
     play(scene)
 
@@ -195,7 +195,7 @@ def test_orders_about_weights_and_cuts_that_are_repeated_after_their_end_change_
 def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_on_from_them() -> None:
     async def scene() -> None:
         first, second = Stage(TokenGenerator(length=6)), Stage(TokenGenerator(length=6, free=True))
-        second.host._trajectories = first.trajectories
+        second.worker._trajectories = first.trajectories
         first.start(0)
         first.start(1)
         await first.settle()
@@ -223,7 +223,7 @@ def test_abort_reports_every_partial_before_the_pause_and_another_replica_goes_o
 def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() -> None:
     async def scene() -> None:
         first, second = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
-        second.host._trajectories = first.trajectories
+        second.worker._trajectories = first.trajectories
         first.start()
         await first.settle()
         first.generator.tick(2)
@@ -237,7 +237,7 @@ def test_prefixes_are_stored_on_the_way_and_another_replica_goes_on_from_them() 
         assert isinstance(generated, GroupGenerated) and generated.tokens == 12
         (work,) = second.generator.works
         assert [len(t.token_ids) for t in work.partial.trajectories] == [2, 2]
-        await first.host.close()
+        await first.worker.close()
 
     play(scene)
 
@@ -256,7 +256,7 @@ def test_groups_that_progress_are_reported_together_and_only_while_they_run() ->
 
     async def scene() -> None:
         stage = Stage(generator := Progresses())
-        stage.host.join(slots=4)
+        stage.worker.join(slots=4)
         stage.start(0)
         stage.start(1)
         await stage.settle()
@@ -318,7 +318,7 @@ def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
         await stage.settle()
         stage.generator.tick(1)
         await stage.settle()
-        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+        stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
         gate.set()
         await stage.settle()
@@ -330,7 +330,7 @@ def test_a_prefix_of_an_attempt_nobody_wants_is_not_left_in_the_store() -> None:
 def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new() -> None:
     async def scene() -> None:
         ahead, behind = Stage(TokenGenerator(length=6), prefixes=2), Stage(TokenGenerator(length=6, free=True))
-        behind.host._trajectories = ahead.trajectories
+        behind.worker._trajectories = ahead.trajectories
         await ahead.swap(1)
         ahead.start()
         await ahead.settle()
@@ -342,7 +342,7 @@ def test_a_partial_newer_than_the_replica_is_given_back_for_one_that_is_as_new()
             group=0, attempt=2, replica=0, incarnation=1, tokens=4, oldest_version=1, newest_version=1, unfinished=2
         )
         assert behind.generator.works == []
-        await ahead.host.close()
+        await ahead.worker.close()
 
     play(scene)
 
@@ -379,7 +379,7 @@ def test_a_failed_resume_leaves_the_partial_as_it_was() -> None:
         stage.generator.tick(2)
         stage.pause("abort")
         await stage.until(2)
-        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         stage.resume(attempt=2)
         assert (await stage.until(3))[2].cause == "infrastructure"
         stage.resume(attempt=3)
@@ -436,7 +436,7 @@ def test_truncate_finishes_a_group_with_what_it_has() -> None:
         stage.start()
         await stage.settle()
         stage.generator.tick(4)
-        stage.host.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
+        stage.worker.carry_out(TruncateGroup(group=0, attempt=1, **WHO))
         (generated,) = await stage.until(1)
         assert generated.tokens == 8
         (group,) = await stage.trajectories.get([0])
@@ -455,7 +455,7 @@ def test_an_aborted_group_is_never_heard_of_again() -> None:
         stage.start(0)
         stage.start(1)
         await stage.settle()
-        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+        stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
         stage.generator.tick(3)
         await stage.until(1)
@@ -463,7 +463,7 @@ def test_an_aborted_group_is_never_heard_of_again() -> None:
         assert [e.group for e in stage.events] == [1]
         assert stage.trajectories.store.stats().groups == 1
         # It ended while the order was on its way: what it left is forgotten.
-        stage.host.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
+        stage.worker.carry_out(AbortGroup(group=1, attempt=1, number=0, **WHO))
         await stage.settle()
         assert stage.trajectories.store.stats().groups == 0
 
@@ -479,9 +479,9 @@ def test_a_group_that_is_parked_ends_with_what_it_has_and_the_others_go_on() -> 
         await stage.settle()
         generator.tick(2)
         order = ParkGroup(group=0, attempt=1, **WHO)
-        stage.host.carry_out(ParkGroup(group=1, attempt=7, **WHO))
-        stage.host.carry_out(order)
-        stage.host.carry_out(order)
+        stage.worker.carry_out(ParkGroup(group=1, attempt=7, **WHO))
+        stage.worker.carry_out(order)
+        stage.worker.carry_out(order)
         (parked,) = await stage.until(1)
         assert isinstance(parked, GroupAborted) and (parked.group, parked.tokens, parked.unfinished) == (0, 4, 2)
         assert stage.trajectories.store.partial(0) is not None
@@ -499,7 +499,7 @@ def test_a_group_that_its_generator_does_not_give_up_fails(monkeypatch: pytest.M
         stage = Stage(Deaf())
         stage.start()
         await stage.settle()
-        stage.host.carry_out(ParkGroup(group=0, attempt=1, **WHO))
+        stage.worker.carry_out(ParkGroup(group=0, attempt=1, **WHO))
         (failed,) = await stage.until(1)
         assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
 
@@ -512,7 +512,7 @@ def test_a_late_abort_of_an_old_attempt_leaves_what_a_newer_one_left_elsewhere()
         stage = Stage(TokenGenerator(length=3))
         newer = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[])
         await stage.trajectories.put(newer, attempt=2)
-        stage.host.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
+        stage.worker.carry_out(AbortGroup(group=0, attempt=1, number=0, **WHO))
         await stage.settle()
         assert stage.trajectories.store.partial(0) is newer
 
@@ -526,17 +526,17 @@ def test_an_attempt_aborted_while_it_is_kept_leaves_what_a_newer_one_left_elsewh
         """A put that takes until the group has been aborted here and done anew on another replica."""
 
         async def put(self, group: TrajectoryGroup, attempt: int) -> None:
-            stage.host._running[0].unwanted = True
+            stage.worker._running[0].unwanted = True
             await super().put(newer, attempt=2)
             await super().put(group, attempt)
 
     stage = Stage(TokenGenerator(length=2, free=True))
-    stage.host._trajectories = stage.trajectories = Overtaken()
+    stage.worker._trajectories = stage.trajectories = Overtaken()
 
     async def scene() -> None:
         stage.start()
         await stage.settle()
-        assert stage.host.running == 0 and stage.events == []
+        assert stage.worker.running == 0 and stage.events == []
         assert stage.trajectories.store.partial(0) is newer
 
     play(scene)
@@ -683,12 +683,12 @@ def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: i
             InstallWeights(version=1, attempt=1, **WHO),
         ]
         for order in orders[:events]:
-            stage.host.carry_out(order)
+            stage.worker.carry_out(order)
         failed = (await stage.until(events))[-1]
         assert isinstance(failed, SyncFailed)
         assert (failed.version, failed.attempt) == (1, 1)
         assert f"RuntimeError: {call} broke" in failed.reason
-        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         stage.start()
         await stage.settle()
         generator.tick(2)
@@ -701,7 +701,7 @@ def test_a_failing_sync_is_reported_and_the_replica_goes_on(call: str, events: i
 def test_weights_that_were_never_published_are_a_failed_sync() -> None:
     async def scene() -> None:
         stage = Stage(TokenGenerator())
-        stage.host.carry_out(StageWeights(version=7, attempt=1, **WHO))
+        stage.worker.carry_out(StageWeights(version=7, attempt=1, **WHO))
         (failed,) = await stage.until(1)
         assert "does not hold version 7" in failed.reason
 
@@ -715,7 +715,7 @@ def test_a_replica_that_cannot_be_resumed_is_broken() -> None:
 
     async def scene() -> None:
         stage = Stage(Frozen())
-        stage.host.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
+        stage.worker.carry_out(ResumeReplica(attempt=1, number=0, **WHO))
         await stage.settle()
         assert stage.broken == ["resuming failed: RuntimeError: stuck"]
 
@@ -728,7 +728,7 @@ def test_close_ends_everything_without_a_word() -> None:
         stage.start(0)
         stage.start(1)
         await stage.settle()
-        await stage.host.close()
+        await stage.worker.close()
         stage.start(2)
         await stage.settle()
         assert stage.events == []

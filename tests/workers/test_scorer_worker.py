@@ -1,4 +1,4 @@
-"""`ScorerHost`: under which weights a batch is scored, where the scores go, and how the trainer comes by them."""
+"""`ScorerWorker`: under which weights a batch is scored, where the scores go, and how the trainer comes by them."""
 
 import asyncio
 import math
@@ -18,8 +18,8 @@ from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.storage.trajectories import pack_scores, unpack_scores
 from engine.storage.weights import Trained
 from engine.trajectory import Prompt, TrajectoryGroup
-from engine.workers.scorer import ScorerHost
-from engine.workers.trainer import TrainerHost
+from engine.workers.scorer import ScorerWorker
+from engine.workers.trainer import TrainerWorker
 
 
 class Reader:
@@ -75,8 +75,8 @@ class Bench:
         self._news = asyncio.Event()
         shared: dict[str, Any] = {"trajectories": self.trajectories, "weights": self.weights, "emit": self._emit}
         self.reader, self.learner = Reader(), Learner()
-        self.scorer = ScorerHost(scorer=self.reader, ask=self._ask, **shared)
-        self.trainer = TrainerHost(
+        self.scorer = ScorerWorker(scorer=self.reader, ask=self._ask, **shared)
+        self.trainer = TrainerWorker(
             trainer=self.learner,
             report=lambda *_: None,
             broken=lambda reason: None,

@@ -1,4 +1,4 @@
-"""`AddedStatesHost`: what the work of a state may do to a group, and what is said of each way in which it ends."""
+"""`StageWorker`: what the work of a state may do to a group, and what is said of each way in which it ends."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.workers.group_checks import Versions, check_generated
 from engine.workers.reports import generated_event
-from engine.workers.stage import AddedStatesHost, Work
+from engine.workers.stage import StageWorker, Work
 
 PROMPT = Prompt(row=7, text="?")
 INITIAL = Versions(admitted=0, oldest=0, newest=0)
@@ -42,7 +42,7 @@ class Bench:
         self.events: list[Event] = []
         self.trajectories = LocalTrajectories()
         self._news = asyncio.Event()
-        self.host = AddedStatesHost(
+        self.worker = StageWorker(
             works={state: work}, trajectories=self.trajectories, emit=self._emit, timeout_s=timeout_s,
             untimed=[REWARDING], broken=self._break,
         )  # fmt: skip
@@ -57,7 +57,7 @@ class Bench:
         self._news.set()
 
     def order(self, group: int = 3, attempt: int = 2, state: str = "judging") -> None:
-        self.host.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0))
+        self.worker.carry_out(EnterState(group=group, attempt=attempt, state=state, cause=0))
 
     async def until(self, count: int) -> Event:
         while len(self.events) < count:
@@ -76,7 +76,7 @@ def play(bench: Callable[[], Bench], scene: Callable[[Bench], Awaitable[None]]) 
                 trajectory.reward = None
             await stage.trajectories.put(group, attempt=1)
         await scene(stage)
-        await stage.host.close()
+        await stage.worker.close()
 
     asyncio.run(asyncio.wait_for(whole(), 120))
 
@@ -276,7 +276,7 @@ def test_work_on_a_group_that_is_dropped_is_ended_without_a_word() -> None:
         bench.order(group=3)
         while not begun:
             await asyncio.sleep(0)
-        bench.host.discard([3, 5])
+        bench.worker.discard([3, 5])
         bench.order(group=4)
         left = await bench.until(1)
         assert isinstance(left, StateLeft) and left.group == 4
@@ -301,7 +301,7 @@ def test_close_ends_work_without_a_word() -> None:
     async def scene(bench: Bench) -> None:
         bench.order()
         await asyncio.sleep(0)
-        await bench.host.close()
+        await bench.worker.close()
         assert bench.events == []
 
     play(lambda: Bench(for_ever), scene)

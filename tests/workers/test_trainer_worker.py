@@ -1,4 +1,4 @@
-"""`TrainerHost`: one call at a time, in order, and every failure under its own name."""
+"""`TrainerWorker`: one call at a time, in order, and every failure under its own name."""
 
 import asyncio
 import math
@@ -31,7 +31,7 @@ from engine.storage.checkpoints import list_checkpoints
 from engine.storage.trajectories import copy_group
 from engine.trajectory import Prompt, TrajectoryGroup
 from engine.workers import order_queue
-from engine.workers.trainer import TrainerHost, figure_of
+from engine.workers.trainer import TrainerWorker, figure_of
 
 
 class Scribe(SimpleTrainer):
@@ -76,7 +76,7 @@ class Bench:
         self.broken: list[str] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
         self._news = asyncio.Event()
-        self.host = TrainerHost(
+        self.worker = TrainerWorker(
             trainer=trainer,
             trajectories=self.trajectories,
             weights=self.weights,
@@ -94,7 +94,7 @@ class Bench:
         """Give orders; the events that answer them."""
         before = len(self.events)
         for command in commands:
-            self.host.carry_out(command)
+            self.worker.carry_out(command)
         while len(self.events) < before + len(commands):
             self._news.clear()
             await asyncio.wait_for(self._news.wait(), 60)
@@ -137,7 +137,7 @@ def test_orders_are_carried_out_one_by_one_in_their_order_off_the_loop(tmp_path:
         assert trainer.threads != {threading.current_thread().name}
         assert bench.figures == [(0, {"loss": 0.5})]
         assert bench.weights.store.get(1) == {"w": 1}
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -148,10 +148,10 @@ def test_a_repeated_order_is_carried_out_once() -> None:
         bench = Bench(trainer)
         await bench.fill(2, 4)
         await bench.answer(train(), train(attempt=2))
-        bench.host.carry_out(train())
+        bench.worker.carry_out(train())
         await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
         assert [c.split()[0] for c in trainer.calls] == ["train", "train", "weights"]
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -166,11 +166,11 @@ def test_only_the_newest_orders_are_kept_in_mind(monkeypatch: pytest.MonkeyPatch
         for step in range(9):
             await bench.answer(train(step))
         for step in range(6, 9):
-            bench.host.carry_out(train(step))
+            bench.worker.carry_out(train(step))
         await bench.answer(PublishWeights(version=1, attempt=1, steps=9, cause=0))
         assert [c.split()[0] for c in trainer.calls] == ["train"] * 9 + ["weights"], "repeats of the newest are known"
-        assert len(bench.host._seen) == 3
-        await bench.host.close()
+        assert len(bench.worker._seen) == 3
+        await bench.worker.close()
 
     play(scene)
 
@@ -202,7 +202,7 @@ def test_a_failing_call_is_reported_and_the_next_one_is_carried_out(
         assert list_checkpoints(tmp_path) == [], "nothing half written is visible"
         trainer.fails = ""
         assert isinstance((await bench.answer(train(step=7)))[0], StepTrained)
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -242,7 +242,7 @@ def test_a_trainer_that_changes_its_batch_gets_the_recorded_one_at_the_retry() -
         assert [(g.group, g.prompt.fields, g.trajectories) for g in first] == [
             (number, {"answer": str(number)}, [response([1, 2], reward=1.0, version=0)]) for number in (4, 2)
         ]
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -259,7 +259,7 @@ def test_a_batch_whose_groups_are_gone_and_metrics_of_a_wrong_kind_fail_the_step
         await bench.fill(2, 4)
         (failed,) = await bench.answer(train(attempt=2))
         assert "must return a dict of metrics, not list" in failed.reason
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -324,7 +324,7 @@ def test_a_metric_that_cannot_be_used_is_left_out_and_told_once(
         await bench.fill(2, 4)
         assert await bench.answer(train(), train(step=1)) == [StepTrained(step=s, attempt=1) for s in (0, 1)]
         assert bench.figures == [(0, {"kept": 0.25}), (1, {"kept": 0.25})]
-        await bench.host.close()
+        await bench.worker.close()
 
     with caplog.at_level("WARNING"):
         play(scene)
@@ -346,7 +346,7 @@ def test_metrics_that_can_be_used_are_plain_numbers(caplog: pytest.LogCaptureFix
         assert first == {}
         assert second == {"a": 1, "b": 3, "c": 0.5, "d": 0.25, "e": float(2**70), "f": math.inf}
         assert [type(value) for value in second.values()] == [int, int, float, float, float, float]
-        await bench.host.close()
+        await bench.worker.close()
 
     with caplog.at_level("WARNING"):
         play(scene)
@@ -367,11 +367,11 @@ def test_checkpoints_stay_until_they_are_to_be_deleted_and_nothing_half_done_doe
         assert await bench.answer(delete(2, number=7)) == [OrderDone(orders=(7,))]
         left = sorted(path.name for path in tmp_path.iterdir())
         assert left == [".step-000012-left-1", "step-000004", "step-000010"]
-        await bench.host.close()
+        await bench.worker.close()
         failing = Bench(Scribe(fails="save"), tmp_path)
         assert isinstance((await failing.answer(SaveCheckpoint(steps=12, number=12, cause=0)))[0], CheckpointFailed)
         assert sorted(path.name for path in tmp_path.iterdir()) == left
-        await failing.host.close()
+        await failing.worker.close()
 
     play(scene)
 
@@ -384,8 +384,8 @@ def test_a_checkpoint_of_an_earlier_life_is_written_again(tmp_path: Path) -> Non
         again = Bench(trainer, tmp_path)
         assert await again.answer(SaveCheckpoint(steps=10, number=10, cause=0)) == [CheckpointSaved(steps=10)]
         assert trainer.calls == ["save 10", "save 10"]
-        await bench.host.close()
-        await again.host.close()
+        await bench.worker.close()
+        await again.worker.close()
 
     play(scene)
 
@@ -401,10 +401,10 @@ def test_a_checkpoint_that_is_gone_already_is_deleted_and_so_is_the_rest_of_one(
             OrderDone(orders=(number,)) for number in (3, 4, 5)
         ]
         assert list(tmp_path.iterdir()) == []
-        await bench.host.close()
+        await bench.worker.close()
         nowhere = Bench(Scribe())
         assert await nowhere.answer(delete(2, number=6)) == [OrderDone(orders=(6,))]
-        await nowhere.host.close()
+        await nowhere.worker.close()
 
     play(scene)
 
@@ -420,7 +420,7 @@ def test_a_checkpoint_is_deleted_in_its_turn_off_the_loop(tmp_path: Path) -> Non
         answers = [CheckpointSaved(steps=2), OrderDone(orders=(3,)), CheckpointSaved(steps=4)]
         assert await bench.answer(*orders) == answers
         assert [steps for steps, _ in list_checkpoints(tmp_path)] == [4]
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_and_is_named_once(
         (place / ".step-000002.saving").write_text("a file where the directory would have to go")
         assert await bench.answer(delete(2, number=3)) == [OrderDone(orders=(3,))]
         assert [steps for steps, _ in list_checkpoints(place)] == [2]
-        await bench.host.close()
+        await bench.worker.close()
 
     with caplog.at_level("WARNING"):
         play(scene)
@@ -452,7 +452,7 @@ def test_a_trained_step_says_how_many_updates_the_optimizer_made() -> None:
         bench = Bench(Counting())
         await bench.fill(2, 4)
         assert await bench.answer(train()) == [StepTrained(step=0, attempt=1, updates=4)]
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)
 
@@ -471,10 +471,10 @@ def test_a_spoiled_trainer_is_replaced_and_its_step_is_not_answered() -> None:
     async def scene() -> None:
         bench = Bench(Spoiled())
         await bench.fill(2, 4)
-        bench.host.carry_out(train())
+        bench.worker.carry_out(train())
         (answer,) = await bench.answer(PublishWeights(version=1, attempt=1, steps=1, cause=0))
         assert isinstance(answer, WeightsPublished), "the step before it was not answered"
         assert bench.broken == ["train step 0 failed half-way: out of memory"]
-        await bench.host.close()
+        await bench.worker.close()
 
     play(scene)

@@ -16,9 +16,9 @@ from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.trajectory import Prompt, Trajectory, TrajectoryGroup
 from engine.user_code import awaited
 from engine.workers.measurement import HeldOut
-from engine.workers.replica import ReplicaHost
-from engine.workers.stage import AddedStatesHost
-from engine.workers.trainer import TrainerHost
+from engine.workers.replica import ReplicaWorker
+from engine.workers.stage import StageWorker
+from engine.workers.trainer import TrainerWorker
 
 PROMPT = Prompt(row=3, text="2 + 2")
 WHO = {"replica": 0, "incarnation": 1, "cause": 0}
@@ -55,15 +55,15 @@ class Leaving(SimpleGenerator):
 
 
 class Stage:
-    """Events of whatever is hosted, awaited one by one."""
+    """Events of any worker, awaited one by one."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.broken: list[str] = []
         self.trajectories, self.weights = LocalTrajectories(), LocalWeights()
 
-    def replica(self, generator: Any, held_out: HeldOut | None = None) -> ReplicaHost:
-        return ReplicaHost(
+    def replica(self, generator: Any, held_out: HeldOut | None = None) -> ReplicaWorker:
+        return ReplicaWorker(
             replica=0, incarnation=1, generator=generator, samples=2, trajectories=self.trajectories,
             weights=self.weights, emit=self.events.put_nowait, broken=self.broken.append, held_out=held_out,
         )  # fmt: skip
@@ -81,13 +81,13 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
 def test_a_generator_that_leaves_costs_its_group_one_attempt(call: str, error: BaseException) -> None:
     async def scene() -> None:
         stage = Stage()
-        host = stage.replica(Leaving(call, error))
-        host.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
+        worker = stage.replica(Leaving(call, error))
+        worker.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
         failed = await stage.next()
         assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
         assert type(error).__name__ in failed.reason
-        assert stage.broken == [] and host.running == 0
-        await host.close()
+        assert stage.broken == [] and worker.running == 0
+        await worker.close()
 
     play(scene)
 
@@ -104,12 +104,12 @@ def test_a_generator_that_leaves_an_order_about_weights_fails_that_sync(call: st
     async def scene() -> None:
         stage = Stage()
         stage.weights.store.put(1, "w")
-        host = stage.replica(Leaving(call, error))
-        host.carry_out(order)
+        worker = stage.replica(Leaving(call, error))
+        worker.carry_out(order)
         failed = await stage.next()
         assert isinstance(failed, SyncFailed) and type(error).__name__ in failed.reason
         assert stage.broken == []
-        await host.close()
+        await worker.close()
 
     play(scene)
 
@@ -122,13 +122,13 @@ def test_a_generator_that_leaves_while_it_is_watched_or_closed_breaks_only_its_r
 
     async def scene() -> None:
         stage = Stage()
-        host = stage.replica(Watched("close", error))
-        host.join(slots=1)
+        worker = stage.replica(Watched("close", error))
+        worker.join(slots=1)
         await stage.next()
         while not stage.broken:
             await asyncio.sleep(0)
         assert type(error).__name__ in stage.broken[0]
-        await host.close()
+        await worker.close()
 
     play(scene)
 
@@ -138,11 +138,11 @@ def test_an_evaluator_that_leaves_fails_its_rows(error: BaseException) -> None:
     async def scene() -> None:
         stage = Stage()
         evaluator = Leaving("generate", error)
-        host = stage.replica(evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator))
-        host.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, **WHO))
+        worker = stage.replica(evaluator, HeldOut(prompts=[PROMPT], evaluator=evaluator))
+        worker.carry_out(MeasureRows(validation=0, chunk=0, attempt=1, version=0, first=0, count=1, **WHO))
         failed = await stage.next()
         assert isinstance(failed, RowsFailed) and type(error).__name__ in failed.reason
-        await host.close()
+        await worker.close()
 
     play(scene)
 
@@ -156,14 +156,14 @@ def test_the_work_of_a_state_that_leaves_costs_one_attempt(error: BaseException)
         stage = Stage()
         group = TrajectoryGroup(group=0, prompt=PROMPT, trajectories=[response([1], reward=0.0, version=0)])
         await stage.trajectories.put(group, attempt=1)
-        host = AddedStatesHost(
+        worker = StageWorker(
             works={"judging": leave}, trajectories=stage.trajectories, emit=stage.events.put_nowait, timeout_s=5.0
         )
-        host.carry_out(EnterState(group=0, attempt=1, state="judging", cause=0))
+        worker.carry_out(EnterState(group=0, attempt=1, state="judging", cause=0))
         failed = await stage.next()
         assert isinstance(failed, StateFailed) and failed.cause == "infrastructure"
         assert type(error).__name__ in failed.reason
-        await host.close()
+        await worker.close()
 
     play(scene)
 
@@ -196,11 +196,11 @@ def test_a_reward_object_that_leaves_while_it_is_read_costs_one_attempt() -> Non
 
     async def scene() -> None:
         stage = Stage()
-        host = stage.replica(Odd())
-        host.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
+        worker = stage.replica(Odd())
+        worker.carry_out(StartGroup(group=0, attempt=1, **WHO), PROMPT)
         failed = await stage.next()
         assert isinstance(failed, GroupFailed) and "SystemExit: 3" in failed.reason
-        await host.close()
+        await worker.close()
 
     play(scene)
 
@@ -251,14 +251,14 @@ def test_a_trainer_whose_error_has_no_message_fails_its_step_and_the_next_is_car
 
     async def scene() -> None:
         stage = Stage()
-        host = TrainerHost(
+        worker = TrainerWorker(
             trainer=Learner(), trajectories=stage.trajectories, weights=stage.weights, emit=stage.events.put_nowait,
             report=lambda step, figures: None, broken=lambda reason: None,
         )  # fmt: skip
         for attempt in (1, 2):
-            host.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), cause=0))
+            worker.carry_out(TrainStep(step=0, attempt=attempt, groups=(), staleness=(), cause=0))
             failed = await stage.next()
             assert failed == StepFailed(step=0, attempt=attempt, reason="Mute: (its message cannot be shown)")
-        await host.close()
+        await worker.close()
 
     play(scene)

@@ -16,7 +16,7 @@ from engine.ids import GroupId, Incarnation, ReplicaId, StepId, Version
 from engine.runtime.plan import Plan, Restore
 from engine.runtime.process_port import Ended, Order, Process, Sign, Waits
 from engine.runtime.trajectory_service import PackedTrajectories, TrajectoryService
-from engine.runtime.worker import WORKERS, Peers, ReplicaWorker, TrainerWorker, Worker
+from engine.runtime.worker import WORKERS, Peers, PlannedReplica, PlannedTrainer, PlannedWorker
 from engine.states.process import REPLICA, TRAINER, TRAJECTORY_STORE, name_of
 from engine.storage.group_codec import plain_prompt
 from engine.storage.trajectories import (
@@ -100,7 +100,7 @@ class LocalProcess:
     """One incarnation of a worker."""
 
     def __init__(
-        self, worker: Worker, peers: Callable[[Callable[[str], None], Waits], Peers], loading: asyncio.Lock
+        self, worker: PlannedWorker, peers: Callable[[Callable[[str], None], Waits], Peers], loading: asyncio.Lock
     ) -> None:
         """`loading`: held by the worker that loads; libraries that load models are rarely thread-safe."""
         self._worker = worker
@@ -117,7 +117,7 @@ class LocalProcess:
             await self._worker.open(self._peers, restore)
 
     def join(self) -> None:
-        assert isinstance(self._worker, ReplicaWorker)
+        assert isinstance(self._worker, PlannedReplica)
         self._worker.join()
 
     def send(self, orders: Sequence[Order]) -> None:
@@ -135,7 +135,7 @@ class LocalProcess:
         return ""
 
     async def hand_over(self, steps: StepId) -> None:
-        assert isinstance(self._worker, TrainerWorker)
+        assert isinstance(self._worker, PlannedTrainer)
         await self._worker.hand_over(steps)
 
     async def close(self) -> None:
