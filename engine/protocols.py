@@ -167,6 +167,15 @@ class Restorable(Protocol):
         """Become the trainer that `save` wrote into this directory. Called before anything else."""
 
 
+@runtime_checkable
+class Closable(Protocol):
+    """A trainer that holds more than memory, such as processes of its own."""
+
+    def close(self) -> None:
+        """Give it back. Called once, from any thread, when the trainer's process ends or is replaced; a call that is
+        still running may raise."""
+
+
 class Scorer(Protocol):
     """Scores batches on hardware of its own, while the trainer trains. Calls happen as those of a `Trainer`."""
 

@@ -375,7 +375,7 @@ def test_the_trainer_section_is_the_trainers_settings() -> None:
     ours = {name: info.default for name, info in TrainerSection.model_fields.items()}
     theirs = {f.name: f.default for f in dataclasses.fields(TrainerSettings) if f.name not in shared}
     assert {name: ours.get(name) for name in theirs} == theirs
-    elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "device_memory_gb"}
+    elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "device_memory_gb", "gpus_per_rank"}
     assert set(ours) - set(theirs) == elsewhere
 
 

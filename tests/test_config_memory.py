@@ -38,6 +38,29 @@ def test_the_parts_of_the_trainer_by_hand() -> None:
     assert "reference" not in trainer_memory(MODEL, config(trainer={"kl_loss_coef": 0.1}, pools=apart))
 
 
+def test_ranks_share_what_they_hold_and_gather_a_layer_at_a_time() -> None:
+    alone, of_four = (trainer_memory(MODEL, config(trainer={"ranks": ranks})) for ranks in (1, 4))
+    for part in ("weights", "gradients", "moments"):
+        assert of_four[part] == alone[part] / 4
+    # Embeddings and head are 2 · 1000 · 64 of the parameters; of the rest two layers of ten are there at a time.
+    assert of_four["gathered parameters"] == 4 * (128_000 + 2 * 872_000 / 10)
+    several = {"train_batch_size": 8, "policy_mini_batch_size": 4}
+    assert sum(host_memory(MODEL, config(scheduler=several, trainer={"ranks": 4})).values()) == 4e6
+
+
+@pytest.mark.parametrize(
+    ("field", "sections"),
+    [
+        ("trainer.ranks", {"trainer": {"ranks": 2}, "rollout": {"deterministic": True}}),
+        ("trainer.ranks", {"trainer": {"ranks": 20}, "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4}}),
+        ("trainer.cpu_offload", {"trainer": {"cpu_offload": True}}),
+    ],
+)
+def test_ranks_that_cannot_work_are_refused(field: str, sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(field)):
+        config(**sections)
+
+
 def test_the_copy_that_undoes_a_step_is_counted_where_it_is_made() -> None:
     several = {"train_batch_size": 8, "policy_mini_batch_size": 4}
     assert sum(host_memory(MODEL, config()).values()) == 4e6

@@ -202,6 +202,8 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         heartbeat_s=config.rollout.heartbeat_s,
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
+        trainer_ranks=1 if config.trainer.device == "cpu" else config.trainer.ranks,
+        trainer_gpus=config.trainer.ranks * config.trainer.gpus_per_rank,
         scorer_threads=threads_of_scorers(config, limits.scorers()),
         pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
         object_store_bytes=object_store_bytes(config, model_directory(config)),
@@ -271,6 +273,10 @@ def make_prompts(config: Config, inputs: Inputs) -> Prompts:
 
 
 def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) -> Trainer:
+    if settings.ranks > 1:
+        from engine.training.ranked_trainer import RankedTrainer
+
+        return RankedTrainer(model, settings, scored_apart=scored_apart)
     from engine.training.model_trainer import ModelTrainer
 
     return ModelTrainer(model, settings, scored_apart=scored_apart)
@@ -287,8 +293,7 @@ def restore_trainer(trainer: Any, restore: Restore) -> None:
     if restore.checkpoint is not None:
         trainer.load(restore.checkpoint)
     else:
-        trainer.model.load_state_dict(restore.weights)
-        trainer.optimizer_steps = restore.optimizer_steps
+        trainer.start_from(restore.weights, restore.optimizer_steps)
 
 
 def make_rollout(config: Config, inputs: Inputs, replica: ReplicaId) -> Rollout:

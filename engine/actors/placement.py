@@ -128,6 +128,8 @@ def with_gpus(plan: Plan) -> Plan:
     if store and gpus < needed:
         law = f"{who}; there are {gpus:g}"
         raise ConfigError("rollout.transport_backend", "nccl", law, "use gloo")
+    if plan.trainer_ranks > 1 and gpus:
+        return _with_ranks(plan, nodes, store, scorers)
     lacking = shortfall(plan, replicas) if several else ""
     if lacking:
         room = _room(plan, nodes)
@@ -145,6 +147,24 @@ def with_gpus(plan: Plan) -> Plan:
         return dataclasses.replace(plan, **_by_pool(plan, gpus))
     share = part_of(gpus, replicas + 1 + scorers)
     return dataclasses.replace(plan, rollout_gpus=share, trainer_gpus=share, scorer_gpus=share if scorers else 0.0)
+
+
+def _with_ranks(plan: Plan, nodes: list[float], store: float, scorers: int) -> Plan:
+    """The ranks of a trainer have their GPUs on one node; replicas and scorers share what is left."""
+    trainer = plan.trainer_gpus or float(plan.trainer_ranks)
+    if trainer > max(nodes):
+        law = f"its ranks need {trainer:g} GPUs on one node; the largest node has {max(nodes):g}"
+        raise ConfigError("trainer.ranks", plan.trainer_ranks, law, f"use at most {max(nodes):g}")
+    replicas = len(plan.lives())
+    left = sum(nodes) - store - trainer - replicas * plan.rollout_gpus
+    if left < 0:
+        law = f"its ranks leave {left + replicas * plan.rollout_gpus:g} GPUs to {replicas} replicas"
+        raise ConfigError("trainer.ranks", plan.trainer_ranks, law, "use fewer ranks, or fewer replicas")
+    sharing = scorers + (0 if plan.rollout_gpus else replicas)
+    share = part_of(left, sharing) if sharing else 0.0
+    return dataclasses.replace(
+        plan, trainer_gpus=trainer, rollout_gpus=plan.rollout_gpus or share, scorer_gpus=share if scorers else 0.0
+    )
 
 
 def part_of(gpus: float, actors: int) -> float:

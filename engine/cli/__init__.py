@@ -138,11 +138,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     resume.set_defaults(run=running.resume)
 
+    export = commands.add_parser("export", help="write the model of a checkpoint for transformers")
+    export.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
+    export.add_argument("--to", required=True, metavar="D", help="directory of the model; must be new or empty")
+    export.add_argument("--step", type=_number, metavar="N", help="train steps of the checkpoint (default: newest)")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: float32, as trained"
+    )
+    export.set_defaults(run=_export)
+
     replay = commands.add_parser("replay", help="replay a recorded schedule, or show its state at an event")
     replay.add_argument("directory", metavar="RUN", help="the directory of a run, or its name under runs/")
-    replay.add_argument(
-        "--at", type=_event_number, metavar="N", help="show event N, its commands and the state after it"
-    )
+    replay.add_argument("--at", type=_number, metavar="N", help="show event N, its commands and the state after it")
     replay.add_argument("--group", type=int, metavar="G", help="with --at: show the story of a prompt group")
     replay.add_argument(
         "--extensions", action="store_true", help="import the extensions named in the run's configuration"
@@ -183,9 +190,9 @@ def _takes_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _event_number(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not an event number: use 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number: use 0 or more")
     return int(text)
 
 
@@ -210,6 +217,28 @@ def _proof(config: "Config") -> list[str]:
     if not own:
         return []
     return [f"ok: {prove(config.limits(), policies.names)} simulated runs keep every law under {', '.join(own)}"]
+
+
+# -- engine export -----------------------------------------------------------------------------------------------------
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from engine.storage.checkpoints import checkpoint_path, list_checkpoints, verify_checkpoint
+    from engine.storage.run_directory import open_run
+    from engine.training.model_checkpoint import export_model
+
+    directory = open_run(arguments.directory).path / "checkpoints"
+    steps = [step for step, _ in list_checkpoints(directory)]
+    if not steps:
+        raise ConfigError("RUN", arguments.directory, "has no checkpoint", "set trainer.checkpoint_every")
+    step = steps[-1] if arguments.step is None else arguments.step
+    if step not in steps:
+        raise ConfigError("--step", step, "has no checkpoint", f"use one of {', '.join(map(str, steps))}")
+    checkpoint = checkpoint_path(directory, step)
+    verify_checkpoint(checkpoint)
+    export_model(checkpoint, Path(arguments.to), arguments.dtype)
+    print(f"the model after {step} train steps is in {arguments.to} ({arguments.dtype})")
+    return DONE
 
 
 # -- engine replay -----------------------------------------------------------------------------------------------------

@@ -62,16 +62,22 @@ class Model:
 
 
 def trainer_memory(model: Model, config: Config) -> dict[str, float]:
-    """Bytes of the trainer's process on its device, by what they are."""
+    """Bytes of each rank of the trainer on its device, by what they are."""
     t = config.trainer
     tokens = t.micro_batch_tokens
     kept = model.layers * model.kept_by_a_layer
     if t.activation_checkpointing:
         kept = model.layers * model.hidden + model.kept_by_a_layer
     logits = min(4 * tokens * model.vocabulary, LOGIT_BYTES) * LOGIT_COPIES
-    parts = {"weights": 4.0 * model.parameters, "gradients": 4.0 * model.parameters, "moments": 8.0 * model.parameters}
+    share = model.parameters / t.ranks
+    parts = {"weights": 4.0 * share, "gradients": 4.0 * share, "moments": 8.0 * share}
+    if t.ranks > 1:  # FSDP2 gathers the parameters of no layer, and of a layer while the next one is on its way
+        outside = 2 * model.vocabulary * model.hidden
+        parts["gathered parameters"] = 4.0 * (outside + 2 * max(0, model.parameters - outside) / model.layers)
+    if t.cpu_offload:
+        parts = {"gathered parameters": parts["gathered parameters"]}
     if config.trainer_settings().needs_reference and "ref_logprobs" not in config.limits().scored_apart:
-        parts["reference"] = 4.0 * model.parameters
+        parts["reference"] = 4.0 * share
     return {**parts, "activations": 4.0 * tokens * kept, "logits": float(logits)}
 
 
@@ -79,7 +85,13 @@ def host_memory(model: Model, config: Config) -> dict[str, float]:
     """Bytes of the trainer's process in host memory, beside those of its device."""
     published = {"auto": model.bytes, "float32": 4}.get(config.trainer_settings().publish_dtype, 2)
     parts = {"a version being published": float(published * model.parameters)}
-    if config.trainer.rollback and config.trainer_settings().optimizer_steps(config.scheduler.train_batch_size) > 1:
+    if config.trainer.cpu_offload:
+        parts["shards of every rank"] = 16.0 * model.parameters
+    if (
+        config.trainer.ranks == 1
+        and config.trainer.rollback
+        and config.trainer_settings().optimizer_steps(config.scheduler.train_batch_size) > 1
+    ):
         parts["the copy that undoes a failed step"] = 12.0 * model.parameters
     return parts
 
@@ -96,16 +108,20 @@ def replica_memory(model: Model, config: Config) -> dict[str, float]:
 def memory_lines(model: Model, config: Config) -> Iterator[str]:
     """Lines of `engine check`. Raises: ConfigError if a device that the configuration declares is too small."""
     trainer = trainer_memory(model, config)
-    yield f"ok: the trainer needs about {shown(trainer)} on its device"
+    who = "the trainer" if config.trainer.ranks == 1 else f"each of the trainer's {config.trainer.ranks} ranks"
+    yield f"ok: {who} needs about {shown(trainer)} on its device"
     yield f"ok: the trainer needs about {shown(host_memory(model, config))} of host memory besides"
-    _require("trainer.device_memory_gb", config.trainer.device_memory_gb, trainer, "the trainer", TRAINER_FIX)
+    _require("trainer.device_memory_gb", config.trainer.device_memory_gb, trainer, who, TRAINER_FIX)
     if config.rollout.backend == "torch":
         replica = replica_memory(model, config)
         yield f"ok: a replica needs about {shown(replica)}, the cache at full length"
         _require("rollout.device_memory_gb", config.rollout.device_memory_gb, replica, "a replica", REPLICA_FIX)
 
 
-TRAINER_FIX = "set trainer.activation_checkpointing, lower trainer.micro_batch_tokens, or use a larger device"
+TRAINER_FIX = (
+    "set trainer.activation_checkpointing, lower trainer.micro_batch_tokens, raise trainer.ranks, "
+    "or use a larger device"
+)  # fmt: skip
 REPLICA_FIX = "lower rollout.slots or rollout.context, or use a larger device"
 
 

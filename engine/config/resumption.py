@@ -25,6 +25,9 @@ FREE = (
     "rollout.replicas",
     "rollout.threads",
     "trainer.threads",
+    "trainer.ranks",
+    "trainer.gpus_per_rank",
+    "trainer.cpu_offload",
     "durability",
 )
 """Fields and sections on which nothing that was recorded depends."""

@@ -295,6 +295,10 @@ class Config(Section):
         if samples < 2 and self.trainer_settings().compares_siblings:
             law = f"must be at least 2: trainer.advantage {self.trainer.advantage} compares the trajectories of a group"
             raise ConfigError("scheduler.samples_per_prompt", samples, law, "use 2 or more")
+        each = (self.scheduler.policy_mini_batch_size or self.scheduler.train_batch_size) * samples
+        if self.trainer.ranks > each:
+            law = f"an optimizer step has {each} trajectories, and each rank needs one"
+            raise ConfigError("trainer.ranks", self.trainer.ranks, law, f"use at most {each}")
         reward = self.reward.function or self.agent.function or self.agent.rollout  # these may return their own
         for field, value in {"data.path": self.data.path, "reward.function": reward}.items():
             if value is None and self.model.make is None:

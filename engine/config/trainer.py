@@ -102,6 +102,13 @@ class TrainerSection(Section):
     activation_checkpointing: bool = Field(
         False, description="Keep only the inputs of layers for the backward pass: less memory, a third more time."
     )
+    ranks: int = Field(
+        1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
+    )
+    gpus_per_rank: float = Field(
+        0.0, ge=0, le=1, description="GPUs that Ray reserves for each rank; 0: one where the cluster has any."
+    )
+    cpu_offload: bool = Field(False, description="With several ranks on GPUs: keep the shards in host memory.")
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")
     device_memory_gb: float = Field(
         0.0, ge=0, le=100_000, description="Memory of its device; `engine check` refuses what cannot fit; 0: not said."
@@ -126,7 +133,13 @@ class TrainerSection(Section):
     def settings(self, *, response_tokens: int, samplers: str, **shared: Any) -> TrainerSettings:
         """As the trainer takes them, with what it `shared` with other sections. `samplers`: the type of the samplers'
         weights, for `publish_dtype`. Raises: ConfigError."""
-        elsewhere = {"checkpoint_every", "keep_checkpoints", "keep_checkpoints_every", "device_memory_gb"}
+        elsewhere = {
+            "checkpoint_every",
+            "keep_checkpoints",
+            "keep_checkpoints_every",
+            "device_memory_gb",
+            "gpus_per_rank",
+        }
         own = self.model_dump(exclude=elsewhere)
         own["masks"] = tuple(Mask(**mask) for mask in own["masks"])
         for field in ("aggregation_tokens", "overlong_max_tokens"):

@@ -155,6 +155,8 @@ class Plan:
     rollout_spread: bool = False
     """GPUs of a replica may be on several nodes, because vLLM's Ray executor takes them one by one."""
     trainer_gpus: float = 0.0
+    trainer_ranks: int = 1
+    """Processes of the trainer that need a GPU each where the cluster has any; `trainer_gpus` are of all together."""
     scorer_gpus: float = 0.0
     """GPUs of each scorer."""
     pool_shares: Sequence[float] = ()

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, EngineError
 from engine.events import Event
 from engine.ids import NO_VERSION, Incarnation, StepId
 from engine.policies.custom_states import work_of
-from engine.protocols import Trainer
+from engine.protocols import Closable, Trainer
 from engine.runtime.plan import Plan, Restore, Rollout
 from engine.states.limits import REWARDING
 from engine.states.process import ADDED_STATES, REPLICA, SCORER, TRAINER
@@ -173,6 +173,7 @@ class PlannedTrainer(PlannedWorker):
 
     kind = TRAINER
     _worker: TrainerWorker | None = None
+    _made: Trainer | None = None
 
     @property
     def threads(self) -> int:
@@ -182,9 +183,8 @@ class PlannedTrainer(PlannedWorker):
         plan = self.plan
         if restore is not None and restore.version != NO_VERSION:
             restore = replace(restore, weights=await peers.weights.get(restore.version))
-        trainer = await on_a_thread(self._make, restore)
         worker = TrainerWorker(
-            trainer=trainer,
+            trainer=await on_a_thread(self._make, restore),
             trajectories=peers.trajectories,
             weights=peers.weights,
             emit=peers.emit,
@@ -202,7 +202,7 @@ class PlannedTrainer(PlannedWorker):
         self._worker = worker
 
     def _make(self, restore: Restore | None) -> Trainer:
-        trainer = self.plan.make_trainer()
+        self._made = trainer = self.plan.make_trainer()
         if restore is not None and restore.steps:
             if self.plan.restore_trainer is None:
                 raise EngineError("this trainer cannot be restored")
@@ -228,6 +228,9 @@ class PlannedTrainer(PlannedWorker):
     async def _close(self) -> None:
         if self._worker is not None:
             await self._worker.close()
+        made: Any = self._made
+        if isinstance(made, Closable):
+            await on_a_thread(made.close)
 
 
 class PlannedScorer(PlannedWorker):

@@ -216,6 +216,15 @@ def pack(samples: Sequence[Sample], micro_batch_tokens: int) -> Iterator[tuple[M
         start = stop
 
 
+def idle_pass() -> MicroBatch:
+    """A pass over one token that nothing is learned from."""
+    none, one = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=one[None], rows=one, columns=one, targets=one, behavior=none, proximal=None, reference=None,
+        advantages=none, weights=none, staleness=one,
+    )  # fmt: skip
+
+
 def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
     counts = torch.tensor([sample.tokens for sample in samples])
     return MicroBatch(

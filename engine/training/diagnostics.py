@@ -11,6 +11,7 @@ from engine.training.batch import STALENESS_BUCKETS
 from engine.training.corrections import Weights, bounded, bounded_for, effective_sample_share
 from engine.training.kl import estimate
 from engine.training.losses import TokenLosses, TokenTerms
+from engine.training.ranks import Ranks
 from engine.training.trainer_settings import KL_NAMES, TrainerSettings
 
 BUCKET_NAMES = tuple(
@@ -81,6 +82,14 @@ class Diagnostics:
     def merge(self, other: "Diagnostics") -> None:
         self._parts.extend(other._parts)
         self._gaps.extend(other._gaps)
+
+    def gather(self, ranks: Ranks) -> None:
+        """Add up what all ranks took in. Collective."""
+        width = len(self._names) + len(self._by_staleness)
+        if ranks.count > 1 and ranks.most(len(self._parts)):
+            parts = torch.stack(self._parts).sum(0) if self._parts else torch.zeros(width, dtype=torch.float64)
+            gaps = torch.stack(self._gaps).amax(0) if self._gaps else torch.zeros(2, dtype=torch.float64)
+            self._parts, self._gaps = [ranks.total(parts)], [ranks.largest(gaps)]
 
     def sums(self) -> dict[str, float]:
         """The sums by name; waits for the device."""

@@ -8,16 +8,17 @@ The log-probs are of the full vocabulary after temperature. Behavior log-probs a
 small by that factor on every token, and no clip or cap notices. Sample with top_p = 1 to train.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.training.batch import MicroBatch, Rows, Sample, pack
+from engine.training.batch import MicroBatch, Rows, Sample, idle_pass, pack
 from engine.training.diagnostics import Diagnostics
 from engine.training.losses import TokenTerms, policy_loss, without_unsound
+from engine.training.ranks import ALONE, Ranks, layers_of
 from engine.training.trainer_settings import TrainerSettings
 
 LOGIT_BYTES = 256 << 20
@@ -35,14 +36,21 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy:
-    """A causal language model together with how its log-probs are computed: temperature, device, precision."""
+    """A causal language model together with how its log-probs are computed: temperature, device, precision, ranks.
 
-    def __init__(self, model: torch.nn.Module, settings: TrainerSettings, device: torch.device, bf16: bool) -> None:
+    It brings the model to the device and shards it over the ranks, which replaces its parameters.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, settings: TrainerSettings, device: torch.device, bf16: bool, ranks: Ranks = ALONE
+    ) -> None:
         self.model = model
         self.settings = settings
         self.device = device
         self.bf16 = bf16
+        self.ranks = ranks
         self._parts = body_and_head(model)
+        self._run = ranks.shard(model, device, bf16=bf16)
         self._reached: list[torch.nn.Parameter] = []
         """Parameters that had a gradient in the last minibatch with any."""
 
@@ -50,7 +58,11 @@ class Policy:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     def logprobs(self, micro: MicroBatch, *, entropy: bool = True) -> TokenLogprobs:
-        """Log-probs and entropies of the trainable tokens; entropies are empty where not asked for."""
+        """Log-probs and entropies of the trainable tokens; entropies are empty where not asked for. Collective."""
+        logprobs: TokenLogprobs = self._run(self._logprobs, micro, entropy)
+        return logprobs
+
+    def _logprobs(self, micro: MicroBatch, entropy: bool) -> TokenLogprobs:
         with self.autocast():
             if self._parts is None:
                 logits = self.model(input_ids=micro.input_ids, use_cache=False).logits[micro.rows, micro.columns]
@@ -78,7 +90,11 @@ class Policy:
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor, head: Any, entropy: bool) -> tuple[Tensor, Tensor]:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16 and not self.settings.fp32_head):
-            logits = head(hidden.float() if self.settings.fp32_head else hidden)
+            if self.settings.fp32_head:
+                bias = None if head.bias is None else head.bias.float()
+                logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+            else:
+                logits = head(hidden)
         return self._of_logits(logits, targets, entropy)
 
     def _of_logits(self, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -87,21 +103,33 @@ class Policy:
         if self.settings.temperature != 1.0:
             logits = logits / self.settings.temperature
         logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
+        chosen = logprobs.gather(1, targets[:, None]).squeeze(1).clone()  # FSDP warns of views
         if not entropy:
             return chosen, chosen.new_zeros(0)
         return chosen, entropy_of(logprobs if self.settings.entropy_coef > 0 else logprobs.detach())
 
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Log-probs of each sample's trainable tokens under the present weights. [samples][tokens] float32, on the
-        CPU"""
-        scored = [torch.zeros(0)] * len(samples)
-        for micro, indices in pack(samples, self.settings.micro_batch_tokens):
-            with torch.no_grad():
+        """Log-probs of each sample's trainable tokens under the present weights. Collective. [samples][tokens] float32,
+        on the CPU"""
+        own: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro, indices in self.passes(samples):
                 chosen = self.logprobs(micro.to(self.device), entropy=False).chosen.cpu()
-            for index, values in zip(indices, chosen.split([samples[index].tokens for index in indices]), strict=True):
-                scored[index] = values
-        return scored
+                tokens = [samples[index].tokens for index in indices]
+                own.update(zip(indices, chosen.split(tokens), strict=True) if tokens else ())
+        self.ranks.release(self._run)
+        scored = self.ranks.joined(own)
+        return [scored.get(index, torch.zeros(0)) for index in range(len(samples))]
+
+    def passes(self, samples: Sequence[Sample]) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """Micro-batches of this rank's samples, with their indices. Every rank has as many, because each pass gathers
+        the model's shards: a rank with fewer ends with passes over a token of its own, which have no index."""
+        own = self.ranks.share(samples)
+        packed = list(pack([samples[index] for index in own], self.settings.micro_batch_tokens))
+        for micro, indices in packed:
+            yield micro, [own[index] for index in indices]
+        for _ in range(self.ranks.most(len(packed)) - len(packed)):
+            yield idle_pass(), []
 
 
 def entropy_of(logprobs: Tensor) -> Tensor:
@@ -124,9 +152,8 @@ def body_and_head(model: Any) -> tuple[Callable[..., Any], Any] | None:
 
 def checkpoint_layers(model: Any) -> int:
     """Make each transformer layer keep only its input for the backward pass, in evaluation mode, too. Returns how many
-    there are: layers are the modules that the model names as not to be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    there are."""
+    layers = layers_of(model)
     for layer in layers:
         layer.forward = _checkpointed(layer.forward)
     return len(layers)
@@ -143,6 +170,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostics:
     """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass; zeros if it has none.
+    Collective; what it returns is of all ranks.
 
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
     loss however it is cut. Samples whose gradient is exactly zero are passed over: their tokens count in the weights of
@@ -151,9 +179,14 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     settings = policy.settings
     diagnostics = Diagnostics(settings)
     trained = samples if settings.needs_every_token else [one for one in samples if not one.teaches_nothing]
-    for packed, _ in pack(trained, settings.micro_batch_tokens):
+    empty = True
+    for packed, indices in policy.passes(trained):
+        empty = False
         micro = packed.to(policy.device)
         logprobs = policy.logprobs(micro)
+        if not indices:
+            (logprobs.chosen.sum() * 0.0).backward()
+            continue
         proximal = logprobs.chosen.detach() if micro.proximal is None else micro.proximal
         rows = Rows(micro.rows, len(micro.input_ids))
         terms = without_unsound(
@@ -164,7 +197,8 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
         )  # fmt: skip
         result = policy_loss(terms, settings)
         loss = (result.losses * micro.weights).sum()
-        loss.backward()
+        (loss * policy.ranks.count).backward()  # gradients are averaged over the ranks
         diagnostics.add(terms, result, loss)
-    policy.close_gradient(empty=not diagnostics)
+    policy.close_gradient(empty=empty)
+    diagnostics.gather(policy.ranks)
     return diagnostics

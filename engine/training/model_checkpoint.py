@@ -1,28 +1,36 @@
 """Checkpoints on disk: a directory that transformers loads as a model and this engine resumes from to the bit.
 
     config.json, model.safetensors, tokenizer files   as `save_pretrained` writes them
-    optimizer.safetensors                             AdamW's moments, `exp_avg/<parameter>` and so on
+    optimizer/                                        AdamW's moments, `exp_avg/<parameter>` and so on: a file of each
+                                                      rank, as torch.distributed.checkpoint writes safetensors
     random.safetensors                                torch's random states
     trainer_state.json                                format, train steps, optimizer steps, settings
 
-Called by `model_trainer.ModelTrainer`. A checkpoint appears under its name by one rename, after every byte of it is on
-disk; so a directory with a `trainer_state.json` is complete. Nothing here is ever pickled or unpickled.
+Any number of ranks reads what any other number wrote. Called by `model_trainer.ModelTrainer`. A checkpoint appears
+under its name by one rename, after every byte of it is on disk; so a directory with a `trainer_state.json` is complete.
+Nothing here is ever pickled or unpickled.
 """
 
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.errors import ConfigError
 from engine.ids import StepId
+from engine.training.ranks import ALONE, Ranks
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
@@ -79,6 +87,7 @@ def _copy(value: Tensor) -> Tensor:
 
 FORMAT = 1
 STATE_FILE = "trainer_state.json"
+OPTIMIZER = "optimizer"
 NOT_TOKENIZER = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 """Endings of weight files: all else that lies beside them (tokenizer, templates, generation defaults) is copied
 along."""
@@ -97,9 +106,15 @@ class TrainerState:
 
 
 def write_checkpoint(
-    directory: Path, state: TrainerState, model: PreTrainedModel, optimizer: torch.optim.Optimizer, model_path: str
+    directory: Path,
+    state: TrainerState,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    model_path: str,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing.
+    """Write a checkpoint. One of the same step that is there already is kept: a repeated order changes nothing. With
+    several ranks the first one holds all weights for a while; moments are written by the rank that has them.
 
     Raises `ConfigError` where the directory holds anything else.
     """
@@ -107,26 +122,39 @@ def write_checkpoint(
         if (directory / STATE_FILE).is_file() and read_state(directory).step == state.step:
             return
         raise ConfigError("checkpoint directory", str(directory), "is not empty", "use a new or empty directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = directory.parent / f".{directory.name}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    model.save_pretrained(unfinished, max_shard_size="1TB")
-    _copy_tokenizer(model_path, unfinished)
-    save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
-    save_file(random_state(), unfinished / "random.safetensors")
-    record = {
-        "format": FORMAT,
-        "step": state.step,
-        "optimizer_steps": state.optimizer_steps,
-        "settings": state.settings,
-    }
-    (unfinished / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    for path in sorted(unfinished.rglob("*")):
-        _fsync(path)
-    _fsync(unfinished)
-    os.rename(unfinished, directory)
-    _fsync(directory.parent)
+    first = ranks.index == 0
+    if first:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+    ranks.meet()
+    whole = {}
+    for name, value in model.state_dict().items():
+        gathered = ranks.whole(value)
+        if first:
+            whole[name] = gathered.cpu()
+    if moments := optimizer_tensors(model, optimizer):
+        with _quiet_dcp():
+            writer = HuggingFaceStorageWriter(str(unfinished / OPTIMIZER), save_distributed=True)
+            dcp.save({**moments}, storage_writer=writer, no_dist=ranks.count == 1)
+    if first:
+        model.save_pretrained(unfinished, state_dict=whole, max_shard_size="1TB")
+        _copy_tokenizer(model_path, unfinished)
+        save_file(random_state(), unfinished / "random.safetensors")
+        record = {
+            "format": FORMAT,
+            "step": state.step,
+            "optimizer_steps": state.optimizer_steps,
+            "settings": state.settings,
+        }
+        (unfinished / STATE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in sorted(unfinished.rglob("*")):
+            _fsync(path)
+        _fsync(unfinished)
+        os.rename(unfinished, directory)
+        _fsync(directory.parent)
+    ranks.meet()
 
 
 def read_state(directory: Path) -> TrainerState:
@@ -149,25 +177,53 @@ def read_state(directory: Path) -> TrainerState:
         raise ConfigError("checkpoint", str(directory), f"has an unreadable {STATE_FILE}: {error!r}") from error
 
 
-def read_checkpoint(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> TrainerState:
+def read_checkpoint(
+    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+) -> TrainerState:
     """Put a checkpoint into a model and its optimizer. Everything is read before anything is changed."""
     state = read_state(directory)
     loaded = AutoModelForCausalLM.from_pretrained(  # a pickle beside the tensors is not even looked at
         directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
     )
     weights = loaded.state_dict()
-    moments = load_file(directory / "optimizer.safetensors")
-    random = load_file(directory / "random.safetensors")
-    groups = optimizer_state(model, optimizer, moments)
     _check_weights(directory, weights, model.state_dict())
-    model.load_state_dict(weights)
+    random = load_file(directory / "random.safetensors")
+    groups = read_moments(directory, model, optimizer, ranks)
+    load_weights(model, weights, ranks)
     optimizer.load_state_dict(groups)
     set_random_state(random)
     return state
 
 
-def _check_weights(directory: Path, weights: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """`load_state_dict` finds out half-way; this does before."""
+def export_model(checkpoint: Path, target: Path, dtype: str) -> None:
+    """Write the model in a checkpoint, with its tokenizer, as a directory that transformers loads.
+
+    Raises: `ConfigError` for a checkpoint of another trainer, or a target that holds something.
+    """
+    read_state(checkpoint)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError("--to", str(target), "is there already", "use a new or empty directory")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+    )
+    unfinished = target.parent / f".{target.name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model.save_pretrained(unfinished)
+    _copy_tokenizer(str(checkpoint), unfinished)
+    os.rename(unfinished, target)
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], ranks: Ranks = ALONE) -> None:
+    """Take whole weights by their `state_dict` names. Raises: `ConfigError` if a name or a shape differs."""
+    own = model.state_dict()
+    _check_weights("weights", weights, own)
+    for name, value in own.items():
+        ranks.fill(value, weights[name])
+
+
+def _check_weights(directory: Path | str, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Before anything is changed."""
     for name in sorted(weights.keys() | own.keys()):
         theirs, ours = (list(held[name].shape) if name in held else "none" for held in (weights, own))
         if theirs != ours:
@@ -176,26 +232,40 @@ def _check_weights(directory: Path, weights: dict[str, Tensor], own: dict[str, T
 
 
 def optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state, named `<kind>/<parameter>`; empty before the first optimizer step."""
+    """The optimizer's own tensors, named `<kind>/<parameter>`; none before the first optimizer step."""
     return {
-        f"{kind}/{name}": value.detach().to("cpu", copy=True).contiguous()
+        f"{kind}/{name}": value.detach()
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def optimizer_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+def read_moments(
+    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> dict[str, Any]:
-    """`optimizer_tensors` in the form that `Optimizer.load_state_dict` takes: numbered as its parameter groups are."""
+    """The optimizer's state in a checkpoint, each rank its own shards, in the form that `Optimizer.load_state_dict`
+    takes: numbered as its parameter groups are."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     by_name: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        kind, _, name = key.partition("/")
-        by_name.setdefault(name, {})[kind] = value
+    folder = directory / OPTIMIZER
+    if folder.is_dir():
+        parameters = dict(model.named_parameters())
+        reader = HuggingFaceStorageReader(str(folder))
+        wanted = {}
+        for key, entry in reader.read_metadata().state_dict_metadata.items():
+            kind, _, name = key.partition("/")
+            if name not in parameters:
+                law = "is not a parameter of this model, but the optimizer state has it"
+                raise ConfigError("checkpoint", name, law)
+            like = parameters[name].detach()
+            shaped = like.ndim == len(entry.size)
+            wanted[key] = torch.zeros_like(like) if shaped and kind != "step" else torch.zeros(entry.size)
+        with _quiet_dcp():
+            dcp.load(dict(wanted), storage_reader=reader, no_dist=ranks.count == 1)
+        for key, value in wanted.items():
+            kind, _, name = key.partition("/")
+            by_name.setdefault(name, {})[kind] = value
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    if unknown := sorted(set(by_name) - set(ordered)):
-        raise ConfigError("checkpoint", unknown[0], "is not a parameter of this model, but the optimizer state has it")
     state = {index: by_name[name] for index, name in enumerate(ordered) if name in by_name}
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
@@ -206,11 +276,19 @@ def _copy_tokenizer(model_path: str, target: Path) -> None:
     if not source.is_dir():
         AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
         return
-    ours = {STATE_FILE, "optimizer.safetensors", "random.safetensors"}
+    ours = {STATE_FILE, "SHA256SUMS"}  # the digests are written by `storage.checkpoints`
     for path in sorted(source.iterdir()):
         weights = path.suffix in NOT_TOKENIZER or path.name.endswith(".index.json") or path.name in ours
         if path.is_file() and not weights and not path.name.startswith(".") and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
+
+
+@contextmanager
+def _quiet_dcp() -> Iterator[None]:
+    """Without its warning that a process without a group saves alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+        yield
 
 
 def _fsync(path: Path) -> None:

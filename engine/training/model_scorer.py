@@ -18,6 +18,7 @@ from engine.protocols import Batch
 from engine.training.batch import Sample, samples_of
 from engine.training.device import device_named, runs_in_bf16
 from engine.training.gradients import Policy
+from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import TrajectoryGroup
 
@@ -69,7 +70,14 @@ def _rows(scores: Any) -> Iterator[Any]:
 # -- the reference policy ----------------------------------------------------------------------------------------------
 
 
-def load_reference(tokens: int, model_path: str, settings: TrainerSettings, device: torch.device, bf16: bool) -> Policy:
+def load_reference(
+    tokens: int,
+    model_path: str,
+    settings: TrainerSettings,
+    device: torch.device,
+    bf16: bool,
+    ranks: Ranks = ALONE,
+) -> Policy:
     """The reference as a policy under the same temperature and precision as the model being trained.
 
     Raises `ConfigError` where it has other `tokens` than that.
@@ -80,7 +88,7 @@ def load_reference(tokens: int, model_path: str, settings: TrainerSettings, devi
     if theirs != tokens:
         law = f"has {theirs} tokens, but the trained model has {tokens}"
         raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
-    return Policy(loaded.to(device).eval().requires_grad_(False), settings, device, bf16)
+    return Policy(loaded.eval().requires_grad_(False), settings, device, bf16, ranks)
 
 
 def tokens_of(model: Any) -> int:
@@ -103,9 +111,7 @@ class ModelScorer:
         self._policies: dict[str, Policy] = {}
         if "old_logprobs" in tasks:
             model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-            self._policies["old_logprobs"] = Policy(
-                model.to(device).eval().requires_grad_(False), settings, device, bf16
-            )
+            self._policies["old_logprobs"] = Policy(model.eval().requires_grad_(False), settings, device, bf16)
         if "ref_logprobs" in tasks:
             tokens = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
             self._policies["ref_logprobs"] = load_reference(tokens, model_path, settings, device, bf16)

@@ -1,16 +1,16 @@
-"""`ModelTrainer`: the built-in `engine.protocols.Trainer`, for any Hugging Face causal language model in one process.
+"""`ModelTrainer`: the built-in `engine.protocols.Trainer`, for any Hugging Face causal language model.
 
-Hosted by `workers.trainer`, which calls it from one thread, one call at a time. An
-outer step cuts its groups into minibatches of `policy_mini_batch_size` in the order the scheduler chose, and takes
-one optimizer step for each. It must never leave weights half-trained (a step that raises is undone) nor apply a
-gradient that is not finite.
+Hosted by `workers.trainer`, which calls it from one thread, one call at a time; with several ranks by
+`ranked_trainer.RankedTrainer`, which makes each call in every rank. An outer step cuts its groups into minibatches of
+`policy_mini_batch_size` in the order the scheduler chose, and takes one optimizer step for each. It must never leave
+weights half-trained (a step that raises is undone) nor apply a gradient that is not finite.
 """
 
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -30,8 +30,9 @@ from engine.training.device import device_named, move, runs_in_bf16
 from engine.training.diagnostics import Diagnostics
 from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
 from engine.training.losses import token_weights
-from engine.training.model_checkpoint import Snapshot, TrainerState, read_checkpoint, write_checkpoint
+from engine.training.model_checkpoint import Snapshot, TrainerState, load_weights, read_checkpoint, write_checkpoint
 from engine.training.model_scorer import given_scores, load_reference, tokens_of
+from engine.training.ranks import ALONE, Ranks
 from engine.training.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -77,11 +78,17 @@ class ModelTrainer:
 
     The model stays in evaluation mode, gradients on: dropout would make current / behavior differ from 1 on the very
     weights that sampled. Tasks `scored_apart` come with the batch: no model is loaded for them, and a batch without
-    them is not trained. Raises `ConfigError` for settings that this machine cannot serve.
+    them is not trained. With several `ranks` this is one of them: all get the same calls. Raises `ConfigError` for
+    settings that this machine cannot serve.
     """
 
     def __init__(
-        self, model_path: str, settings: TrainerSettings | None = None, *, scored_apart: Sequence[str] = ()
+        self,
+        model_path: str,
+        settings: TrainerSettings | None = None,
+        *,
+        scored_apart: Sequence[str] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.settings = settings or TrainerSettings()
         self.model_path = model_path
@@ -92,16 +99,18 @@ class ModelTrainer:
         self._published = _published_type(model_path, self.settings.publish_dtype)
         device = device_named(self.settings.device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        self.model: PreTrainedModel = loaded.to(device).eval()
+        self.model: PreTrainedModel = loaded.eval()
         bf16 = runs_in_bf16(self.settings.bf16, device)
         if self.settings.activation_checkpointing and not checkpoint_layers(self.model):
             law = f"{type(self.model).__name__} does not name its layers"
             raise ConfigError("trainer.activation_checkpointing", True, law, "use false")
-        self.policy = Policy(self.model, self.settings, device, bf16)
+        self.ranks = ranks
+        tokens = tokens_of(self.model)
+        self.policy = Policy(self.model, self.settings, device, bf16, ranks)
         self.reference: Policy | None = None
         self._scored_apart = scored_apart
         if self.settings.needs_reference and "ref_logprobs" not in scored_apart:
-            self.reference = load_reference(tokens_of(self.model), model_path, self.settings, device, bf16)
+            self.reference = load_reference(tokens, model_path, self.settings, device, bf16, ranks)
         self.optimizer = _adamw(self.model, self.settings)
         self.optimizer_steps = 0
         self._proximal: Scores | None = None
@@ -173,7 +182,7 @@ class ModelTrainer:
     def _whole_or_nothing(self, tally: StepTally, optimizer_steps: int) -> Iterator[None]:
         """Leave everything as before if the block raises. Raises: `TrainerSpoiled` where that cannot be."""
         snapshot = None
-        if self.settings.rollback and optimizer_steps > 1:
+        if self.settings.rollback and optimizer_steps > 1 and self.ranks.count == 1:
             with tally.phase("snapshot"):
                 snapshot = Snapshot(self.model, self.optimizer)
         try:
@@ -181,7 +190,7 @@ class ModelTrainer:
         except Exception as error:
             if snapshot is not None:
                 snapshot.restore()
-            elif tally.stepped:
+            elif tally.stepped or self.ranks.count > 1:  # several ranks cannot leave a pass half-way
                 raise TrainerSpoiled(reason_of(error)) from error
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -191,26 +200,56 @@ class ModelTrainer:
 
         Tied weights appear under each of their names, as in `state_dict`, and share one copy.
         """
-        copies: dict[tuple[int, torch.Size], Tensor] = {}
-        weights = {}
-        for name, value in self.model.state_dict().items():
-            key = (value.data_ptr(), value.shape)
-            if key not in copies:
-                kind = self._published if value.is_floating_point() else value.dtype
-                copies[key] = value.detach().to("cpu", kind, copy=True).contiguous()
-            weights[name] = copies[key]
-        return weights
+        copies = {}
+        for name, whole in self.published():
+            copies[name] = torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
+        return {name: copies[first] for name, first in self.published_names().items()}
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of the `state_dict` under its first name, whole and in the type that is published, one after
+        another. Collective."""
+        named = self._named()
+        for name, first in self.published_names().items():
+            if name == first:
+                yield name, self.ranks.whole(named[name].detach(), self._kind(named[name]))
+
+    def published_names(self) -> dict[str, str]:
+        """The names in the `state_dict`, each with the first name of its tensor."""
+        firsts: dict[int, str] = {}
+        return {name: firsts.setdefault(id(value), name) for name, value in self._named().items()}
+
+    def published_layout(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        """Name, type and shape of what `published` gives."""
+        named = self._named()
+        for name, first in self.published_names().items():
+            if name == first:
+                yield name, self._kind(named[name]), named[name].shape
+
+    def _kind(self, value: Tensor) -> torch.dtype:
+        return self._published if value.is_floating_point() else value.dtype
+
+    def _named(self) -> dict[str, Tensor]:
+        """Everything in the model's `state_dict`, with the parameters themselves."""
+        known = dict(self.model.named_parameters(remove_duplicate=False))
+        known |= dict(self.model.named_buffers(remove_duplicate=False))
+        return {name: known[name] for name in self.model.state_dict()}
+
+    def start_from(self, weights: Mapping[str, Tensor], optimizer_steps: int) -> None:
+        """Continue from published weights, with an optimizer whose moments begin anew."""
+        load_weights(self.model, weights, self.ranks)
+        self.optimizer_steps = optimizer_steps
 
     def save(self, directory: str, step: StepId) -> None:
-        """Write a checkpoint after `step` train steps; it is there complete or not at all."""
+        """Write a checkpoint after `step` train steps; it is there complete or not at all. Collective."""
         state = TrainerState(
             step=step, optimizer_steps=self.optimizer_steps, settings=dataclasses.asdict(self.settings)
         )
-        write_checkpoint(Path(directory), state, self.model, self.optimizer, self.model_path)
+        write_checkpoint(Path(directory), state, self.model, self.optimizer, self.model_path, self.ranks)
 
     def load(self, directory: str) -> StepId:
-        """Go on from a checkpoint, to the bit. Returns the train steps it contains."""
-        state = read_checkpoint(Path(directory), self.model, self.optimizer)
+        """Go on from a checkpoint, to the bit where the number of ranks is the same. Returns the train steps it
+        contains."""
+        state = read_checkpoint(Path(directory), self.model, self.optimizer, self.ranks)
         self.optimizer_steps = state.optimizer_steps
         self._proximal = self._reference = None
         return state.step
@@ -281,7 +320,7 @@ class ModelTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             diagnostics = accumulate_gradient(self.policy, samples)
             limit = self.settings.max_grad_norm or float("inf")
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+            norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
             sums = diagnostics.sums()
         if sums["unsound"]:
             tally.unsound += int(sums["unsound"])

@@ -149,8 +149,8 @@ class TrainerSettings:
 
     rollback: bool = True
     """Before a train step of several optimizer steps, copy weights and moments to host memory (12 bytes per parameter),
-    so that a step that fails can be undone and tried again. Without the copy the trainer's process is replaced then.
-    A train step of one optimizer step needs no copy."""
+    so that a step that fails can be undone and tried again. Without the copy the trainer's process is replaced then,
+    as it always is with several `ranks`. A train step of one optimizer step needs no copy."""
     policy_mini_batch_size: int = 0
     """Groups per optimizer step; 0 takes the whole batch in one."""
     epochs_per_batch: int = 1
@@ -172,6 +172,10 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again: a third more time, a
     fraction of the memory. Gradients are the same."""
+    ranks: int = 1
+    """Processes that hold the model together, each a shard of weights, gradients and moments (FSDP2)."""
+    cpu_offload: bool = False
+    """With several ranks on CUDA: keep the shards in host memory, and on the device only what a layer needs."""
     device: str = "auto"
     """A torch device, or `auto`: CUDA where there is one."""
     threads: int = 0
@@ -266,6 +270,9 @@ class TrainerSettings:
         self._require(
             "temperature", self.temperature > 0, "must be above 0: greedy samples have no log-probs to train on", "1.0"
         )
+        self._require("ranks", self.ranks >= 1, "must be at least 1", "1")
+        law = "shards of several ranks are offloaded; one rank has none"
+        self._require("cpu_offload", not self.cpu_offload or self.ranks > 1, law, "trainer.ranks: 2")
         self._require("epochs_per_batch", self.epochs_per_batch >= 1, "must be at least 1", "1")
         self._require("micro_batch_tokens", self.micro_batch_tokens >= 1, "must be at least 1", "16384")
         for field in ("policy_mini_batch_size", "lr_warmup_steps", "lr_total_steps", "threads", "aggregation_tokens"):

@@ -196,6 +196,7 @@ class TrainerWorker(OneByOne[Command]):
         self._own_tasks = own_tasks
         self._scored_apart = scored_apart
         self._hands_over = hands_over
+        self._spoiled = False
         self._owed: StepId | None = None
         self._handing_over = asyncio.Lock()
         self._figures = Figures()
@@ -251,6 +252,20 @@ class TrainerWorker(OneByOne[Command]):
 
     async def _answer(self, command: Command) -> Event | None:
         """Execute one command; returns the event that answers it, or None if this process must be replaced."""
+        event = None if self._spoiled else await self._execute(command)
+        return None if self._spoiled else event
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return await super()._call(function, *arguments)
+        except TrainerSpoiled as error:
+            self._spoiled = True
+            name = getattr(function, "__name__", type(function).__name__)
+            log.exception("%s() has spoiled the trainer", name)
+            self._broken(clean(f"{name}() failed half-way: {reason_of(error)}"))
+            raise
+
+    async def _execute(self, command: Command) -> Event:
         if isinstance(command, ScoreBatch):
             return await self._score(command)
         if isinstance(command, TrainStep):
@@ -285,13 +300,9 @@ class TrainerWorker(OneByOne[Command]):
         figures: dict[str, Figure] = await self._call(self._figures.read, metrics) if metrics is not None else {}
         return figures
 
-    async def _train(self, command: TrainStep) -> Event | None:
+    async def _train(self, command: TrainStep) -> Event:
         try:
             metrics = await self._train_batch(command.step, command.groups, command.staleness)
-        except TrainerSpoiled as error:
-            log.exception("train step %d has spoiled the trainer", command.step)
-            self._broken(clean(f"train step {command.step} failed half-way: {reason_of(error)}"))
-            return None
         except Exception as error:
             log.warning("train step %d failed", command.step, exc_info=error)
             return StepFailed(step=command.step, attempt=command.attempt, reason=reason_of(error))

@@ -7,6 +7,7 @@ import pytest
 from ray_plans import plan
 
 from engine.actors.placement import with_gpus
+from engine.errors import ConfigError
 from engine.states.limits import Limits, Pool
 
 LIMITS = Limits(
@@ -73,3 +74,18 @@ def test_replicas_and_trainer_of_one_pool_have_equal_parts(monkeypatch: pytest.M
     shared = replace(LIMITS, pools=(Pool(tasks=("rollout", "ref_logprobs", "train"), replicas=(0, 1)),))
     given = with_gpus(plan(Path(), limits=shared, pool_shares=(1.0,)))
     assert (given.trainer_gpus, given.scorer_gpus, given.rollout_gpus) == (1.0, 0.0, 1.0)
+
+
+def test_ranks_have_a_gpu_each_on_one_node_and_the_rest_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [8.0])
+    ranked = plan(Path(), replicas=2, trainer_ranks=4)
+    given = with_gpus(ranked)
+    assert (given.trainer_gpus, given.rollout_gpus) == (4.0, 1.0)
+    halved = with_gpus(replace(ranked, trainer_gpus=2.0, rollout_gpus=3.0))
+    assert (halved.trainer_gpus, halved.rollout_gpus) == (2.0, 3.0)
+    with pytest.raises(ConfigError, match="its ranks leave 4 GPUs to 2 replicas"):
+        with_gpus(replace(ranked, rollout_gpus=3.0))
+    with pytest.raises(ConfigError, match=r"need 9 GPUs on one node; the largest node has 8.*use at most 8"):
+        with_gpus(replace(ranked, trainer_ranks=9))
+    monkeypatch.setattr("engine.actors.placement.node_gpus", lambda: [])
+    assert with_gpus(ranked).trainer_gpus == 0.0

@@ -1,21 +1,26 @@
 """Short real training runs through Ray: the embedded sampler, the torch trainer, their weights and metrics."""
 
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray_plans import SMALLEST, check_record, events_of
+from test_ray_lives import processes
+from test_ray_runs import wait_for_no_actors
 from weight_observers import watched_rollout, watched_trainer
 
 from engine.actors.configured_plan import plan_of
 from engine.actors.launch import launch, start
 from engine.config.loading import parse_config
-from engine.events import CheckpointSaved, GroupGenerated, PublishFailed, SyncFailed, WeightsInstalled
+from engine.events import CheckpointSaved, GroupGenerated, ProcessLost, PublishFailed, SyncFailed, WeightsInstalled
 from engine.metrics.status import Status
 from engine.record import read
 
@@ -104,3 +109,28 @@ def test_weights_sent_over_torch_distributed_are_the_trainers_own(made: Path) ->
     used = {(e.newest_version, e.replica) for e in events_of(run_dir, GroupGenerated) if e.newest_version > 0}
     assert used and used <= {tuple(map(int, name.split("-")[1:])) for name in installed}
     assert all(read_back == published[name.split("-")[1]] for name, read_back in installed.items())
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children()
+    return sorted((c for c in children if "rank_process" in " ".join(c.cmdline())), key=lambda c: c.pid)
+
+
+def test_a_rank_that_is_killed_and_one_that_is_stopped_cost_an_attempt_each(made: Path) -> None:
+    run_dir = made / "run-ranks"
+    run_dir.mkdir()
+    config = tree(made)
+    config["trainer"] |= {"ranks": 2, "checkpoint_every": 2}
+    config["timeouts"] = {"train_s": 10.0, "publish_s": 10.0, "checkpoint_s": 10.0}
+    ends = [signal.SIGKILL, signal.SIGSTOP]
+    with launch(parse_config(config), run_dir) as run:
+        for status in run.updates():
+            if ends and status.step >= STEPS - 3 * len(ends):
+                (trainer,) = processes("TrainerAct")
+                os.kill(ranks_of(trainer.pid)[1].pid, ends.pop(0))
+    assert (status.outcome, status.step, status.version) == ("finished", STEPS, STEPS), status.reason
+    killed, stopped = events_of(run_dir, ProcessLost)
+    assert "rank 1 of 2 died (SIGKILL)" in killed.reason
+    assert stopped.kind == "trainer" and "exceeded its time limit of 10 s" in stopped.reason
+    check_record(run_dir)
+    wait_for_no_actors()

@@ -1,6 +1,7 @@
 """Checkpoints: transformers loads them, a run continues from them to the bit, and half of one is never seen."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from engine.cli import main
 from engine.errors import ConfigError
 from engine.protocols import Batch
+from engine.storage.checkpoints import save_checkpoint
 from engine.training import model_checkpoint
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import TrainerSettings
@@ -119,3 +122,35 @@ def test_an_incomplete_checkpoint_is_refused_and_changes_nothing(model_path: str
     with pytest.raises(ConfigError, match="checkpoint"):
         trainer.load(str(tmp_path / "bad"))
     assert same(before, trainer.weights())
+
+
+def test_a_checkpoint_is_exported_as_a_model(
+    model_path: str, batch: MakeBatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, target = tmp_path / "run", tmp_path / "model"
+    (run / "schedule").mkdir(parents=True)
+    export = ["export", str(run), "--to", str(target)]
+    assert main(export) == 2 and "has no checkpoint" in capsys.readouterr().err
+    trainer = ModelTrainer(model_path, SETTINGS)
+    for step in (1, 2):
+        trainer.train(batch(step))
+        save_checkpoint(trainer, run / "checkpoints", step)
+    assert main([*export, "--dtype", "bfloat16"]) == 0
+    assert "after 2 train steps" in capsys.readouterr().out
+    assert sorted(path.name for path in target.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert model.dtype == torch.bfloat16
+    expected = {name: value.bfloat16() for name, value in trainer.weights().items()}
+    assert same(dict(model.state_dict()), expected)
+    assert AutoTokenizer.from_pretrained(target)("w3 w5").input_ids == [3, 5]
+
+    assert main(export) == 2 and "is there already" in capsys.readouterr().err
+    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--step", "7"]) == 2
+    assert "use one of 1, 2" in capsys.readouterr().err
+    with (run / "checkpoints" / "step-000001" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--step", "1"]) == 2
+    assert "model.safetensors" in capsys.readouterr().err and not (tmp_path / "other").exists()

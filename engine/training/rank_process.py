@@ -1,0 +1,116 @@
+"""The process of one rank: `python -m engine.training.rank_process FD PARENT`, started by `ranked_trainer`.
+
+It reads a `Job` and then calls from the connection FD, makes each in its `ModelTrainer`, and answers (True, result) or
+(False, exception). It ends with its parent, also when it hangs or is stopped.
+"""
+
+import copy
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    link, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it died before this process could be told to follow it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
+    try:
+        job = link.recv()
+        rank = Rank(job, link)
+        link.send((True, (rank.names, rank.places)))
+    except EOFError:
+        return
+    except Exception as error:
+        link.send((False, sendable(error)))
+        return
+    while True:
+        try:
+            name, arguments = link.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, rank.call(name, arguments))
+        except Exception as error:
+            answer = (False, sendable(error))
+        link.send(answer)
+
+
+class Rank:
+    """One rank's `ModelTrainer`."""
+
+    def __init__(self, job: Any, link: Connection) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from engine.errors import ConfigError
+        from engine.training.device import device_named
+        from engine.training.model_trainer import ModelTrainer
+        from engine.training.ranked_trainer import Place
+        from engine.training.ranks import Sharded
+
+        self._link, self._index = link, job.index
+        if job.settings.device in ("auto", "cuda") and torch.cuda.is_available():
+            if torch.cuda.device_count() < job.count:
+                law = f"each rank needs a GPU of its own; this process has {torch.cuda.device_count()}"
+                raise ConfigError("trainer.ranks", job.count, law, f"use at most {torch.cuda.device_count()}")
+            torch.cuda.set_device(job.index)
+        device = device_named(job.settings.device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.FileStore(job.rendezvous, job.count)
+        dist.init_process_group(backend, store=store, rank=job.index, world_size=job.count)
+        ranks = Sharded(device, cpu_offload=job.settings.cpu_offload)
+        self.trainer = ModelTrainer(job.model_path, job.settings, scored_apart=job.scored_apart, ranks=ranks)
+        self.names = self.trainer.published_names()
+        self.places: list[Place] = []
+        offset = 0
+        for name, dtype, shape in self.trainer.published_layout():
+            bytes = dtype.itemsize * shape.numel()
+            place = Place(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), offset=offset,
+                          bytes=bytes)  # fmt: skip
+            self.places.append(place)
+            offset += -(-bytes // 64) * 64
+
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name == "write_weights":
+            return self._write_weights()
+        return getattr(self.trainer, name)(*arguments)
+
+    def _write_weights(self) -> None:
+        """Write the published weights into the memory that the parent sends, one at a time. Only the first rank."""
+        import torch
+
+        whole = None
+        if self._index == 0:
+            memory = recv_handle(self._link)
+            try:
+                size = os.fstat(memory).st_size
+                whole = torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+            finally:
+                os.close(memory)
+        for place, (_, value) in zip(self.places, self.trainer.published(), strict=True):
+            if whole is not None:
+                part = whole[place.offset : place.offset + place.bytes].view(value.dtype).view(value.shape)
+                part.copy_(value)
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, or an `EngineError` with its words if it cannot be built again from its arguments."""
+    from engine.errors import EngineError, reason_of
+
+    try:
+        copy.copy(error)
+    except Exception:
+        return EngineError(reason_of(error))
+    return error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""`RankedTrainer`: a `Trainer` whose model is sharded over several processes of this machine, its ranks.
+
+Hosted by `workers.trainer`, as `ModelTrainer` is, in a Ray actor or in the user's process. It makes each call in every
+rank (`rank_process.py`) and waits for all of them. A rank that dies, or fails where others do not, is a lost trainer:
+the other ranks are killed, and the call raises `TrainerSpoiled`. A rank that hangs is found by the time limit of the
+order; the ranks die with this process.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from engine.errors import ConfigError, TrainerSpoiled, reason_of
+from engine.ids import StepId
+from engine.protocols import Batch
+from engine.training.trainer_settings import TrainerSettings
+
+SETTLE_S = 10.0
+"""Seconds that ranks may differ in noticing the same error, before it counts as the error of some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank is, sent to it first."""
+
+    model_path: str
+    settings: TrainerSettings
+    """Its `threads` are those of this rank."""
+    scored_apart: tuple[str, ...]
+    index: int
+    count: int
+    rendezvous: str
+    """A file in which the ranks find each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor lies in the memory that holds published weights."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+class RankedTrainer:
+    """Trains the causal language model at `model_path` in `settings.ranks` processes.
+
+    Raises: `ConfigError` for settings that this machine cannot serve, `TrainerSpoiled` if a rank is lost.
+    """
+
+    def __init__(self, model_path: str, settings: TrainerSettings, *, scored_apart: Sequence[str] = ()) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("trainer.ranks", settings.ranks, "several ranks need Linux", "use 1")
+        self._folder = tempfile.TemporaryDirectory(prefix="engine-ranks-", ignore_cleanup_errors=True)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[Connection] = []
+        self._lost = ""
+        self._closed = threading.Event()
+        self._start(settings.ranks)
+        threads = settings.threads or len(os.sched_getaffinity(0))
+        job = Job(
+            model_path=model_path, settings=replace(settings, threads=max(1, threads // settings.ranks)),
+            scored_apart=tuple(scored_apart), index=0, count=settings.ranks,
+            rendezvous=os.path.join(self._folder.name, "rendezvous"),
+        )  # fmt: skip
+        try:
+            opened = self._answer_to([replace(job, index=rank) for rank in range(job.count)])
+        except BaseException:
+            self.close()
+            raise
+        self._names: dict[str, str] = opened[0]
+        """Of published tensors; tied ones have one place, under the first of their names."""
+        self._places: list[Place] = opened[1]
+
+    # -- the calls of a trainer
+
+    def score(self, batch: Batch, task: str) -> None:
+        self._call("score", batch, task)
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        metrics: dict[str, float] = self._call("train", batch)
+        return metrics
+
+    def weights(self) -> dict[str, Any]:
+        """As `ModelTrainer.weights`. The first rank gathers parameter by parameter and writes into memory that it
+        shares with this process, so that one whole copy exists on this machine."""
+        import torch
+
+        memory = os.memfd_create("engine-weights")
+        try:
+            size = self._places[-1].offset + self._places[-1].bytes
+            os.ftruncate(memory, size)
+            self._call("write_weights", memory=memory)
+            whole = torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+        finally:
+            os.close(memory)
+        tensors = {}
+        for place in self._places:
+            flat = whole[place.offset : place.offset + place.bytes].view(getattr(torch, place.dtype))
+            tensors[place.name] = flat.view(place.shape)
+        return {name: tensors[first] for name, first in self._names.items()}
+
+    def save(self, directory: str, step: StepId) -> None:
+        self._call("save", directory, step)
+
+    def load(self, directory: str) -> StepId:
+        step: StepId = self._call("load", directory)
+        return step
+
+    def start_from(self, weights: Mapping[str, Any], optimizer_steps: int) -> None:
+        self._call("start_from", dict(weights), optimizer_steps)
+
+    def offload(self) -> None:
+        self._call("offload")
+
+    def onload(self) -> None:
+        self._call("onload")
+
+    def close(self) -> None:
+        """Kill the ranks. A call that waits for them raises."""
+        self._lost = self._lost or "it is closed"
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._closed.set()
+        self._folder.cleanup()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks, in order."""
+        return [process.pid for process in self._processes]
+
+    # -- the ranks
+
+    def _start(self, count: int) -> None:
+        """From a thread that lasts as long as they do: Linux kills them when the thread that started them ends."""
+        started = threading.Event()
+        failures: list[Exception] = []
+
+        def work() -> None:
+            try:
+                for _ in range(count):
+                    self._links.append(self._start_one())
+            except Exception as error:
+                failures.append(error)
+            started.set()
+            self._closed.wait()
+
+        threading.Thread(target=work, name="ranks", daemon=True).start()
+        started.wait()
+        if failures:
+            self.close()
+            raise failures[0]
+
+    def _start_one(self) -> Connection:
+        ours, theirs = Pipe()
+        with theirs:
+            environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+            command = [sys.executable, "-m", "engine.training.rank_process", str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._processes.append(process)
+        return ours
+
+    def _call(self, name: str, *arguments: Any, memory: int | None = None) -> Any:
+        """The first rank's result of a call in every rank. `memory`: a file that the first rank writes."""
+        return self._answer_to([(name, arguments)] * len(self._links), memory)
+
+    def _answer_to(self, messages: Sequence[Any], memory: int | None = None) -> Any:
+        if self._lost:
+            raise TrainerSpoiled(self._lost)
+        for rank, (link, message) in enumerate(zip(self._links, messages, strict=True)):
+            try:
+                link.send(message)
+                if memory is not None and rank == 0:
+                    send_handle(link, memory, self._processes[rank].pid)
+            except OSError:
+                self._lose(rank)
+        errors: dict[int, Exception] = {}
+        result: Any = None
+        waiting = {link: rank for rank, link in enumerate(self._links)}
+        while waiting:
+            ready = wait(list(waiting), timeout=SETTLE_S if errors else None)
+            if not ready:
+                rank, error = next(iter(errors.items()))
+                self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
+            for link in [link for link in waiting if link in ready]:
+                rank = waiting.pop(link)
+                try:
+                    well, value = link.recv()
+                except (EOFError, OSError):
+                    self._lose(rank)
+                if not well:
+                    errors[rank] = value
+                elif rank == 0:
+                    result = value
+        if errors and len(errors) < len(self._links):
+            rank, error = next(iter(errors.items()))
+            self._spoil(f"rank {rank} of {len(self._links)} failed alone: {reason_of(error)}")
+        if errors:
+            error = errors[min(errors)]
+            if isinstance(error, TrainerSpoiled):
+                self._lost = str(error)
+                self.close()
+            raise error
+        return result
+
+    def _lose(self, rank: int) -> None:
+        """Raises: `TrainerSpoiled`."""
+        self._processes[rank].kill()
+        status = self._processes[rank].wait()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        self._spoil(f"rank {rank} of {len(self._links)} died ({how})")
+
+    def _spoil(self, reason: str) -> None:
+        """Raises: `TrainerSpoiled`."""
+        self._lost = self._lost or reason
+        self.close()
+        raise TrainerSpoiled(self._lost)

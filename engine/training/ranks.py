@@ -1,0 +1,162 @@
+"""The ranks of a trainer: the processes that hold one model together, each a shard of every parameter (FSDP2).
+
+`ModelTrainer` and `Policy` run the same code in every rank and ask this module for what depends on the others. Every
+method of `Sharded` that says "collective" must be called by all ranks in the same order. `ALONE` is a trainer of one
+process, for which all of them are trivial.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from engine.training.batch import Sample
+
+Run = Callable[..., Any]
+"""`run(function, *arguments)` calls the function while the model's own parameters are there."""
+
+
+class Ranks:
+    """One process: it has every sample and every parameter."""
+
+    index = 0
+    count = 1
+
+    def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Run:
+        """Bring a model to the device. Parameters are replaced: make optimizers afterwards."""
+        model.to(device)
+        return lambda function, *arguments: function(*arguments)
+
+    def release(self, run: Run) -> None:
+        """Give back what `run` gathered without a backward pass."""
+
+    def share(self, samples: Sequence[Sample]) -> list[int]:
+        """Indices of the samples that are this rank's."""
+        return list(range(len(samples)))
+
+    def meet(self) -> None:
+        """Wait until every rank is here. Collective."""
+
+    def most(self, count: int) -> int:
+        """The largest of the ranks' counts. Collective."""
+        return count
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over ranks. Collective."""
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest over ranks, number by number. Collective."""
+        return values
+
+    def joined(self, parts: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """The parts of all ranks. Collective."""
+        return parts
+
+    def whole(self, tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:
+        """All of a parameter, in a type. Collective."""
+        return tensor if kind is None else tensor.to(kind)
+
+    def fill(self, target: Tensor, whole: Tensor) -> None:
+        """Copy this rank's part of a whole tensor into a parameter."""
+        target.copy_(whole)
+
+
+ALONE = Ranks()
+
+
+class Sharded(Ranks):
+    """Ranks over torch's default process group, which must be there: NCCL on CUDA, gloo on the CPU."""
+
+    def __init__(self, device: torch.device, *, cpu_offload: bool = False) -> None:
+        self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self._mesh: DeviceMesh = init_device_mesh(device.type, (self.count,))
+        self._offload = CPUOffloadPolicy() if cpu_offload and device.type != "cpu" else OffloadPolicy()
+
+    def shard(self, model: nn.Module, device: torch.device, *, bf16: bool) -> Run:
+        """Layer by layer, so that the device never holds the whole model. With `bf16` the gathered weights are
+        bfloat16 and gradients are summed in float32; the shards, which the optimizer steps, stay float32."""
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+        options: dict[str, Any] = {"mesh": self._mesh, "mp_policy": precision, "offload_policy": self._offload}
+        for layer in layers_of(model):
+            fully_shard(layer, **options)
+        root = _Root(model)
+        fully_shard(root, **options)
+        return root
+
+    def release(self, run: Run) -> None:
+        assert isinstance(run, FSDPModule)
+        run.reshard()
+
+    def share(self, samples: Sequence[Sample]) -> list[int]:
+        """Longest first, each to the rank with the fewest tokens so far: a function of the samples, the same in every
+        rank."""
+        loads = [0] * self.count
+        own = []
+        for index in sorted(range(len(samples)), key=lambda index: -len(samples[index].input_ids)):
+            rank = loads.index(min(loads))
+            loads[rank] += len(samples[index].input_ids)
+            if rank == self.index:
+                own.append(index)
+        return sorted(own)
+
+    def meet(self) -> None:
+        dist.barrier()
+
+    def most(self, count: int) -> int:
+        return int(self.largest(torch.tensor(count)))
+
+    def total(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def joined(self, parts: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        everyones: list[dict[int, Tensor]] = [{}] * self.count
+        dist.all_gather_object(everyones, dict(parts))
+        return {index: part for of_rank in everyones for index, part in of_rank.items()}
+
+    def whole(self, tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:
+        """The type changes before the shards travel."""
+        shard = super().whole(tensor.detach(), kind)
+        if not isinstance(shard, DTensor):
+            return shard
+        if self._mesh.device_type != "cpu" and shard.to_local().device.type == "cpu":  # offloaded
+            shard = DTensor.from_local(shard.to_local().to(self._mesh.device_type), self._mesh, shard.placements,
+                                       shape=shard.shape, stride=shard.stride())  # fmt: skip
+        return shard.full_tensor()
+
+    def fill(self, target: Tensor, whole: Tensor) -> None:
+        if isinstance(target, DTensor):
+            own = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(own.to_local())
+        else:
+            target.copy_(whole)
+
+    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
+        reduced = values.detach().cpu().clone()
+        dist.all_reduce(reduced, operation)
+        return reduced
+
+
+class _Root(nn.Module):
+    """Gathers the parameters that are in no layer around any work with the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The transformer layers of a model: the modules that it names as not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

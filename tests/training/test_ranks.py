@@ -1,0 +1,171 @@
+"""A trainer of several ranks: its steps are those of one, it resumes on any number, and a lost rank is a lost trainer.
+
+Ranks are real processes over gloo.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from engine.errors import ConfigError, TrainerSpoiled
+from engine.protocols import Batch
+from engine.training.model_trainer import ModelTrainer
+from engine.training.ranked_trainer import RankedTrainer
+from engine.training.trainer_settings import TrainerSettings
+
+MakeBatch = Callable[..., Batch]
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-3, "adam_eps": 1e-6, "policy_mini_batch_size": 2, "micro_batch_tokens": 40,
+    "old_policy": "proximal", "kl_loss_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.1,
+}  # fmt: skip
+
+
+@contextmanager
+def of_ranks(count: int, model_path: str, **changes: Any) -> Iterator[Any]:
+    settings = TrainerSettings(**{**SETTINGS, "ranks": count, **changes})
+    if count == 1:
+        yield ModelTrainer(model_path, settings)
+        return
+    trainer = RankedTrainer(model_path, settings)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def close_to(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.allclose(one[name], other[name], atol=1e-5, rtol=1e-5) for name in one)
+
+
+def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
+    model_path: str, batch: MakeBatch, tmp_path: Path
+) -> None:
+    with of_ranks(1, model_path) as alone:
+        expected = [alone.train(batch(step)) for step in range(3)]
+        weights = alone.weights()
+    for count, begins in ((2, 0), (1, 1), (4, 2)):  # each continues from the checkpoint of the one before
+        with of_ranks(count, model_path) as trainer:
+            if begins:
+                assert trainer.load(str(tmp_path / f"step-{begins}")) == begins
+            trainer.score(batch(begins), "old_logprobs")
+            metrics = trainer.train(batch(begins))
+            for name, value in expected[begins].items():
+                if not name.startswith("seconds_"):
+                    assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+            trainer.save(str(tmp_path / f"step-{begins + 1}"), begins + 1)
+            final = {name: value.clone() for name, value in trainer.weights().items()}
+    assert close_to(final, weights)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step-3", dtype=torch.float32)
+    assert close_to(loaded.state_dict(), weights)
+
+
+def other_model(folder: Path) -> str:
+    config = LlamaConfig(
+        vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "other")
+    return str(folder / "other")
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_rank_that_is_killed_or_stopped_ends_the_trainer_and_its_other_ranks(
+    model_path: str, batch: MakeBatch
+) -> None:
+    with of_ranks(2, model_path) as trainer:
+        pids = trainer.pids
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(TrainerSpoiled, match=r"rank 1 of 2 died \(SIGKILL\)"):
+            trainer.train(batch(0))
+        assert alive(pids) == []
+        with pytest.raises(TrainerSpoiled, match="rank 1 of 2 died"):
+            trainer.weights()
+
+    with of_ranks(2, model_path) as trainer:
+        pids = trainer.pids
+        os.kill(pids[1], signal.SIGSTOP)
+        failures: list[Exception] = []
+
+        def train() -> None:
+            try:
+                trainer.train(batch(0))
+            except TrainerSpoiled as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        trainer.close()  # as the worker does when the order exceeds its time limit
+        thread.join()
+        assert failures and alive(pids) == []
+
+
+def test_ranks_die_with_their_parent(model_path: str) -> None:
+    program = f"""
+import os, signal
+from engine.training.ranked_trainer import RankedTrainer
+from engine.training.trainer_settings import TrainerSettings
+trainer = RankedTrainer({model_path!r}, TrainerSettings(ranks=2))
+os.kill(trainer.pids[0], signal.SIGSTOP)
+print(*trainer.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in alive(pids)], timeout=30)
+    assert alive([process.pid for process in left]) == []
+
+
+def test_what_a_rank_refuses_is_raised_as_it_is(model_path: str, batch: MakeBatch, tmp_path: Path) -> None:
+    settings = TrainerSettings(ranks=2, kl_loss_coef=0.1, reference_path=other_model(tmp_path))
+    with pytest.raises(ConfigError, match="has 12 tokens, but the trained model has 16"):
+        RankedTrainer(model_path, settings)
+    with of_ranks(2, model_path) as trainer:
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "file").write_text("")
+        with pytest.raises(ConfigError, match="is not empty"):
+            trainer.save(str(tmp_path / "full"), 1)
+        assert trainer.train(batch(0))["optimizer_steps"] == 2, "an error of all ranks costs the call alone"
+
+
+def test_gathered_weights_may_be_bfloat16(model_path: str, batch: MakeBatch) -> None:
+    """Shards stay float32: an update of 1e-6 is not lost."""
+    options = {"bf16": "on", "fp32_head": True, "activation_checkpointing": True, "learning_rate": 1e-6}
+    with of_ranks(1, model_path, **options) as alone, of_ranks(2, model_path, **options) as trainer:
+        before = {name: value.clone() for name, value in trainer.weights().items()}
+        expected, metrics = alone.train(batch(0)), trainer.train(batch(0))
+        after = trainer.weights()
+    assert metrics["reference_kl_k3"] == pytest.approx(expected["reference_kl_k3"], abs=1e-2)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    moved = [(after[name] - before[name]).abs().max() for name in before]
+    assert all(0 < change < 1e-5 for change in moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"bf16": "on"}])
+def test_two_gpus_take_the_steps_of_one(model_path: str, batch: MakeBatch, options: dict[str, Any]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with of_ranks(1, model_path, device="cuda") as alone:
+        expected = alone.train(batch(0))
+        weights = alone.weights()
+    with of_ranks(2, model_path, device="cuda", **options) as trainer:
+        metrics = trainer.train(batch(0))
+        found = trainer.weights()
+    loose = 0.1 if options.get("bf16") else 1e-3
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=loose)
+    assert options.get("bf16") or close_to(found, weights)
