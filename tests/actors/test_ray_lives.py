@@ -130,7 +130,7 @@ def test_a_run_begins_again_from_its_record_when_what_hangs_cannot_be_replaced(t
     with start(own) as run:
         run.note = said.append
         until_step(run, 2)
-        for name in ("TrajectoryStoreAct", "WeightsStoreAct", "SchedulerAct"):
+        for name in ("TrajectoryStoreAct", "SchedulerAct"):
             (process,) = processes(name)
             begun = len(said)
             os.kill(process.pid, signal.SIGSTOP)
@@ -141,15 +141,15 @@ def test_a_run_begins_again_from_its_record_when_what_hangs_cannot_be_replaced(t
     silent = "store is lost: no sign of life for 12 s; it wrote no stacks: state T (stopped)"
     reasons = (
         f"the trajectory {silent}", "it could not begin again: RuntimeError: CUDA out of memory",
-        f"the weights {silent}", "gave no sign of life for 3 s and was killed; it wrote no stacks: state T (stopped)",
+        "gave no sign of life for 3 s and was killed; it wrote no stacks: state T (stopped)",
     )  # fmt: skip
     lines = [line for line in said if "begins again" in line]
     for line, reason in zip(lines, reasons, strict=True):
         assert reason in line and "the run begins again from its record" in line
     assert len(events_of(tmp_path, RunInterrupted)) == 2  # a launch failed; the scheduler was killed
-    assert len(events_of(tmp_path, RunResumed)) == 3
+    assert len(events_of(tmp_path, RunResumed)) == 2
     stores = [event.kind for event in events_of(tmp_path, ProcessLost) if event.kind.endswith("store")]
-    assert stores == ["trajectory store", "weights store"]
+    assert stores == ["trajectory store"]
     assert check_record(tmp_path).state.ledger.consumed == PROMPTS
     wait_for_no_actors()
 

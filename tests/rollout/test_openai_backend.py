@@ -28,6 +28,8 @@ from test_backend_scenarios import (  # noqa: F401  (collected here, over this f
 )
 from transformers import AutoTokenizer
 
+from engine.actors.configured_plan import Inputs, openai_backend
+from engine.config.loading import parse_config
 from engine.errors import ConfigError, DataFailure, EngineError
 from engine.rollout.backend import RolloutBackend, SampleRequest, SampleResult, SamplingParams
 from engine.rollout.openai.openai_backend import RETRIES, OpenAIBackend
@@ -211,6 +213,13 @@ def test_nobody_there(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match=r"does not answer.*start the server first"):
         OpenAIBackend(server.url, model="-", wait_s=0.0)
+
+
+def test_a_key_that_is_in_no_environment_variable() -> None:
+    served = {"backend": "openai", "urls": ["http://127.0.0.1:1"], "weights_dir": "/tmp", "api_key_env": "NO_SUCH_KEY"}
+    config = parse_config({"model": {"make": "arithmetic"}, "rollout": served})
+    with pytest.raises(ConfigError, match=r"rollout.api_key_env.*no such environment variable"):
+        openai_backend(config, Inputs("model", "data", None, None, "prompt"), 0)
 
 
 def test_somebody_there_who_says_nothing() -> None:
