@@ -108,7 +108,7 @@ def shape_problem(trajectory: Any, oldest: Version, newest: Version, *, finished
         )
     if finished and not trajectory.finish_reason:
         return "it has no finish_reason, though the group is not reported as aborted"
-    if tokens and not _all_finite(trajectory.logprobs):
+    if tokens and not all_finite(trajectory.logprobs):
         return "a log-prob is not a finite number"
     if trajectory.loss_mask.count(0) + trajectory.loss_mask.count(1) != tokens:
         return "loss_mask must hold only 0 and 1"
@@ -171,7 +171,7 @@ def _spans_problem(trajectory: Trajectory, tokens: int, oldest: Version, newest:
     return "" if covered == tokens else f"spans cover {covered} of {tokens} tokens"
 
 
-def _all_finite(numbers: list[Any]) -> bool:
+def all_finite(numbers: list[Any]) -> bool:
     try:
         return isfinite(sum(numbers)) or all(map(isfinite, numbers))
     except (TypeError, ValueError, OverflowError):

@@ -335,6 +335,14 @@ def test_memory_is_fresh_for_each_run_and_put_back_after_an_error(registered: No
     assert _memory(small(policies={"admission": "widening"})) == {"asked": 2, "seen": [0, 0]}
 
 
+def test_a_memory_ends_with_its_policy(registered: None) -> None:
+    policies.register("admission", "widening")(Widening)
+    run = small(policies={"admission": "widening"})
+    assert "admission" in run.state.policy_memory
+    run.tell(SettingChanged(setting="scheduler.policies.admission", value=policies.DEFAULTS["admission"]))
+    assert "admission" not in run.state.policy_memory
+
+
 def test_a_memory_that_the_class_was_given_is_each_run_s_own(registered: None) -> None:
     class Counting:
         memory: ClassVar[dict[str, Any]] = {"asked": [0]}

@@ -337,3 +337,8 @@ def test_wrong_variants_are_caught(put_in: Any, monkeypatch: pytest.MonkeyPatch)
         for world in worlds(5):
             world.check = False
             world.run()
+
+
+def test_replicas_and_trainer_take_turns_only_where_both_stand() -> None:
+    assert TOGETHER[0].shared and LENT[1].shared
+    assert not any(pool.shared for pool in REFERENCE_APART)

@@ -63,7 +63,16 @@ def test_bytes_that_are_no_group_are_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "plain", [[2, 0, [0, "", {}], []], [1, 0, [0, "", {}], [[]]], [1, 0, [0, "", {}]], {}, [1, 0, ["0", "", {}], []]]
+    "plain",
+    [
+        [2, 0, [0, "", {}], []],
+        [1, 0, [0, "", {}], [[]]],
+        [1, 0, [0, "", {}]],
+        {},
+        [1, 0, ["0", "", {}], []],
+        [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", 5, "stop", None, False]]],
+        [1, 0, [0, "", {}], [[b"", b"", b"", b"", b"", "", "stop", None, 0]]],
+    ],
 )
 def test_values_that_are_no_group_are_refused(plain: object) -> None:
     with pytest.raises(EngineError, match="the bytes are not a packed group"):

@@ -41,6 +41,7 @@ from engine.protocols import Generated, GroupWork
 from engine.runtime.local import SimpleGenerator, response
 from engine.runtime.local.local_processes import LocalTrajectories, LocalWeights
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
+from engine.workers.group_checks import all_finite
 from engine.workers.measurement import HeldOut
 from engine.workers.replica import ReplicaWorker
 
@@ -581,6 +582,11 @@ class Pair:
 
     def __float__(self) -> float:
         raise RuntimeError("only one element can be converted")
+
+
+def test_log_probs_may_be_finite_while_their_sum_is_not() -> None:
+    assert all_finite([-1e308, -1e308])
+    assert not all_finite([-1e308, -math.inf]) and not all_finite([0.0, "text"])
 
 
 def good(**changes: Any) -> Trajectory:
