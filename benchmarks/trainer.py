@@ -1,11 +1,12 @@
 """One train step of a model of 300 M parameters: the built-in trainer against a plain loop of transformers and torch.
 
-    python benchmarks/trainer.py [--groups 4] [--samples 4] [--tokens 256] [--equal 2] [--turns 3] [--small]
+    python benchmarks/trainer.py [--groups 4] [--samples 4] [--tokens 256] [--equal 2] [--ranks 2] [--turns 3] [--small]
 
 Both take the same GRPO step on the same batch, in processes of their own, in turns. `--equal` groups have equal
 rewards, as is common once prompts become too easy or too hard. The plain loop passes every trajectory and computes all
 response logits; the trainer passes over what has no gradient, and keeps only the inputs of layers. Tokens per second
-count every trained token of the batch; the first step is not counted. Peak memory is that of the process.
+count every trained token of the batch; the first step is not counted. Peak memory is that of the process; with ranks,
+of the largest one, activations checkpointed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.protocols import Batch
 from engine.training.model_trainer import ModelTrainer
+from engine.training.ranked_trainer import RankedTrainer
 from engine.training.trainer_settings import TrainerSettings
 from engine.trajectory import Prompt, Span, Trajectory, TrajectoryGroup
 
@@ -99,11 +101,20 @@ class Plain:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+def peak_of(pid: int) -> int:
+    """Bytes, as Linux has them of a process that runs."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 def measure_one(kind: str, path: str, groups: int, samples: int, tokens: int, equal: int) -> None:
     """In a process of its own: print seconds of the counted steps, their tokens, and the peak memory in bytes."""
     torch.set_num_threads(os.cpu_count() or 1)
-    settings = TrainerSettings(activation_checkpointing=kind == "checkpointed", device="cpu", learning_rate=1e-6)
-    trainer: Any = Plain(path) if kind == "plain" else ModelTrainer(path, settings)
+    ranks = int(kind.removesuffix(" ranks")) if kind.endswith(" ranks") else 1
+    settings = TrainerSettings(
+        activation_checkpointing=kind == "checkpointed" or ranks > 1, device="cpu", learning_rate=1e-6, ranks=ranks
+    )
+    trainer: Any = Plain(path) if kind == "plain" else (RankedTrainer if ranks > 1 else ModelTrainer)(path, settings)
     seconds, trained = 0.0, 0
     for step in range(STEPS):
         batch = make_batch(step, groups, samples, tokens, equal)
@@ -113,6 +124,9 @@ def measure_one(kind: str, path: str, groups: int, samples: int, tokens: int, eq
             seconds += time.perf_counter() - began
             trained += sum(len(t.token_ids) for group in batch.groups for t in group.trajectories)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if ranks > 1:
+        peak = max(peak_of(pid) for pid in trainer.pids)
+        trainer.close()
     print(json.dumps({"seconds": seconds, "tokens": trained, "peak": peak}))
 
 
@@ -122,6 +136,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="of the longest response")
     parser.add_argument("--equal", type=int, default=2, help="groups of equal rewards")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2], help="numbers of ranks to measure as well")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="a model of 8 M parameters, to see that it runs")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "MODEL"), help=argparse.SUPPRESS)
@@ -129,7 +144,7 @@ def main() -> None:
     if given.one:
         measure_one(*given.one, given.groups, given.samples, given.tokens, given.equal)
         return
-    kinds = ("plain", "trainer", "checkpointed")
+    kinds = ("plain", "trainer", "checkpointed", *(f"{count} ranks" for count in given.ranks))
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="trainer-") as directory:
         count = make_model(Path(directory), given.small)

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.actors.transports import DistributedTransport, ObjectStoreTransport, Transport, VllmTransport, Wire
 from engine.config import Config, check_backend
-from engine.config.inputs import model_directory, object_store_bytes
+from engine.config.inputs import model_directory, object_store_bytes, warm_start_of
 from engine.config.pools import rewarding, threads_of_scorers
 from engine.config.rollout import RolloutSection
 from engine.errors import ConfigError
@@ -23,7 +23,7 @@ from engine.gateway.sessions import Bounds
 from engine.gateway.tool_calls import PARSERS
 from engine.ids import ReplicaId
 from engine.metrics.address_files import FOLDER
-from engine.protocols import Generator, Trainer
+from engine.protocols import Closable, Generator
 from engine.protocols import Scorer as RoleScorer
 from engine.rollout.agents.agent_generator import AgentGenerator
 from engine.rollout.agents.conversation import Chat
@@ -38,6 +38,7 @@ from engine.storage.durable_trajectories import StorePolicy
 from engine.tasks.dataset import Dataset, PromptSource
 from engine.tasks.quickstart import prepare
 from engine.tasks.rewards import load_coroutine, load_reward
+from engine.tasks.warm_start import load_answers, warm_started
 from engine.trajectory import Prompt
 from engine.workers.stage import Work, unchanged
 
@@ -255,7 +256,36 @@ def inputs_of(config: Config, progress: Progress | None = None) -> Inputs:
     path, data, reward = config.model.path, config.data, config.reward
     if path is None or data.path is None:
         raise ConfigError("model.path", path, "model.path and data.path are required", "set them, or use model.make")
-    return Inputs(path, data.path, data.validation_path, reward.function, data.prompt_field)
+    model = path if config.model.warm_start.path is None else _warm_started(config, path, progress)
+    return Inputs(model, data.path, data.validation_path, reward.function, data.prompt_field)
+
+
+def _warm_started(config: Config, model: str, progress: Progress | None) -> str:
+    """The model after its supervised warm start, which happens here unless it is found."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from engine.rollout.generator import prompt_ids_of
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = stop_ids_of(tokenizer, model, config.rollout.stop)[0] if tokenizer.eos_token_id is None else None
+
+    def encode(prompt: Prompt, answer: str) -> tuple[list[int], list[int]]:
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        return prompt_ids_of(tokenizer, prompt), [*ids, tokenizer.eos_token_id if end is None else end]
+
+    wanted = warm_start_of(config)
+    data, answers = load_answers(wanted, config.data.prompt_field)
+    settings = replace(
+        config.trainer_settings(), kl_loss_coef=0.0, kl_reward_coef=0.0, reference_path=None, publish_dtype="float32"
+    )
+    return warm_started(
+        Path(config.run.dir) / ".made", model, wanted,
+        [(data.prompt(row), answer) for row, answer in enumerate(answers)],
+        encode=encode, longest=AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings,
+        learner=lambda: make_trainer(model, settings),
+        close=lambda trainer: trainer.close() if isinstance(trainer, Closable) else None,
+        progress=progress or (lambda done, text: None),
+    )  # fmt: skip
 
 
 def _held_out(inputs: Inputs, count: int) -> list[Prompt]:
@@ -272,7 +302,7 @@ def make_prompts(config: Config, inputs: Inputs) -> Prompts:
     return CountedPrompts(source.total, source.prompt)
 
 
-def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) -> Trainer:
+def make_trainer(model: str, settings: Any, scored_apart: Sequence[str] = ()) -> Any:
     if settings.ranks > 1:
         from engine.training.ranked_trainer import RankedTrainer
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.config.memory import Model, memory_lines
 from engine.config.schema import Config
@@ -14,6 +15,9 @@ from engine.errors import ConfigError
 from engine.hardware import object_store_limit
 from engine.tasks.rewards import load_reward
 from engine.tasks.tokenizer import END, PAD, UNKNOWN
+
+if TYPE_CHECKING:
+    from engine.tasks.warm_start import WarmStart  # it needs the extra `train`
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -44,9 +48,23 @@ def check_inputs(config: Config) -> Iterator[str]:
 
                 data = Dataset.load(file, prompt_field=config.data.prompt_field, config_field=field)
                 yield f"ok: {field} has {len(data)} prompts"
+        if config.model.warm_start.path is not None:
+            from engine.tasks.warm_start import load_answers
+
+            _, answers = load_answers(warm_start_of(config), config.data.prompt_field)
+            yield f"ok: model.warm_start.path has {len(answers)} answers"
     if config.reward.function is not None:
         load_reward(config.reward.function, config.run.code_dir)
         yield f"ok: reward.function {config.reward.function} can be imported"
+
+
+def warm_start_of(config: Config) -> "WarmStart":
+    """What `model.warm_start` asks for, if its path is set."""
+    from engine.tasks.warm_start import WarmStart
+
+    section = config.model.warm_start
+    assert section.path is not None
+    return WarmStart(**section.model_dump(), seed=config.run.seed)
 
 
 def model_directory(config: Config) -> Path | None:

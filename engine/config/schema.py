@@ -164,6 +164,18 @@ class ArithmeticSection(Section):
         return Quickstart(seed=seed, family=self.family(), **self.model_dump(exclude=_FAMILY))
 
 
+class WarmStartSection(Section):
+    """Supervised training on written answers before the run begins."""
+
+    path: str | None = Field(
+        None, min_length=1, description="JSONL or Parquet file of prompts with answers; null: no warm start."
+    )
+    answer_field: str = Field("answer", min_length=1, description="Column with the answer.")
+    epochs: int = Field(1, ge=1, le=1000, description="Passes over the file.")
+    batch_size: int = Field(32, ge=1, le=65_536, description="Answers of one optimizer step.")
+    learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW's peak learning rate.")
+
+
 class ModelSection(Section):
     """Which model is trained: give `path`, or `make`."""
 
@@ -174,6 +186,9 @@ class ModelSection(Section):
         None, description="Build a small model and its data instead of loading them."
     )
     arithmetic: ArithmeticSection = Field(default_factory=ArithmeticSection, description="Sizes of what `make` builds.")
+    warm_start: WarmStartSection = Field(
+        default_factory=WarmStartSection, description="Supervised training before the run begins."
+    )
 
     @model_validator(mode="after")
     def _laws(self) -> Self:
@@ -182,6 +197,9 @@ class ModelSection(Section):
             raise ConfigError(
                 "model.path", self.path, law, "set model.path: <directory or hub name>, or model.make: arithmetic"
             )
+        if self.make is not None and self.warm_start.path is not None:
+            law = "a model that the engine makes has had its warm start"
+            raise ConfigError("model.warm_start.path", self.warm_start.path, law, "remove it, or use model.path")
         return self
 
 

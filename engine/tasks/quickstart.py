@@ -80,22 +80,29 @@ def prepare(directory: str | Path, parameters: Quickstart | None = None, progres
     """Make, or find again, the quickstart under `directory`. Safe to call from several processes at once."""
     wanted = parameters or Quickstart()
     target = Path(directory).expanduser().resolve() / f"arithmetic-{wanted.key()}"
-    reused = (target / MARKER).is_file()
-    if not reused:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target.parent)
-        with _workplace(target.parent) as workplace:
-            _make(workplace, wanted, progress or _silent)
-            _put(workplace, target)
+    made, reused = made_once(target, lambda workplace: _make(workplace, wanted, progress or _silent))
     return Prepared(
         model_path=str(target / "model"),
         training_path=str(target / "train.jsonl"),
         validation_path=str(target / "validation.jsonl"),
         reward="engine.tasks.arithmetic:reward",
         most_tokens=wanted.family.most_tokens,
-        warm_up=json.loads((target / MARKER).read_text(encoding="utf-8"))["warm_up"],
+        warm_up=made["warm_up"],
         reused=reused,
     )
+
+
+def made_once(target: Path, make: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Make a directory, unless it is there: `make` fills an empty one and describes what it made. Returns the
+    description, and whether it was there. Safe to call from several processes at once."""
+    reused = (target / MARKER).is_file()
+    if not reused:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        with _workplace(target.parent) as workplace:
+            (workplace / MARKER).write_text(json.dumps(make(workplace), indent=2), encoding="utf-8")
+            _put(workplace, target)
+    return json.loads((target / MARKER).read_text(encoding="utf-8")), reused
 
 
 @contextmanager
@@ -146,7 +153,7 @@ def _silent(done: float, text: str) -> None:
     pass
 
 
-def _make(workplace: Path, wanted: Quickstart, progress: Progress) -> None:
+def _make(workplace: Path, wanted: Quickstart, progress: Progress) -> dict[str, Any]:
     progress(0.0, "making data")
     pool = QuestionPool(wanted.family, wanted.seed)
     _write_rows(workplace / "train.jsonl", islice(pool.training("rows"), wanted.train_prompts))
@@ -155,9 +162,8 @@ def _make(workplace: Path, wanted: Quickstart, progress: Progress) -> None:
     model_directory.mkdir()
     save_character_tokenizer(model_directory, ALPHABET)
     measured = _warm_up(model_directory, wanted, pool, progress)
-    marker = {"recipe": RECIPE, "parameters": asdict(wanted), "warm_up": measured}
-    (workplace / MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
     progress(1.0, f"model ready after {measured['seconds']:.0f} s of supervised warm-up")
+    return {"recipe": RECIPE, "parameters": asdict(wanted), "warm_up": measured}
 
 
 def _warm_up(directory: Path, wanted: Quickstart, pool: QuestionPool, progress: Progress) -> dict[str, Any]:

@@ -145,6 +145,19 @@ def samples_of(group: TrajectoryGroup, *, filter_overlong: bool = False) -> list
     return samples
 
 
+Answer = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt, and of what to say to it."""
+
+
+def sample_of_answer(prompt: Sequence[int], answer: Sequence[int]) -> Sample:
+    """A sample whose answer is trained, token by token, for supervised learning."""
+    ids = torch.tensor([*prompt, *answer], dtype=torch.int64)
+    return Sample(
+        input_ids=ids[:-1], positions=torch.arange(len(prompt), len(ids)) - 1, targets=ids[len(prompt) :],
+        behavior=torch.zeros(len(answer)), reward=0.0, response_tokens=len(answer),
+    )  # fmt: skip
+
+
 def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Samples in order, those of one rollout together."""
     rollouts: list[list[Sample]] = []

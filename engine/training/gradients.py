@@ -126,9 +126,10 @@ class Policy:
         the model's shards: a rank with fewer ends with passes over a token of its own, which have no index."""
         own = self.ranks.share(samples)
         packed = list(pack([samples[index] for index in own], self.settings.micro_batch_tokens))
+        most = self.ranks.most(len(packed))  # before any pass: all ranks ask at the same point
         for micro, indices in packed:
             yield micro, [own[index] for index in indices]
-        for _ in range(self.ranks.most(len(packed)) - len(packed)):
+        for _ in range(most - len(packed)):
             yield idle_pass(), []
 
 

@@ -25,7 +25,7 @@ from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch
 from engine.training.advantages import set_advantages, shaping_metrics
-from engine.training.batch import Sample, by_rollout, samples_of
+from engine.training.batch import Answer, Sample, by_rollout, sample_of_answer, samples_of
 from engine.training.device import device_named, move, runs_in_bf16
 from engine.training.diagnostics import Diagnostics
 from engine.training.gradients import Policy, accumulate_gradient, checkpoint_layers
@@ -194,6 +194,30 @@ class ModelTrainer:
                 raise TrainerSpoiled(reason_of(error)) from error
             self.optimizer.zero_grad(set_to_none=True)
             raise
+
+    def imitate(self, answers: Sequence[Answer], learning_rate: float) -> float:
+        """One supervised optimizer step: the mean cross entropy of the answers' tokens, which is returned. Collective.
+
+        Raises: `TrainerSpoiled` where the loss or the gradient is not finite.
+        """
+        samples = [sample_of_answer(*answer) for answer in answers]
+        tokens = sum(sample.tokens for sample in samples)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), dtype=torch.float64)
+        for packed, indices in self.policy.passes(samples):
+            chosen = self.policy.logprobs(packed.to(self.policy.device), entropy=False).chosen
+            loss = -chosen.sum() * (1.0 / tokens if indices else 0.0)
+            (loss * self.ranks.count).backward()
+            total += loss.detach().cpu()
+        norm = float(self.ranks.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
+        loss_of_all = float(self.ranks.total(total))
+        if not math.isfinite(norm + loss_of_all):
+            raise TrainerSpoiled(f"supervised loss {loss_of_all}, gradient norm {norm}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_of_all
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by their `state_dict` name: contiguous copies in host memory, in the type that is published.

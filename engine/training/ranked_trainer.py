@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, TrainerSpoiled, reason_of
 from engine.ids import StepId
 from engine.protocols import Batch
 from engine.training.trainer_settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from engine.training.batch import Answer  # it brings torch, which this process needs for weights only
 
 SETTLE_S = 10.0
 """Seconds that ranks may differ in noticing the same error, before it counts as the error of some."""
@@ -84,6 +87,10 @@ class RankedTrainer:
         self._places: list[Place] = opened[1]
 
     # -- the calls of a trainer
+
+    def imitate(self, answers: "Sequence[Answer]", learning_rate: float) -> float:
+        loss: float = self._call("imitate", [*answers], learning_rate)
+        return loss
 
     def score(self, batch: Batch, task: str) -> None:
         self._call("score", batch, task)

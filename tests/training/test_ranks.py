@@ -71,6 +71,22 @@ def test_three_steps_equal_those_of_one_rank_and_resume_on_any_number(
     assert close_to(loaded.state_dict(), weights)
 
 
+def test_a_rank_with_fewer_passes_or_none_joins_the_others(
+    model_path: str, group: Callable[..., Any], as_batch: Callable[..., Batch]
+) -> None:
+    """One long trajectory among short ones, then a step in which one trajectory teaches anything."""
+    responses = [[5] * 60, [6] * 3, [7] * 4, [8] * 5, [9] * 3, [4] * 4]
+    uneven = as_batch(0, [group(0, [1.0, 0.0, 0.5, 0.0, 1.0, 0.2], responses=responses)])
+    lonely = as_batch(1, [group(1, [1.0, 1.0, 1.0]), group(2, [0.5])])
+    lonely.groups[0].trajectories[0].reward = 0.0
+    lonely.groups[0].trajectories[1:] = []
+    settings = {"micro_batch_tokens": 12, "kl_loss_coef": 0.0, "old_policy": "behavior", "advantage": "reinforce_pp"}
+    with of_ranks(1, model_path, **settings) as alone, of_ranks(2, model_path, **settings) as trainer:
+        for taught in (uneven, lonely):
+            assert trainer.train(taught)["grad_norm"] == pytest.approx(alone.train(taught)["grad_norm"], rel=1e-3)
+        assert close_to(trainer.weights(), alone.weights())
+
+
 def other_model(folder: Path) -> str:
     config = LlamaConfig(
         vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2

@@ -1,0 +1,136 @@
+"""The supervised warm start: trains a model on written answers before the run, and keeps the result as a model.
+
+Called once at the start of a run whose config has `model.warm_start.path`, in the preparing process. What was made is
+found again by a hash of the model's path, the answers and the settings.
+"""
+
+import hashlib
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.errors import ConfigError, suggestion
+from engine.ids import StepId
+from engine.tasks.dataset import Dataset
+from engine.tasks.quickstart import Progress, made_once
+from engine.trajectory import Prompt
+
+RECIPE = 1
+"""Raised when the same settings make something else than they used to."""
+FIELD = "model.warm_start"
+PROGRESS_EVERY_S = 1.0
+
+Answer = tuple[Sequence[int], Sequence[int]]
+
+
+class Learner(Protocol):
+    """A trainer that can be taught by example: `ModelTrainer`, `RankedTrainer`."""
+
+    def imitate(self, answers: Sequence[Answer], learning_rate: float) -> float: ...
+
+    def save(self, directory: str, step: StepId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """Field names are those of the config section `model.warm_start`."""
+
+    path: str
+    answer_field: str = "answer"
+    epochs: int = 1
+    batch_size: int = 32
+    learning_rate: float = 1e-5
+    seed: int = 0
+
+
+def load_answers(wanted: WarmStart, prompt_field: str) -> tuple[Dataset, list[str]]:
+    """The prompts, and the answer to each. Raises: `ConfigError` for a row without one, with its number."""
+    data = Dataset.load(wanted.path, prompt_field=prompt_field, config_field=f"{FIELD}.path")
+    answers = []
+    for row in range(len(data)):
+        fields = data.prompt(row).fields
+        answer = fields.get(wanted.answer_field)
+        if not isinstance(answer, str) or not answer:
+            law = f"row {row + 1} of {wanted.path} has no text under this name"
+            fix = suggestion(wanted.answer_field, sorted(fields), "name the column with the answers")
+            raise ConfigError(f"{FIELD}.answer_field", wanted.answer_field, law, fix)
+        answers.append(answer)
+    return data, answers
+
+
+def warm_started(
+    directory: Path,
+    model: str,
+    wanted: WarmStart,
+    rows: Sequence[tuple[Prompt, str]],
+    *,
+    encode: Callable[[Prompt, str], Answer],
+    longest: int,
+    learner: Callable[[], Learner],
+    close: Callable[[Any], None],
+    progress: Progress,
+) -> str:
+    """The directory of the model that has learned the answers, under `directory`; made unless it is there.
+
+    `encode` gives the tokens of a prompt and its answer, at most `longest` in all. Each epoch has its own order, drawn
+    from the seed. The learning rate rises over the first tenth of the steps and then falls to a tenth.
+    Raises: `ConfigError` for a row that is too long.
+    """
+
+    def make(workplace: Path) -> dict[str, Any]:
+        progress(0.0, "supervised warm start: reading the answers")
+        encoded = [encode(prompt, answer) for prompt, answer in rows]
+        for row, (prompt, answer) in enumerate(encoded, start=1):
+            if len(prompt) + len(answer) > longest:
+                law = f"row {row} has {len(prompt) + len(answer)} tokens, but the model takes {longest}"
+                raise ConfigError(f"{FIELD}.path", wanted.path, law, "shorten or remove the row")
+        batches = _batches(len(encoded), wanted)
+        began = told = time.monotonic()
+        losses = []
+        taught = learner()
+        try:
+            for step, batch in enumerate(batches):
+                chosen = [encoded[row] for row in batch]
+                losses.append(taught.imitate(chosen, wanted.learning_rate * _rate(step, len(batches))))
+                if time.monotonic() - told > PROGRESS_EVERY_S:
+                    told = time.monotonic()
+                    text = f"supervised warm start: step {step + 1} of {len(batches)}, loss {losses[-1]:.3f}"
+                    progress((step + 1) / len(batches), text)
+            taught.save(str(workplace / "model"), 0)
+            shutil.rmtree(workplace / "model" / "optimizer", ignore_errors=True)  # the run begins its own
+        finally:
+            close(taught)
+        seconds = round(time.monotonic() - began, 2)
+        progress(1.0, f"warm start done: loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(batches)} steps, {seconds} s")
+        return {"steps": len(batches), "first_loss": losses[0], "last_loss": losses[-1], "seconds": seconds}
+
+    target = directory.expanduser().resolve() / f"warm-start-{_key(model, wanted)}"
+    made_once(target, make)
+    return str(target / "model")
+
+
+def _key(model: str, wanted: WarmStart) -> str:
+    answers = hashlib.sha256(Path(wanted.path).expanduser().read_bytes()).hexdigest()
+    text = json.dumps({"recipe": RECIPE, "model": model, "answers": answers, **asdict(wanted)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _batches(rows: int, wanted: WarmStart) -> list[list[int]]:
+    batches = []
+    for epoch in range(wanted.epochs):
+        order = list(range(rows))
+        random.Random(f"warm start {wanted.seed} {epoch}").shuffle(order)
+        batches += [order[start : start + wanted.batch_size] for start in range(0, rows, wanted.batch_size)]
+    return batches
+
+
+def _rate(step: int, steps: int) -> float:
+    """Of the peak, at a step from 0."""
+    rise = max(1, math.ceil(steps / 10))
+    return min((step + 1) / rise, 1.0 - 0.9 * step / steps)
