@@ -227,6 +227,20 @@ def test_a_directory_without_a_model_is_refused(capsys: Capture, missing: str) -
 
 
 @pytest.mark.usefixtures("fresh_imports")
+def test_a_teacher_with_another_tokenizer_is_refused(capsys: Capture) -> None:
+    write_data()
+    write_model("mine")
+    write_model("teacher")
+    sections = {**own_data(), "model": {"make": None, "path": "mine"}, "trainer": {"advantage": "distillation"}}
+    sections["trainer"]["reference_path"] = "./teacher"
+    sections["scheduler"] = {"policies": {"filter": "none"}}
+    assert cli.main(["check", str(write_config(**sections))]) == 0
+    save_character_tokenizer("teacher", "abc+")
+    said = refused(capsys, "check", write_config(**sections))
+    assert "has another tokenizer than model.path: its token" in said and "use a model with the same tokenizer" in said
+
+
+@pytest.mark.usefixtures("fresh_imports")
 def test_a_stop_string_that_is_not_one_token_is_refused(capsys: Capture) -> None:
     write_data()
     write_model("mine")

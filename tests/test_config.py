@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_an_empty_section_is_one_with_defaults(tmp_path: Path) -> None:
 
 RELATIVE = {
     "run": {"dir": "out", "code_dir": "src"},
-    "model": {"path": "./model"},
+    "model": {"path": "./model", "warm_start": {"path": "answers.jsonl"}},
     "data": {"path": "train.jsonl", "validation_path": "../held_out.jsonl"},
     "reward": {"function": "mine:score"},
     "rollout": {"weights_dir": "weights"},
@@ -82,7 +83,8 @@ def paths_of(config: Config) -> dict[str, Any]:
 
 def under(base: Path) -> dict[str, str | list[str]]:
     """What the paths of `RELATIVE` are under a directory."""
-    names = ["out", "src", "model", "train.jsonl", "", "weights", "a/b/c", "boards", "mlruns", "code", ""]
+    names = ["out", "src", "model", "answers.jsonl", "train.jsonl", "", "weights", "a/b/c", "boards", "mlruns"]
+    names += ["code", ""]
     return dict(zip(PATHS, [str(base / name) for name in names], strict=True)) | {
         "data.validation_path": str(base.parent / "held_out.jsonl"),
         "cluster.runtime_env.py_modules": [str(base / "lib"), "gcs://lib.zip"],
@@ -717,3 +719,25 @@ def test_servers_that_cannot_be(changes: dict[str, Any], field: str, holds: str)
     with pytest.raises(ConfigError, match=holds) as caught:
         parse_config({**MADE, "rollout": SERVED | changes})
     assert caught.value.details["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("trainer.reference_path", {"trainer": {"advantage": "distillation"}}),
+        ("scheduler.policies.filter", {"scheduler": {"policies": {"filter": "zero-variance"}}}),
+        ("trainer.kl_reward_coef", {"trainer": {"kl_reward_coef": 0.1}}),
+    ],
+)
+def test_distillation_needs_a_teacher_and_reads_no_reward(field: str, changes: dict[str, Any]) -> None:
+    whole: dict[str, Any] = {
+        "model": {"make": "arithmetic"},
+        "scheduler": {"policies": {"filter": "none"}, "samples_per_prompt": 1},
+        "trainer": {"advantage": "distillation", "reference_path": "teacher"},
+    }
+    assert parse_config(whole).scoring_tasks == ("ref_logprobs",)
+    whole["trainer"] = changes.get("trainer", {}) | {"advantage": "distillation"}
+    whole["trainer"] |= {} if field == "trainer.reference_path" else {"reference_path": "teacher"}
+    whole["scheduler"] |= changes.get("scheduler", {})
+    with pytest.raises(ConfigError, match=re.escape(field)):
+        parse_config(whole)

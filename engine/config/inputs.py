@@ -36,6 +36,7 @@ def check_inputs(config: Config) -> Iterator[str]:
         model = None if held is None else Model.of(directory, held // 4)
         if model is not None:
             yield from memory_lines(model, config)
+        _check_reference(config, directory)
     elif config.model.path is not None:
         yield f"note: model.path {config.model.path} is a hub name: no such directory was found (./ before it: a path)"
     yield from _check_stop(config, directory)
@@ -86,6 +87,30 @@ def model_directory(config: Config) -> Path | None:
             "give the directory of a model in Hugging Face format, or a hub name",
         )
     return None
+
+
+def _check_reference(config: Config, directory: Path) -> None:
+    """Raises: ConfigError for a reference or teacher whose tokens are not the model's."""
+    path = config.trainer.reference_path
+    if path is None or not Path(path).is_dir():
+        return
+    ours, theirs = _vocabulary(directory), _vocabulary(Path(path))
+    if ours is None or theirs is None or ours == theirs:
+        return
+    odd = next(token for token, id in (ours | theirs).items() if ours.get(token) != theirs.get(token, -1))
+    law = f"has another tokenizer than model.path: its token {odd!r} is {theirs.get(odd)}, not {ours.get(odd)}"
+    raise ConfigError("trainer.reference_path", path, law, "use a model with the same tokenizer")
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Token ids by their text, as tokenizer.json has them; None where it does not say."""
+    try:
+        plain = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        found = plain["model"]["vocab"]
+        tokens = dict(found) if isinstance(found, dict) else {token: id for id, (token, _) in enumerate(found)}
+        return tokens | {added["content"]: added["id"] for added in plain["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_model(directory: Path) -> None:

@@ -227,7 +227,7 @@ def _nearest_key(path: str) -> str:
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
     elsewhere = [name for name in known if name.rpartition(".")[2] == key]
     if elsewhere:
-        otherwise = f"did you mean {elsewhere[0]}?"
+        otherwise = f"did you mean {min(elsewhere, key=lambda name: name.count('.'))}?"
     else:
         otherwise = f"use one of {', '.join(siblings)}" if siblings else f"{section} must be {expected(section)}"
     return suggestion(key, siblings, otherwise, prefix=f"{section}." if section else "")

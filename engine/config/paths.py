@@ -12,6 +12,7 @@ PATHS = {
     "run.dir": "path",
     "run.code_dir": "path",
     "model.path": "path or hub name",
+    "model.warm_start.path": "path",
     "data.path": "path",
     "data.validation_path": "path",
     "rollout.weights_dir": "path",

@@ -313,6 +313,9 @@ class Config(Section):
         if samples < 2 and self.trainer_settings().compares_siblings:
             law = f"must be at least 2: trainer.advantage {self.trainer.advantage} compares the trajectories of a group"
             raise ConfigError("scheduler.samples_per_prompt", samples, law, "use 2 or more")
+        if self.trainer_settings().distills and self.scheduler.policies.filter == "zero-variance":
+            law = "drops groups by their rewards, which trainer.advantage distillation does not read"
+            raise ConfigError("scheduler.policies.filter", "zero-variance", law, "use none")
         each = (self.scheduler.policy_mini_batch_size or self.scheduler.train_batch_size) * samples
         if self.trainer.ranks > each:
             law = f"an optimizer step has {each} trajectories, and each rank needs one"

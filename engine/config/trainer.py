@@ -37,7 +37,9 @@ class TrainerSection(Section):
     lr_total_steps: int = Field(
         0, ge=0, le=MOST_STEPS, description="Optimizer steps of the whole run; for linear and cosine."
     )
-    advantage: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
+    advantage: str = Field(
+        "grpo", description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or distillation."
+    )
     loss: str = Field(
         "ppo_clip", description="ppo_clip, gspo, cispo, or decoupled_ppo: ppo_clip with old_policy proximal."
     )
@@ -62,7 +64,9 @@ class TrainerSection(Section):
     kl_reward_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the KL in the reward; 0: none.")
     kl_reward: str = Field("k1", description="Its estimator: k1, k2 or k3.")
     entropy_coef: float = Field(0.0, ge=0, le=100, description="Coefficient of the entropy bonus in the loss; 0: none.")
-    reference_path: str | None = Field(None, min_length=1, description="Reference model; null: the initial weights.")
+    reference_path: str | None = Field(
+        None, min_length=1, description="Reference model, or teacher; null: the initial weights."
+    )
     overlong_cache_tokens: int = Field(
         0,
         ge=0,

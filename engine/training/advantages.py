@@ -77,6 +77,15 @@ def reinforce_pp_baseline(rewards: Sequence[Sequence[float]]) -> list[list[float
     return [_centred(group) for group in rewards]
 
 
+def distillation(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    """On-policy distillation, arXiv 2306.13649 with the reverse KL: rewards are not read.
+
+    `set_advantages` gives token t the advantage log teacher(t) - log behavior(t), minus its term of KL(behavior ‖
+    teacher), so that the gradient of the loss reduces that KL on the policy's own responses.
+    """
+    return [[0.0 for _ in group] for group in rewards]
+
+
 def _centred(group: Sequence[float]) -> list[float]:
     """Rewards less their mean: exact zeros where they are equal, so also for a trajectory without siblings; NaN where a
     reward is not finite, so that the train step sees it and skips the minibatch."""
@@ -94,6 +103,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "distillation": distillation,
 }
 """Estimators by the name that `TrainerSettings.advantage` takes."""
 
@@ -120,6 +130,11 @@ def set_advantages(groups: Sequence[Sequence[Sample]], settings: TrainerSettings
     if settings.kl_reward_coef > 0 and settings.kl_reward_per_token:
         for rollout in everything:
             _subtract_kl_to_go(rollout, settings)
+    if settings.distills:
+        for sample in (sample for rollout in everything for sample in rollout if sample.tokens):
+            assert sample.reference is not None  # the teacher has scored it
+            sample.token_advantages = sample.reference - sample.behavior
+            sample.advantage = float(sample.token_advantages.mean())
     if settings.normalises_over_batch:
         _normalise([sample for rollout in everything for sample in rollout])
 

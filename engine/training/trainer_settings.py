@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distillation")
 LOSS_NAMES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo")
 OLD_POLICY_NAMES = ("behavior", "proximal")
 CORRECTION_NAMES = ("none", "token_tis", "sequence_tis")
@@ -97,7 +97,8 @@ class TrainerSettings:
     """Optimizer steps of the whole run; needed by `linear` and `cosine` only."""
 
     advantage: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp` or `reinforce_pp_baseline`: see `advantages.py`."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline` or `distillation`: see
+    `advantages.py`."""
     loss: str = "ppo_clip"
     """`ppo_clip`, `gspo`, `cispo`, or `decoupled_ppo`, which is `ppo_clip` with `old_policy: proximal`:
     see `losses.py`."""
@@ -197,7 +198,12 @@ class TrainerSettings:
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference model are read."""
-        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0 or self.distills
+
+    @property
+    def distills(self) -> bool:
+        """Whether the reference model is a teacher, whose log-probs take the place of rewards."""
+        return self.advantage == "distillation"
 
     @property
     def needs_every_token(self) -> bool:
@@ -219,7 +225,7 @@ class TrainerSettings:
     @property
     def compares_siblings(self) -> bool:
         """Whether a trajectory without siblings on its prompt teaches nothing."""
-        return self.advantage != "reinforce_pp"
+        return self.advantage not in ("reinforce_pp", "distillation")
 
     @property
     def normalises_over_batch(self) -> bool:
@@ -303,6 +309,10 @@ class TrainerSettings:
         yield "masks", len(set(measures)) == len(measures), "a measure occurs twice", "one mask for each measure"
         law = "the expected gradient of k1 is zero without trainer.kl_loss_ratio (arXiv 2510.01555)"
         yield "kl_loss", self.kl_loss != "k1" or self.kl_loss_ratio or not self.kl_loss_coef, law, "k2 or k3"
+        law = "distillation needs a teacher"
+        yield "reference_path", not self.distills or self.reference_path is not None, law, "the path of the teacher"
+        for field in ("kl_reward_coef", "overlong_cache_tokens") if self.distills else ():
+            yield field, not getattr(self, field), "changes rewards, which distillation does not read", "0"
         law = "no KL term uses the reference model"
         yield "reference_path", self.reference_path is None or self.needs_reference, law, "trainer.kl_loss_coef: 0.001"
         for field in ("overlong_cache_tokens", "overlong_max_tokens"):

@@ -1,6 +1,7 @@
 """What becomes known of a request while it continues: backends tell it, the generator makes groups of it."""
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,12 @@ def test_each_request_is_told_of_by_its_own_count_though_others_end_before_it(ki
         ]
         results = await asyncio.gather(*map(backend.sample, requests))
         for i, (length, result) in enumerate(zip(lengths, results, strict=True)):
-            assert [len(one.token_ids) for one in told[i]] == list(range(EVERY + i, length - 1, EVERY + i))
+            counts = [len(one.token_ids) for one in told[i]]
+            if kind.exact:
+                assert counts == list(range(EVERY + i, length - 1, EVERY + i))
+            else:  # vLLM hands a slow reader several tokens at once
+                assert all(after - before >= EVERY + i for before, after in pairwise([0, *counts]))
+                assert counts or length <= EVERY + i + 1
             for one in told[i]:
                 assert_begins(result, one)
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError
 from engine.protocols import Batch
+from engine.training.advantages import set_advantages
 from engine.training.model_trainer import ModelTrainer
 from engine.training.trainer_settings import Mask, TrainerSettings
 from engine.trajectory import TrajectoryGroup
@@ -170,3 +171,37 @@ def test_every_loss_learns_under_corrections(model_path: str, group: Make, loss:
 def test_every_advantage_learns(model_path: str, group: Make, advantage: str) -> None:
     reports = learn(anchored(model_path, **{**TASK, "advantage": advantage, "kl_loss_coef": 0.0}), group, 16)
     assert max(report["reward_mean"] for report in reports) > 0.6
+
+
+def test_distillation_follows_a_teacher_and_reads_no_reward(
+    model_path: str, group: Make, as_batch: Callable[..., Batch], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    teacher = LlamaForCausalLM.from_pretrained(model_path)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    teacher.save_pretrained(tmp_path / "teacher")
+    settings = {"advantage": "distillation", "reference_path": str(tmp_path / "teacher"), "kl_loss_coef": 0.0}
+    trainer = anchored(model_path, **settings)
+
+    def sampled(step: int) -> Batch:
+        """The policy's own log-probs of fixed responses, as if it had sampled them; equal rewards."""
+        batch = as_batch(step, [group(number, [0.5] * 4) for number in range(4)])
+        scored = iter(trainer.policy.score([sample for each in trainer._samples(batch) for sample in each]))
+        for each in batch.groups:
+            for trajectory in each.trajectories:
+                trajectory.logprobs = next(scored).tolist()
+        return batch
+
+    first = sampled(0)
+    samples = trainer._samples(first)
+    trainer._set_reference(first, samples, None)
+    set_advantages(samples, trainer.settings)
+    sample = samples[2][1]
+    assert sample.token_advantages is not None and sample.reference is not None
+    assert torch.equal(sample.token_advantages, sample.reference - sample.behavior)
+
+    metrics = [trainer.train(sampled(step)) for step in range(12)]
+    assert metrics[-1]["reference_kl_k3"] < 0.7 * metrics[0]["reference_kl_k3"]
+    assert metrics[0]["trained_token_share"] == 1.0 and metrics[0]["grad_norm"] > 0
