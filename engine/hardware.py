@@ -1,16 +1,16 @@
-"""What the machine has: for `config.inputs`, which says what does not fit, and for `actors`, which keep to it."""
+"""Memory and GPUs of this machine. `config.inputs` checks a configuration against them; `actors` stay within them."""
 
 import os
 from pathlib import Path
 
 SHARE = 0.3
-"""Of memory, for Ray's object store: Ray's own default."""
+"""Share of memory that Ray's object store gets by default."""
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SHARED = Path("/dev/shm")
 
 
 def object_store_limit() -> int:
-    """Bytes that an object store may take here at most: a share of memory, and what shared memory has free."""
+    """Maximum size of an object store in bytes: `SHARE` of memory, but no more than 95 % of free shared memory."""
     share = int(SHARE * memory_bytes())
     try:
         free = os.statvfs(SHARED)
@@ -20,15 +20,15 @@ def object_store_limit() -> int:
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int | None:
-    """NVIDIA GPUs of this machine; None where there may be some that are not counted so (AMD's, or under WSL)."""
+    """Number of NVIDIA GPUs; None if the machine may have GPUs that this cannot count (AMD, or under WSL)."""
     if any((devices / name).exists() for name in ("kfd", "dxg")):
         return None
     return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
 
 
 def gpus_of_their_own(replicas: int, each: int, scorers: int) -> tuple[int, str]:
-    """GPUs that a run needs whose weights travel from GPU to GPU, between processes that must not share one: how many,
-    and who needs them. Replicas have `each`."""
+    """GPUs that a run needs to send weights from GPU to GPU, and who needs them. Processes must not share a GPU; each
+    replica has `each`."""
     needed = replicas * each + 1 + scorers + 1
     whose = f"{replicas} replicas of {each} GPUs" if each > 1 else "each replica"
     scoring = {0: "", 1: "the scorer, "}.get(scorers, f"{scorers} scorers, ")
@@ -37,11 +37,11 @@ def gpus_of_their_own(replicas: int, each: int, scorers: int) -> tuple[int, str]
 
 
 def memory_bytes() -> int:
-    """Of this machine, or of the container this process is in."""
+    """Memory of this machine, or of the container that this process runs in."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in CGROUPS:
         try:
             limits.append(int(file.read_text()))
         except (OSError, ValueError):
-            continue  # no such limit: "max"
+            continue  # no file, or "max": no limit
     return min(limits)

@@ -1,11 +1,11 @@
-"""The two protocols a user implements to have their own generator and trainer scheduled: `Generator` and `Trainer`.
+"""Protocols that a user implements to schedule their own generator and trainer: `Generator` and `Trainer`.
 
-Called by `workers/`, in Ray actors or in one process, which run one `Generator` per replica
-and one `Trainer`. The built-in ones are `rollout.generator.ModelGenerator` and `training.model_trainer.ModelTrainer`.
-Implementations never see the scheduler: they do one piece of work at a time and return or raise.
+The workers call them, in Ray actors or in one process: one `Generator` per replica and one `Trainer`. The built-in
+ones are `rollout.generator.ModelGenerator` and `training.model_trainer.ModelTrainer`. Implementations never see
+the scheduler: they do one piece of work at a time and return or raise.
 
-Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 by default) and anything else for the
-rest (budget `infrastructure`, 5 by default). Either costs the group one attempt and never ends the run.
+Errors: raise `DataFailure` when the prompt or its reward is at fault (budget 2 by default), and any other exception for
+other failures (budget `infrastructure`, 5 by default). Each uses one attempt of the group; neither ends the run.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,21 +22,21 @@ class GroupWork:
 
     group: GroupId
     attempt: int
-    """Which order this is for the group, counted from 1; every start, resume and retry has its own."""
+    """Number of this attempt, counted from 1. Every start, resume and retry has a new number."""
     prompt: Prompt
     samples: int
-    """Trajectories wanted."""
+    """Number of trajectories to generate."""
     partial: TrajectoryGroup | None = None
-    """What an earlier attempt left behind: finished siblings are kept, the others continue from their prefixes."""
+    """Trajectories of an earlier attempt. Keep the finished ones and continue the others from their prefixes."""
     truncate: bool = False
     """Generate nothing more: finish with the prefixes of `partial` as they are."""
     save_every_tokens: int = 0
     save: Callable[[TrajectoryGroup], None] | None = None
-    """May be called with a copy of the group as it is, prefixes and all, each time its trajectories have grown by about
-    `save_every_tokens` each. If the replica is lost, the group resumes from the last saved prefix."""
+    """Call it with a copy of the group, prefixes included, each time its trajectories have grown by about
+    `save_every_tokens` each (optional). If the replica is lost, the group resumes from the last saved prefix."""
     progress: Callable[[], None] = lambda: None
-    """May be called as often as you like, when the group has come further: it has sampled more, an agent took a turn,
-    or a reward is in. Restarts the clock of the group's time limit, as a saved prefix does."""
+    """Call it on progress, as often as you like (optional): more tokens, an agent's turn, a reward. It restarts the
+    group's time limit, as a saved prefix does."""
     held_out: bool = False
     """A validation prompt: one response, measured by its reward and never trained on. Its group is below 0."""
 
@@ -47,8 +47,8 @@ class Generated:
 
     group: TrajectoryGroup
     oldest_version: Version | None = None
-    """Where its tokens outlived the attempt that sampled them elsewhere than in `GroupWork.partial`: the oldest
-    version among them."""
+    """Oldest version among tokens that were kept from an earlier attempt outside `GroupWork.partial`; None without such
+    tokens."""
     aborted: bool = False
     """True when `pause("abort")`, `abort` or a cancel cut it short; then unfinished trajectories hold their
     prefixes."""
@@ -85,29 +85,30 @@ class Generator(Protocol):
         """Sample again."""
 
     async def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
 
 
 @runtime_checkable
 class Fallible(Protocol):
-    """A generator, or work of an added state, that notices by itself that it cannot continue; one that does not is
-    found out by its failures."""
+    """A generator, or the work of an added state, that can report that it cannot continue. The engine notices others
+    only by their failures."""
 
     async def failed(self) -> str:
-        """Return once it cannot continue, with the reason: its process is then replaced. Never while all is well."""
+        """Return the reason once it cannot continue; the engine then replaces its process. Must not return before."""
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """A generator (or a backend) that can give its memory back while others use its hardware. One that cannot is
-    paused all the same."""
+    """A generator (or a backend) that can free its memory while others use its hardware. The engine
+    only pauses a generator without these methods."""
 
     async def sleep(self) -> None:
-        """Give back what generating needs. Called only when paused with nothing running; staging continues. On error it
-        is as awake as before."""
+        """Free the memory that generating needs. Called only when paused with nothing running; staging continues. After
+        an error it must be awake, as before."""
 
     async def wake(self) -> None:
-        """Take it again, with the weights it had; still paused. On error it sleeps on, and may be woken again."""
+        """Allocate the memory again, with the same weights; stay paused. After an error it must still sleep, and `wake`
+        may be called again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +119,7 @@ class Batch:
     groups: list[TrajectoryGroup]
     staleness: list[int]
     scores: Mapping[str, "Scores"] = field(default_factory=dict)
-    """By scoring task, for `train`: those that a scorer of its own has made. The others are the trainer's to make."""
+    """For `train`: the scores of each task that a separate scorer does. The trainer does the other tasks itself."""
 
 
 Scores = Sequence[Sequence[Sequence[float]]]
@@ -130,11 +131,11 @@ class Trainer(Protocol):
     functions on the event loop, which they must not block."""
 
     def score(self, batch: Batch, task: str) -> Awaitable[None] | None:
-        """Scoring before the update, e.g. `old_logprobs`: log-probs under the current weights; kept for `train`."""
+        """Score the batch before the update; keep the result for `train`. `old_logprobs`: under the current weights."""
 
     def train(self, batch: Batch) -> Awaitable[dict[str, float]] | dict[str, float]:
         """One outer step over the batch (its minibatches included). Returns metrics; names become `metrics.jsonl`
-        keys. A name that is no text and a value that is no real number are left out, with a warning in the log.
+        keys. Names that are not strings and values that are not real numbers are skipped, with a warning in the log.
 
         A step that raises is ordered again, so it must leave the weights as they were. If it cannot, raise
         `errors.TrainerSpoiled`: this process is replaced, and the next one continues from the newest checkpoint."""
@@ -149,22 +150,22 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """A trainer with blocking methods that can leave its accelerator to the replicas of its pool and come back.
-    `weights` and `save` are called in between as well; one that cannot leave keeps its memory."""
+    """A trainer with blocking methods that can free its accelerator for the replicas of its pool. `weights` and `save`
+    are also called while it is offloaded. A trainer without these methods keeps its memory."""
 
     def offload(self) -> None:
-        """Give the accelerator's memory back, and keep what was there elsewhere. On error nothing has changed."""
+        """Move the data to other memory and free the accelerator's. An error must leave everything unchanged."""
 
     def onload(self) -> None:
-        """Take it again. On error nothing has changed, and it may be called again."""
+        """Move the data back. An error must leave everything unchanged; `onload` may be called again."""
 
 
 @runtime_checkable
 class Restorable(Protocol):
-    """A trainer that can take up what an earlier process saved."""
+    """A trainer that can load a checkpoint that an earlier process saved."""
 
     def load(self, directory: str) -> None:
-        """Become the trainer that `save` wrote into this directory. Called before anything else."""
+        """Restore the state that `save` wrote into this directory. Called before any other method."""
 
 
 @runtime_checkable
@@ -177,11 +178,11 @@ class Closable(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores batches on hardware of its own, while the trainer trains. Calls happen as those of a `Trainer`."""
+    """Scores batches on separate hardware while the trainer trains. Calls happen as for a `Trainer`."""
 
     def score(self, batch: Batch, task: str) -> Awaitable[Scores] | Scores:
         """`old_logprobs`: under the weights loaded last, or those the run began with; `ref_logprobs`: under the
         reference model."""
 
     def load(self, weights: Any) -> Awaitable[None] | None:
-        """Take what `Trainer.weights` gave. Called before a score under other weights than the last."""
+        """Load what `Trainer.weights` returned. Called before `score` whenever the weights have changed."""

@@ -1,7 +1,7 @@
-"""What a rollout makes and a train step eats: prompts, trajectories and the groups that hold them.
+"""Prompts, trajectories and trajectory groups.
 
-Made by generators, kept by trajectory stores, consumed by trainers. The scheduler never sees one: it gets ids,
-lengths, versions and rewards. Plain Python data, so that a user's own generator needs neither torch nor numpy.
+Generators make them, trajectory stores keep them and trainers consume them. The scheduler gets only their ids, lengths,
+versions and rewards. They are plain Python data, so that a user's generator needs neither torch nor numpy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,15 +48,15 @@ class Trajectory:
     """`stop`, `length` (token budget spent), `truncated` (cut by the deadline policy) or empty while unfinished."""
     reward: float | None = None
     continues: bool = False
-    """A further segment of the rollout before it in its group: the same reward, and no vote in the group's mean and
-    spread."""
+    """Whether it continues the previous trajectory of its group as another segment of the same rollout. It has the same
+    reward and does not count in the group's mean and spread."""
 
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
 
     def copy(self) -> "Trajectory":
-        """One whose lists are its own."""
+        """A copy with its own lists."""
         return replace(
             self,
             prompt_ids=list(self.prompt_ids),
@@ -73,10 +73,10 @@ class Trajectory:
         spans: Sequence[Span],
         given_ids: Sequence[int] = (),
     ) -> None:
-        """Append sampled tokens, after those of `given_ids`, which an environment put there.
+        """Append `given_ids`, which an environment inserted, then the sampled tokens.
 
-        `spans` count from the first sampled token; equal neighbors are joined. Given tokens are of the version that
-        sampled what follows them, so with `given_ids` there must be sampled tokens.
+        `spans` count from the first sampled token; neighbors of one version are merged. Given tokens get the version of
+        the sampled tokens after them, so `given_ids` requires sampled tokens.
         """
         given = len(given_ids)
         self.token_ids.extend(given_ids)
@@ -100,8 +100,8 @@ class Trajectory:
 
 @dataclass(slots=True, kw_only=True)
 class TrajectoryGroup:
-    """Every trajectory of one prompt: the unit of admission, staleness and consumption. A rollout has one trajectory,
-    or several segments where its history was rewritten on the way; those after the first have `continues`."""
+    """All trajectories of one prompt: the unit of admission, staleness and consumption. A rollout is one trajectory, or
+    several segments if its history was rewritten; each segment after the first has `continues`."""
 
     group: GroupId
     prompt: Prompt
@@ -113,8 +113,7 @@ class TrajectoryGroup:
 
     @property
     def rollouts(self) -> list[list[Trajectory]]:
-        """The trajectories by rollout: each with the segments that continue it. A segment without one before it is
-        a rollout of its own."""
+        """The segments of each rollout. If the first trajectory has `continues`, it still starts a rollout."""
         rollouts: list[list[Trajectory]] = []
         for trajectory in self.trajectories:
             if trajectory.continues and rollouts:

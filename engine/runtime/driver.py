@@ -58,10 +58,8 @@ REASON_LENGTH = 1000
 class Driver:
     """Feeds events to a scheduler one at a time.
 
-    `deliver` may be called by the executor while it carries out commands; such events wait their turn in the inbox.
-    After a
-    `FinishRun` nothing is handled any more: `outcome` holds it. After an event that could not be handled nothing is
-    either: `failure` holds what was raised.
+    The executor may call `deliver` while it carries out commands; these events wait in the inbox. The driver handles no
+    more events after `FinishRun`, which `outcome` holds, or after an event raised an exception, which `failure` holds.
     """
 
     def __init__(
@@ -75,8 +73,8 @@ class Driver:
         snapshot_every: int = 0,
         books: Books | None = None,
     ) -> None:
-        """`events_before`: handled by earlier lives of the run, whose record this one continues. `snapshot_every`:
-        the whole state goes into the record after so many events, with the `books` of who counts along; 0: never."""
+        """`events_before`: number of events that earlier lives of the run handled. `snapshot_every`: number of events
+        after which the driver records a snapshot of the state and of `books`; 0: never."""
         self.scheduler = scheduler
         self.clock = clock
         self.recorder = recorder
@@ -93,14 +91,14 @@ class Driver:
 
     @property
     def waiting(self) -> int:
-        """Events taken in and not handled yet. May be read from any thread."""
+        """Number of events in the inbox. May be read from any thread."""
         return len(self._inbox)
 
     def deliver(self, *events: Event) -> None:
-        """Take events in; handle everything that waits unless a call further up the stack is doing so already.
+        """Add events to the inbox, then handle the whole inbox unless a call further up the stack already does.
 
         Raises: whatever `Scheduler.handle` raised, after recording the event as rejected and carrying out the commands
-        of the events before it; the same again for every later call, since the state is not to be trusted any more.
+        of the events before it. Every later call raises it again, because the state may be inconsistent.
         """
         if self.failure is not None:
             raise self.failure
@@ -143,8 +141,8 @@ class Driver:
         return commands
 
     def _write_snapshot(self) -> None:
-        """Its cost grows with the live groups, and so do the events until the next. A state that has no plain form goes
-        without, and the log says so: a run must not end for what only makes its recovery quicker."""
+        """Record a snapshot. If the state cannot be encoded, log a warning and take no more snapshots: they only speed
+        up recovery, so the run continues. The cost and the interval to the next snapshot grow with the live groups."""
         try:
             payloads = encode_snapshot(self.events_handled, snapshot(self.scheduler, self.books))
         except CodecError as error:

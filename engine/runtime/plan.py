@@ -177,7 +177,7 @@ class Plan:
         tasks = [task for apart in self.limits.scorers() for task in apart]
         if tasks and self.make_scorer is None:
             law = f"{', '.join(tasks)} have a pool without train, so a scorer is needed"
-            raise ConfigError("Plan.make_scorer", None, law, "set a function that makes a roles.Scorer")
+            raise ConfigError("Plan.make_scorer", None, law, "set a function that makes an engine.protocols.Scorer")
 
     @property
     def hands_over(self) -> bool:

@@ -300,8 +300,8 @@ def _taken_up(
 
 
 def _chosen(plan: Plan, saved: list[tuple[StepId, Path]], recovered: Recovered) -> tuple[StepId, Path | None]:
-    """The checkpoint that the user names, else the newest. Raises: `RunDamaged` if it is not the newest one in the
-    record, `ConfigError` for a name that no checkpoint has."""
+    """The checkpoint that the user named, otherwise the newest one. Raises: `RunDamaged` if that is not the
+    newest in the record, `ConfigError` if no checkpoint has the given name."""
     state = recovered.scheduler.state
     trained = state.steps_trained
     usable = [(steps, path) for steps, path in saved if steps <= trained and steps in state.updates_in]

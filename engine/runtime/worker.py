@@ -205,7 +205,7 @@ class PlannedTrainer(PlannedWorker):
         self._made = trainer = self.plan.make_trainer()
         if restore is not None and restore.steps:
             if self.plan.restore_trainer is None:
-                raise EngineError("this trainer cannot be restored")
+                raise EngineError("the trainer cannot be restored from a checkpoint: Plan.restore_trainer is not set")
             self.plan.restore_trainer(trainer, restore)
         return taking_turns(trainer) if self.plan.limits.trains_in_turns else trainer
 

@@ -73,7 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def select(self, timeout: float | None) -> list[Any]:
         """What `BaseEventLoop` calls once nothing is ready to run, with the seconds until the next timer."""
         if timeout is None:
-            raise Deadlock("nothing can happen any more")
+            raise Deadlock("every task waits, but no callback is ready and no timer is set")
         if timeout > 0:
             self._now += timeout
         return []

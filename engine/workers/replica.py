@@ -223,7 +223,7 @@ class ReplicaWorker:
     ) -> Event | None:
         """Generate, check and store a group; returns the event to emit."""
         if prompt is None:
-            raise EngineError(f"group {command.group} came without its prompt")
+            raise EngineError(f"{type(command).__name__} for group {command.group} has no prompt")
         resumes = isinstance(command, ResumeGroup)
         partial = await self._trajectories.partial(command.group) if resumes else None
         kept = partial.versions() if partial is not None else None

@@ -215,15 +215,15 @@ class TrainerWorker(OneByOne[Command]):
         return count_in(metrics, "optimizer_steps")
 
     async def hand_over(self, steps: StepId) -> None:
-        """Give scorers the current weights, those after `steps` train steps. Never raises: if it fails, the weights are
-        owed, and a scorer that lacks them asks again; if that fails too, so does its attempt."""
+        """Give scorers the current weights, those after `steps` train steps. Never raises. If it fails, a scorer that
+        needs the weights requests them again; if that fails too, its attempt fails."""
         if not self._hands_over:
             return
         self._owed = steps
         try:
             await self.hand_over_again(steps)
         except EngineError as error:
-            log.warning("%s; a scorer that needs them asks again", error, exc_info=error)
+            log.warning("%s. Scorers that need them will request them again.", error, exc_info=error)
 
     async def hand_over_again(self, steps: StepId) -> None:
         """Hand over the weights after `steps` train steps, if they are still owed. Raises: `EngineError`."""
@@ -248,7 +248,7 @@ class TrainerWorker(OneByOne[Command]):
             return ("save", command.number)
         if isinstance(command, DeleteCheckpoint):
             return ("delete", command.number)
-        raise EngineError(f"{type(command).__name__} is not for the trainer")
+        raise EngineError(f"the trainer cannot execute {type(command).__name__}")
 
     async def _answer(self, command: Command) -> Event | None:
         """Execute one command; returns the event that answers it, or None if this process must be replaced."""
@@ -322,7 +322,7 @@ class TrainerWorker(OneByOne[Command]):
     async def _save(self, command: SaveCheckpoint) -> Event:
         try:
             if self._checkpoints is None:
-                raise EngineError("this run has no directory for checkpoints")
+                raise EngineError("a checkpoint cannot be saved, because this run has no run directory")
             await self._call(save_checkpoint, self.trainer, self._checkpoints, command.steps)
         except Exception as error:
             log.warning("the checkpoint after %d steps failed", command.steps, exc_info=error)

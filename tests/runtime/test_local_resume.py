@@ -86,7 +86,7 @@ def test_a_finished_run_cannot_be_resumed_and_another_is_refused_by_name(tmp_pat
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"limits\.max_staleness_steps.*was 2 when the run in .* began"):
         resumed(tmp_path, limits=Limits(**{**FIGURES, "max_staleness_steps": 3, "max_concurrent_groups": 12}))
-    with pytest.raises(ConfigError, match=r"policies.*are not those"):
+    with pytest.raises(ConfigError, match=r"policies.*are not the policies that"):
         resumed(tmp_path, policies={"admission": "whole-batches"})
     with pytest.raises(ConfigError, match="trajectories is 'Disk', but must be disk or memory"):
         resumed(tmp_path, trajectories="Disk")

@@ -339,11 +339,11 @@ def _require_same(plan: Plan, trainer: Trainer) -> None:
         raise ConfigError("run_dir", str(plan.run_dir), law, f"use: engine resume {plan.run_dir}")
     if plan.restore_trainer is None and list_checkpoints(plan.run_dir / "checkpoints"):
         law = "has no load(directory), but the run has a checkpoint"
-        raise ConfigError("trainer", type(trainer).__name__, law, "define load: roles.Restorable")
+        raise ConfigError("trainer", type(trainer).__name__, law, "define it as in engine.protocols.Restorable")
     names = PolicySet.from_names(plan.policies).names
     if dict(header.policies) != dict(names):
         changed = {decision: name for decision, name in names.items() if header.policies.get(decision) != name}
-        law = f"are not those with which the run in {plan.run_dir} began"
+        law = f"are not the policies that the run in {plan.run_dir} began with"
         raise ConfigError("policies", changed, law, "resume it with the same policies")
     then, now = Limits.from_plain(dict(header.limits)).to_plain(), plan.limits.to_plain()
     for name, value in then.items():
