@@ -1,9 +1,9 @@
 """The quickstart's files: a tokenizer and model that transformers loads, made once and found again."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,12 +92,12 @@ def test_what_dead_processes_left_is_swept_and_what_the_living_make_is_not(
     (left / "model").mkdir(parents=True)
     os.utime(left, (0, 0))
 
-    def make(workplace: Path, wanted: Quickstart, _: object) -> None:
+    def make(workplace: Path, wanted: Quickstart, _: object) -> dict[str, Any]:
         assert not left.exists()
-        (workplace / quickstart.MARKER).write_text(json.dumps({"warm_up": {}}))
         if wanted is TINY:
             os.utime(workplace, (0, 0))
             prepare(tmp_path, replace(TINY, seed=2))  # Another process, much later.
+        return {"warm_up": {}}
 
     monkeypatch.setattr(quickstart, "_make", make)
     prepare(tmp_path, TINY)
@@ -107,19 +107,13 @@ def test_what_dead_processes_left_is_swept_and_what_the_living_make_is_not(
 
 
 def test_the_second_of_two_makers_takes_what_the_first_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(workplace: Path, wanted: Quickstart, _: object) -> None:
-        (workplace / quickstart.MARKER).write_text(json.dumps({"warm_up": {"by": workplace.name}}))
-        if not list(tmp_path.glob("arithmetic-*")):
-            prepare(tmp_path, wanted)  # Another process, while this one is at work.
-
     calls: list[str] = []
 
-    def once(workplace: Path, wanted: Quickstart, progress: object) -> None:
+    def once(workplace: Path, wanted: Quickstart, _: object) -> dict[str, Any]:
         calls.append(workplace.name)
         if len(calls) == 1:
-            make(workplace, wanted, progress)
-        else:
-            (workplace / quickstart.MARKER).write_text(json.dumps({"warm_up": {"by": workplace.name}}))
+            prepare(tmp_path, wanted)  # Another process, while this one is at work.
+        return {"warm_up": {"by": workplace.name}}
 
     monkeypatch.setattr(quickstart, "_make", once)
     assert prepare(tmp_path, TINY).warm_up == {"by": calls[1]}
