@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError
 from engine.ids import StepId
@@ -200,6 +201,7 @@ def export_model(checkpoint: Path, target: Path, dtype: str) -> None:
 
     Raises: `ConfigError` for a checkpoint of another trainer, or a target that holds something.
     """
+    transformers_logging.disable_progress_bar()
     read_state(checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(target), "is there already", "use a new or empty directory")
