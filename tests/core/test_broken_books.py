@@ -1,6 +1,7 @@
 """The laws that are checked after every event find each kind of broken book: a check that cannot fail is none."""
 
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
@@ -8,7 +9,10 @@ from engine.errors import InvariantViolated
 from engine.events import SettingChanged
 from engine.states.laws import check_all, check_batch, check_event
 from engine.states.ledger import PARKED, READY, RUNNING, WAITING
+from engine.states.limits import Pool
 from engine.states.state import State
+from engine.states.timeouts import Timeouts
+from tests.core.custom_states import CHECKING
 from tests.core.scripted import Scripted
 
 
@@ -89,6 +93,39 @@ def test_a_broken_book_is_named_by_its_law(broken: Callable[[State], None], law:
     broken(state)
     with pytest.raises(InvariantViolated, match=law):
         check_all(state)
+
+
+def test_a_clock_that_nobody_reads_is_found_while_the_run_lasts() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, timeouts=Timeouts())
+    check_all(run.state)
+    run.state.clocks.timer_at = inf
+    with pytest.raises(InvariantViolated, match=r"law 10: an order may be due at .* and the timer fires at inf"):
+        check_all(run.state)
+
+
+def test_an_added_state_works_on_as_many_groups_as_it_may() -> None:
+    run = Scripted(train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=3, added_states=(CHECKING,))
+    run.finish(0)
+    stage = run.state.stages.by_name["checking"]
+    assert stage.working == stage.concurrency == 1
+    stage.concurrency = 0
+    with pytest.raises(InvariantViolated, match="law 2: a state works on more than it may"):
+        check_all(run.state)
+
+
+def test_a_pool_is_leased_only_to_what_is_in_progress() -> None:
+    pools = (Pool(tasks=("rollout",), replicas=(0,)), Pool(tasks=("train",)), Pool(tasks=("ref_logprobs",)))
+    run = Scripted(
+        train_batch_size=2, max_staleness_steps=1, max_concurrent_groups=2, scoring_tasks=("ref_logprobs",), pools=pools
+    )
+    run.finish(0)
+    run.finish(1)
+    lease = run.state.pools.of("ref_logprobs")
+    assert lease.task == "ref_logprobs"
+    check_all(run.state)
+    lease.task = "old_logprobs"
+    with pytest.raises(InvariantViolated, match="a pool is leased to a task that is not in progress"):
+        check_all(run.state)
 
 
 def test_a_deadline_may_be_as_late_as_the_loosest_bound_of_the_run_and_no_later() -> None:

@@ -18,6 +18,7 @@ from engine.events import (
 )
 from engine.record.msgpack_values import pack, unpack
 from engine.record.snapshots import restore, snapshot
+from engine.states.checkpoints import Checkpoints
 from engine.states.limits import Limits
 from engine.states.waits import waits
 from tests.core.scripted import Scripted
@@ -158,6 +159,14 @@ def test_a_branch_forgets_later_checkpoints_and_keeps_those_up_to_it() -> None:
     resumed(run, steps=2)
     assert run.state.checkpoints.steps == [1, 2]
     assert deleted(run) == []
+
+
+def test_a_branch_forgets_what_was_released_from_its_checkpoint_on() -> None:
+    known = Checkpoints(True)
+    for steps in range(4):
+        known.release(10 + steps, steps)
+    known.branch(2)
+    assert known.released == {0: [10], 1: [11]}
 
 
 def test_a_branch_to_the_initial_weights_forgets_every_checkpoint() -> None:

@@ -52,7 +52,17 @@ from engine.record.recovery import recover
 from engine.scheduling.scheduler import Scheduler
 from engine.simulation.world import Faults, Setting, World
 from engine.states.limits import Limits, ValidationLimits
-from engine.states.orders import NO_ORDERS, RELATIONS, TRAINER, UNSOLICITED, Order, OrderBook, stage_owner
+from engine.states.orders import (
+    NO_ORDERS,
+    RELATIONS,
+    SCORER_OF,
+    TRAINER,
+    UNSOLICITED,
+    Order,
+    OrderBook,
+    stage_owner,
+    works_in_order,
+)
 from engine.states.process import REPLICA
 from tests.core.adversary import Adversary
 from tests.core.custom_states import WEIGHING
@@ -411,3 +421,8 @@ def test_an_event_of_an_older_life_answers_nothing() -> None:
     assert len(run.state.orders.matched) == 1
     run.tell(ProcessUp(kind="replica", index=0, incarnation=1, slots=100, version=0))
     assert run.state.stale_echoes == 1 and run.state.orders.matched == ()
+
+
+def test_only_trainer_and_scorers_execute_their_orders_one_after_another() -> None:
+    assert works_in_order(TRAINER) and works_in_order(f"{SCORER_OF}ref_logprobs")
+    assert not works_in_order(3) and not works_in_order("weights store")

@@ -568,6 +568,7 @@ def test_a_drain_that_takes_too_long_stops_the_run_as_it_is() -> None:
     run.fire()
     (end,) = run.ordered(FinishRun)
     assert (end.outcome, end.reason) == ("stopped", "the drain exceeded durability.drain_s = 30")
+    assert run.state.drain_timer is None
 
 
 def test_a_drain_that_ends_in_time_needs_its_timer_no_more() -> None:

@@ -657,6 +657,17 @@ def test_what_a_generator_does_wrong_is_named(
     assert any(record.exc_info for record in caplog.records), "the full story is in the log"
 
 
+def test_a_group_that_comes_without_its_prompt_fails_for_no_fault_of_its_data() -> None:
+    async def scene() -> None:
+        stage = Stage(TokenGenerator(length=3))
+        stage.worker.carry_out(StartGroup(group=4, attempt=1, **WHO), None)
+        (failed,) = await stage.until(1)
+        assert isinstance(failed, GroupFailed) and failed.cause == "infrastructure"
+        assert "group 4 has no prompt" in failed.reason
+
+    play(scene)
+
+
 def test_tokens_of_weights_older_than_the_replica_had_are_refused() -> None:
     class Stuck(SimpleGenerator):
         async def sample(self, work: GroupWork, weights: Any, version: int) -> list[Trajectory]:
