@@ -54,6 +54,7 @@ def test_ranks_share_what_they_hold_and_gather_a_layer_at_a_time() -> None:
         ("trainer.ranks", {"trainer": {"ranks": 2}, "rollout": {"deterministic": True}}),
         ("trainer.ranks", {"trainer": {"ranks": 20}, "scheduler": {"train_batch_size": 4, "samples_per_prompt": 4}}),
         ("trainer.cpu_offload", {"trainer": {"cpu_offload": True}}),
+        ("trainer.device", {"trainer": {"ranks": 2, "device": "cuda:1"}}),
     ],
 )
 def test_ranks_that_cannot_work_are_refused(field: str, sections: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ def plan_of(config: Config, run_dir: Path, progress: Progress | None = None) -> 
         rollout_threads=config.rollout.threads,
         trainer_threads=config.trainer.threads,
         trainer_ranks=1 if config.trainer.device == "cpu" else config.trainer.ranks,
-        trainer_gpus=config.trainer.ranks * config.trainer.gpus_per_rank,
+        trainer_gpus=float(config.trainer.ranks * config.trainer.gpus_per_rank),
         scorer_threads=threads_of_scorers(config, limits.scorers()),
         pool_shares=tuple(pool.share or 0.0 for pool in config.pools),
         object_store_bytes=object_store_bytes(config, model_directory(config)),

@@ -109,8 +109,8 @@ class TrainerSection(Section):
     ranks: int = Field(
         1, ge=1, le=64, description="Processes on one machine that shard the trained model (FSDP2); 1: not sharded."
     )
-    gpus_per_rank: float = Field(
-        0.0, ge=0, le=1, description="GPUs that Ray reserves for each rank; 0: one where the cluster has any."
+    gpus_per_rank: int = Field(
+        0, ge=0, le=8, description="GPUs that Ray reserves for each rank; 0: one where the cluster has any."
     )
     cpu_offload: bool = Field(False, description="With several ranks on GPUs: keep the shards in host memory.")
     device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.")

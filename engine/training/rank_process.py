@@ -58,10 +58,11 @@ class Rank:
 
         self._link, self._index = link, job.index
         if job.settings.device in ("auto", "cuda") and torch.cuda.is_available():
-            if torch.cuda.device_count() < job.count:
-                law = f"each rank needs a GPU of its own; this process has {torch.cuda.device_count()}"
-                raise ConfigError("trainer.ranks", job.count, law, f"use at most {torch.cuda.device_count()}")
-            torch.cuda.set_device(job.index)
+            gpus = torch.cuda.device_count()
+            if gpus < job.count:
+                law = f"each rank needs a GPU of its own; this process has {gpus}"
+                raise ConfigError("trainer.ranks", job.count, law, f"use at most {gpus}, or trainer.device: cpu")
+            torch.cuda.set_device(job.index * (gpus // job.count))
         device = device_named(job.settings.device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.FileStore(job.rendezvous, job.count)

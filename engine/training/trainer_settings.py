@@ -277,6 +277,8 @@ class TrainerSettings:
             "temperature", self.temperature > 0, "must be above 0: greedy samples have no log-probs to train on", "1.0"
         )
         self._require("ranks", self.ranks >= 1, "must be at least 1", "1")
+        law = "is one device, but each of several ranks needs its own"
+        self._require("device", self.ranks == 1 or ":" not in self.device, law, "cuda, or auto")
         law = "shards of several ranks are offloaded; one rank has none"
         self._require("cpu_offload", not self.cpu_offload or self.ranks > 1, law, "trainer.ranks: 2")
         self._require("epochs_per_batch", self.epochs_per_batch >= 1, "must be at least 1", "1")
