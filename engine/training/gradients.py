@@ -145,8 +145,8 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     """Add the gradient of one optimizer minibatch to the parameters' `grad`, pass by pass; zeros if it has none.
 
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
-    loss however it is cut. Samples whose gradient is exactly zero are passed over: their tokens count in the weights of
-    the others.
+    loss for any split into passes. Samples with a gradient of exactly zero are skipped, but their tokens count in the
+    weights of the others.
     """
     settings = policy.settings
     diagnostics = Diagnostics(settings)
