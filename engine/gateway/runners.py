@@ -1,8 +1,8 @@
 """Runs one agent: the user's coroutine, or the user's program in a separate process group.
 
-`actors.gateway_actor` calls it once for every agent. Coroutines run on a separate thread and event loop, so a blocking
-one cannot stop the gateway from answering. Later agents get another thread if one never
-stops blocking. No process that an agent started may outlive it.
+`actors.gateway_actor` calls it once for every agent. Coroutines run on a separate thread and event loop, so the
+gateway still answers while an agent blocks. If an agent never stops blocking, later agents get another thread. When
+an agent ends, every process that it started must end too.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 TOLD = 2000
 """Number of characters of a program's standard error that a failure quotes."""
 ANSWER_S = 5.0
-"""How long the agents' event loop may take to answer once an agent was cancelled; then it is blocked."""
+"""Time limit for the agents' event loop to answer after an agent is cancelled. Past it, the thread is blocked."""
 MOST_BLOCKED = 16
-"""Threads that agents may block at once: none can be ended."""
+"""Maximum number of blocked threads. Python cannot end a blocked thread."""
 PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -40,7 +40,7 @@ class Runner(Protocol):
         cancelled, it returns once every process of the agent has ended."""
 
     async def failed(self) -> str:
-        """Return when no more agents can be run, with the reason; never before."""
+        """Wait until no more agents can run, then return the reason."""
 
     def close(self) -> None: ...
 
@@ -99,8 +99,7 @@ class FunctionRunner:
         return await awaited(self._function, base_url, key, prompt)
 
     async def _replace_if_blocked(self, thread: AgentThread) -> None:
-        """Give agents that have not begun another thread if this one does not answer. The others continue if it ever
-        does."""
+        """If the thread does not answer, start another thread for new agents. Its agents continue if it recovers."""
         answer: Future[None] = Future()
         thread.loop.call_soon_threadsafe(answer.set_result, None)
         await asyncio.wait([asyncio.wrap_future(answer)], timeout=self._answer_s)
@@ -184,7 +183,7 @@ async def _tail(stream: asyncio.StreamReader | None) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the whole process group, whichever of its processes remain."""
+    """Kill every process that remains in the process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

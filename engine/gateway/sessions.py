@@ -1,8 +1,8 @@
 """Agents and their conversations by group, and the replica that each group samples on.
 
-`server.py` calls it for every request, `agents.py` for every order about a group. The agents of a group survive its
-replica: meanwhile their calls wait, and continue from their prefixes on the next replica. Two attempts of a group must
-never answer each other's orders.
+`server.py` calls it for every request, `agents.py` for every order about a group. If a group's replica fails, its
+agents keep running: their calls wait, and continue from their prefixes on the next replica. Two attempts of a group
+must never answer each other's orders.
 """
 
 import asyncio
@@ -189,15 +189,14 @@ class AgentGroup:
             self._resolve(self._story(aborted=True))
 
     def newer_than(self, version: Version) -> bool:
-        """Whether any token comes from newer weights than these. Such a group cannot continue on a replica that has
-        them."""
+        """Whether any token comes from weights newer than `version`. A replica with `version` cannot continue it."""
         seen = [session.conversation.newest_version for session in self.sessions]
         return any(newest is not None and newest > version for newest in seen)
 
     # what the agents do
 
     async def sample(self, session: Session, call: Call, most: int, number: int) -> None:
-        """Sample for a call until it has its answer, on whichever replica the group is open."""
+        """Sample for a call until it has its answer, on the replica where the group is open at the time."""
         while True:
             await self._gate.wait()
             line = self._line
@@ -224,7 +223,7 @@ class AgentGroup:
             if result.finish_reason != "abort":
                 return
             if self._line is line:
-                self._gate.clear()  # whoever aborted it says next what becomes of the group
+                self._gate.clear()  # the next order says how the group continues
 
     async def _fly(self, line: Line, asked: AgentCall) -> SampleResult | None:
         """The answer of a replica to a call; None if another replica has replaced it meanwhile."""

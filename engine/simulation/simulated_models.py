@@ -36,7 +36,7 @@ def row_reward(row: int, version: Version) -> float | None:
 
 
 class Dice:
-    """The random draws of one world, and the sleeps whose length they decide."""
+    """The random draws of one world, and sleeps of random length."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -175,7 +175,7 @@ class SimGenerator:
             raise DataFailure("fault")
 
     async def _answer(self, work: GroupWork) -> Generated:
-        """Answer a held-out row. It takes no turns with groups, and waits for no pause."""
+        """Answer a held-out row. It does not take turns with groups, and a pause does not delay it."""
         self.measuring += 1
         try:
             await self._dice.work(self._setting.measure_s)

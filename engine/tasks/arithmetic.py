@@ -80,7 +80,7 @@ class Question(NamedTuple):
 class Division:
     """A family of questions. The number of steps is log-normal: p99 / median = exp(2.33 * spread), 5.7 by default.
 
-    Raises `ConfigError` for one whose numbers do not fit the way they are written: one digit and three.
+    Raises `ConfigError` if a divisor could exceed one digit or a dividend three digits.
     """
 
     largest_divisor: int = 9

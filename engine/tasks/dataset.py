@@ -37,7 +37,7 @@ class Dataset:
     def prompt(self, row: int) -> Prompt:
         """The row as a prompt. Raises IndexError outside [0, len)."""
         if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a data set with {len(self)} rows")
+            raise IndexError(f"row {row} does not exist: the data set has {len(self)} rows, counted from 0")
         fields = self._rows.read(row)
         text = fields.pop(self.prompt_field, None)
         if isinstance(text, str):
@@ -219,7 +219,7 @@ class PromptSource:
     def draw(self, number: int) -> Draw:
         """Epoch and row of a draw. Raises IndexError past `total`."""
         if number < 0 or (self.total is not None and number >= self.total):
-            raise IndexError(f"draw {number} of a source with {self.total} draws")
+            raise IndexError(f"draw {number} does not exist: the data source has {self.total} draws, counted from 0")
         epoch, place = divmod(number, len(self.dataset))
         if not self.shuffle:
             return Draw(epoch, place)

@@ -1,11 +1,11 @@
-"""Makes what the quickstart runs on, on the spot and without a download: model, tokenizer, training and held-out data.
+"""Creates the quickstart's model, tokenizer, training data and held-out data locally, without a download.
 
-Called once at the start of a run whose config asks for it, in the preparing process. What was made is kept and found
-again by a hash of its parameters. A directory is there only when it is complete; nothing half-made is ever used.
+The preparing process calls it once at the start of a run, if the config asks for it. Later runs find the files by a
+hash of their parameters. A directory appears only when it is complete, so no run uses an incomplete one.
 
-The solutions that the model first learns from are careless: more often than not, a step across a ten comes out one too
-small. So the model has the skill and a bad habit, as one that has read the web has, and the run has something to do
-that a reward can teach in minutes: long answers, which cross many tens, are nearly all wrong before and right after.
+The model first learns from careless solutions: more often than not, a step across a ten is one too small. So the model
+has the skill and a bad habit, like a model trained on web text, and a reward can correct the habit in minutes. Long
+answers cross many tens: nearly all are wrong before the run and right after it.
 """
 
 import fcntl

@@ -63,7 +63,7 @@ class Sample:
     """Their behavior log-probs. [tokens] float32"""
     reward: float
     response_tokens: int = 0
-    """Length of the response, with tokens that are not trained, such as the output of tools."""
+    """Length of the response, including tokens that are not trained, for example tool output."""
     continues: bool = False
     """A further segment of the rollout of the sample before it: its reward votes once."""
     advantage: float = 0.0
@@ -124,12 +124,12 @@ class MicroBatch:
 
 
 def samples_of(group: TrajectoryGroup, *, filter_overlong: bool = False) -> list[Sample]:
-    """The group's samples in order: the trajectories that have a trainable token. The first that is left of a rollout's
-    segments continues nothing. A rollout without any has one sample without tokens if it has a reward: that belongs to
-    the baseline, and the rollout counts where rollouts are counted.
+    """The group's samples in order: one for each trajectory that has a trainable token. The first sample of a rollout
+    has `continues=False`. A rollout with a reward but no trainable token has one sample without tokens: its reward
+    enters the baseline, and the rollout is counted.
 
-    `filter_overlong`: no token of a rollout is trained whose last segment was cut off at the length limit.
-    Raises `DataFailure` for a trajectory without reward, without a prompt, or whose lists differ in length.
+    `filter_overlong`: train no token of a rollout if its last segment was cut off at the length limit.
+    Raises `DataFailure` if a trajectory has no reward, no prompt, or lists of different lengths.
     """
     samples, index = [], 0
     for rollout in group.rollouts:
@@ -200,11 +200,11 @@ def _check(trajectory: Trajectory, group: TrajectoryGroup, index: int) -> None:
     if trajectory.reward is None:
         problem = "it has no reward"
     elif not trajectory.prompt_ids:
-        problem = "it has no prompt token, and its first token is predicted by nothing"
+        problem = "it has no prompt token, so its first token has no log-prob; give at least one prompt token"
     elif len(trajectory.logprobs) != tokens or len(trajectory.loss_mask) != tokens:
         problem = (
-            f"{tokens} tokens, {len(trajectory.logprobs)} log-probs and {len(trajectory.loss_mask)} mask entries"
-            " are not of one length"
+            f"it has {tokens} tokens, {len(trajectory.logprobs)} log-probs and {len(trajectory.loss_mask)} mask entries"
+            ", but needs one log-prob and one mask entry for each token"
         )
     if problem:
         story = f"group {group.group}, trajectory {index}, cannot be trained: {problem}"

@@ -28,7 +28,7 @@ means over a trajectory are of the ratios as they are: they are bounded after th
 
 
 class Dropped(NamedTuple):
-    """What one mask dropped, whatever the others did."""
+    """What one mask dropped, independent of the other masks."""
 
     measure: str
     tokens: Tensor

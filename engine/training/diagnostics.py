@@ -1,7 +1,7 @@
 """What a train step reports about its tokens: clip shares, KL estimates, entropy, masks, effective sample size.
 
-Fed by `gradients.accumulate_gradient`, read by `model_trainer.ModelTrainer` once an optimizer minibatch, whose skip it
-decides. It must never wait for the device while gradients are being computed.
+`gradients.accumulate_gradient` fills it. `model_trainer.ModelTrainer` reads it once per optimizer minibatch, to decide
+whether to skip the minibatch. It must never wait for the device while gradients are being computed.
 """
 
 import torch

@@ -174,8 +174,8 @@ def accumulate_gradient(policy: Policy, samples: Sequence[Sample]) -> Diagnostic
     Collective; what it returns is of all ranks.
 
     Each sample's `weight` is already relative to the whole minibatch, so the passes' losses add up to the minibatch's
-    loss however it is cut. Samples whose gradient is exactly zero are passed over: their tokens count in the weights of
-    the others.
+    loss for any split into passes. Samples with a gradient of exactly zero are skipped, but their tokens count in the
+    weights of the others.
     """
     settings = policy.settings
     diagnostics = Diagnostics(settings)

@@ -28,7 +28,7 @@ from engine.trajectory import TrajectoryGroup
 def scores_of(
     groups: Sequence[TrajectoryGroup], scored: Sequence[Tensor], *, filter_overlong: bool = False
 ) -> list[list[list[float]]]:
-    """`protocols.Scores` of groups whose `samples_of` have these log-probs. [samples][tokens] float32"""
+    """Arrange the log-probs of the groups' `samples_of` as `protocols.Scores`. `scored`: [samples][tokens] float32"""
     rows = (row for row in scored if len(row))
     return [
         [next(rows).tolist() if trained else [] for trained in _trained(group, filter_overlong)] for group in groups
@@ -36,7 +36,7 @@ def scores_of(
 
 
 def _trained(group: TrajectoryGroup, filter_overlong: bool) -> Iterator[bool]:
-    """Of each trajectory, whether it has tokens in `samples_of`."""
+    """Whether each trajectory has tokens in `samples_of`."""
     for rollout in group.rollouts:
         left_out = filter_overlong and rollout[-1].finish_reason == "length"
         yield from (any(trajectory.loss_mask) and not left_out for trajectory in rollout)
@@ -45,7 +45,7 @@ def _trained(group: TrajectoryGroup, filter_overlong: bool) -> Iterator[bool]:
 def given_scores(batch: Batch, groups: Sequence[Sequence[Sample]], expected: Sequence[str]) -> dict[str, list[Tensor]]:
     """By task, the log-probs that came with a batch. [samples][tokens] float32
 
-    Raises: `EngineError` where those of an expected task did not come, or are of other tokens.
+    Raises: `EngineError` if an expected task has no log-probs, or if they do not match the batch's tokens.
     """
     missing = [task for task in expected if task not in batch.scores]
     if missing:
@@ -55,14 +55,15 @@ def given_scores(batch: Batch, groups: Sequence[Sequence[Sample]], expected: Seq
     for task, scores in batch.scores.items():
         rows = [torch.tensor(row, dtype=torch.float32) for row in _rows(scores)]
         if [len(row) for row in rows] != [sample.tokens for sample in samples if sample.tokens]:
-            raise EngineError(f"the {task} of step {batch.step} are of other tokens than its batch", step=batch.step)
+            story = f"the {task} of step {batch.step} do not match the batch"
+            raise EngineError(f"{story}: score each trainable token of each trajectory once", step=batch.step)
         each = iter(rows)
         given[task] = [next(each) if sample.tokens else torch.zeros(0) for sample in samples]
     return given
 
 
 def _rows(scores: Any) -> Iterator[Any]:
-    """Of trajectories that have a trainable token."""
+    """The scores of trajectories that have a trainable token."""
     for group in scores:
         yield from (row for row in group if len(row))
 
@@ -80,7 +81,7 @@ def load_reference(
 ) -> Policy:
     """The reference as a policy under the same temperature and precision as the model being trained.
 
-    Raises `ConfigError` where it has other `tokens` than that.
+    Raises `ConfigError` if its vocabulary does not have `tokens` tokens.
     """
     path = settings.reference_path or model_path
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -92,7 +93,7 @@ def load_reference(
 
 
 def tokens_of(model: Any) -> int:
-    """How many tokens a model knows: rows of its embeddings."""
+    """Vocabulary size of a model: the rows of its input embeddings."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
@@ -100,8 +101,8 @@ def tokens_of(model: Any) -> int:
 
 
 class ModelScorer:
-    """Scores `tasks` under the trainer's own `settings`: `old_logprobs` under the model at `model_path`, then under
-    whatever is loaded; `ref_logprobs` under the reference model, which is loaded once."""
+    """Scores `tasks` with the trainer's `settings`. `old_logprobs` uses the model at `model_path` until `load` replaces
+    its weights. `ref_logprobs` uses the reference model, which is loaded once."""
 
     def __init__(self, model_path: str, settings: TrainerSettings, tasks: Sequence[str]) -> None:
         transformers_logging.disable_progress_bar()

@@ -120,7 +120,7 @@ class ModelTrainer:
         """Keep the batch's log-probs for `train`: under the present weights (`old_logprobs`), or under the reference
         model (`ref_logprobs`).
 
-        Does nothing where the loss does not read them. Where the scheduler orders no such task, `train` does it.
+        Does nothing if the loss does not read them. If the scheduler does not order the task, `train` scores the batch.
         """
         if task not in ("old_logprobs", "ref_logprobs"):
             raise ConfigError("trainer task", task, "this trainer cannot score it", "use old_logprobs or ref_logprobs")
@@ -348,12 +348,11 @@ class ModelTrainer:
             sums = diagnostics.sums()
         if sums["unsound"]:
             tally.unsound += int(sums["unsound"])
-            log.warning("%d trajectories have a log-prob or an advantage that is not finite; they are not trained",
-                        sums["unsound"])  # fmt: skip
+            log.warning("%d trajectories are not trained: a log-prob or an advantage is not finite", sums["unsound"])
         if not math.isfinite(sums["loss"]) or not math.isfinite(norm):
             tally.nonfinite += 1
             self.optimizer.zero_grad(set_to_none=True)
-            log.warning("minibatch skipped: loss %s, gradient norm %s", sums["loss"], norm)
+            log.warning("minibatch skipped: loss %s and gradient norm %s must be finite", sums["loss"], norm)
             return
         tally.stepped = True
         with tally.phase("optimizer"):

@@ -37,9 +37,9 @@ GSPO_WIDEST_CLIP = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """What is kept of a batch: tokens, or whole trajectories, whose measure lies in [low, high]. Raises `ConfigError`.
+    """Keeps the tokens or the whole trajectories with a measure in [low, high]. Raises `ConfigError`.
 
-    A missing bound is open. What agrees with the trainer (a ratio of 1, a KL of 0) is kept by every lawful mask.
+    A missing bound is open. Every allowed mask keeps tokens on which the policies agree (a ratio of 1, a KL of 0).
     """
 
     measure: str
@@ -47,7 +47,7 @@ class Mask:
     low: float | None = None
     high: float | None = None
     negative_only: bool = False
-    """Keep every token whose advantage is not negative (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Drop only tokens with a negative advantage (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     def __post_init__(self) -> None:
         if self.measure not in MASK_NAMES:
@@ -87,7 +87,7 @@ class TrainerSettings:
     weight_decay: float = 0.0
     """Decoupled weight decay, of matrices only: biases and norm gains are never decayed."""
     max_grad_norm: float = 1.0
-    """The gradient of an optimizer minibatch is scaled down to this L2 norm; 0 leaves it as it is."""
+    """Maximum L2 norm of an optimizer minibatch's gradient; larger gradients are scaled down. 0: no limit."""
     lr_schedule: str = "constant"
     """After the warm-up: `constant`, or down to 0 at `lr_total_steps`: `linear`, or along half a `cosine`."""
     lr_warmup_steps: int = 0
@@ -158,7 +158,7 @@ class TrainerSettings:
     """Passes over each batch; the minibatches of each pass are the same, in the same order."""
     micro_batch_tokens: int = 16384
     """Padded input tokens per forward pass. A longer trajectory gets a pass of its own. Changes speed and memory
-    only: small models on a CPU are fastest at 2048 to 4096, whose activations stay in its caches."""
+    only. Small models on a CPU are fastest at 2048 to 4096, because the activations then fit in its caches."""
 
     temperature: float = 1.0
     """The rollout's sampling temperature: the logits are divided by it, since the behavior log-probs are after it."""
@@ -295,7 +295,7 @@ class TrainerSettings:
 
     def _objective_laws(self) -> Iterator[tuple[str, bool, str, str]]:
         """(field, whether it holds, law, allowed value) of losses, corrections, KL terms and shaping."""
-        law = "must be 0, for no such bound, or above 1 (arXiv 1912.09729)"
+        law = "must be 0 (no bound) or above 1 (arXiv 1912.09729)"
         yield "clip_dual", not self.clip_dual or self.clip_dual > 1, law, "3.0"
         law = "cispo bounds its weights by clip_high; it has no ratio that clip_dual could bound"
         yield "clip_dual", not self.clip_dual or self.loss != "cispo", law, "0"

@@ -67,7 +67,7 @@ def test_a_batch_without_what_is_scored_apart_is_not_trained(model_path: str, ba
         trainer.train(batch(0))
     wrong = batch(0)
     wrong.scores = {"ref_logprobs": [[[0.0]] * 4] * 4}
-    with pytest.raises(EngineError, match="of other tokens than its batch"):
+    with pytest.raises(EngineError, match="do not match the batch: score each trainable token"):
         trainer.train(wrong)
     assert same(before, trainer.weights())
 
